@@ -115,9 +115,7 @@ def test_variables_of_the_template_take_precedence_over_arguments(llm):
 
 @pytest.mark.parametrize("name", ["tokenize", "return_dict", "return_tensors", "truncation"])
 def test_variables_of_the_template_are_no_settings(llm, name):
-    with pytest.raises(
-        ValueError, match=rf"`chat_template_kwargs\['{name}'\]` must be a template's.*got True"
-    ):
+    with pytest.raises(ValueError, match=rf"`chat_template_kwargs\['{name}'\]` must be unset .*got True"):
         llm.chat(HI, LONG, chat_template_kwargs={name: True})
     with pytest.raises(ValueError, match=r"`chat_template_kwargs` must be None or a dict.*got 'x'"):
         llm.chat(HI, LONG, chat_template_kwargs="x")
@@ -126,13 +124,13 @@ def test_variables_of_the_template_are_no_settings(llm, name):
 def test_chat_takes_no_settings_of_images(llm):
     for empty in (None, {}):
         assert llm.chat(HI, LONG, use_tqdm=False, mm_processor_kwargs=empty)
-    with pytest.raises(ValueError, match=r"`mm_processor_kwargs` must be None or empty.*got \{'x': 1\}"):
+    with pytest.raises(ValueError, match=r"`mm_processor_kwargs` must be None or {} .*got \{'x': 1\}"):
         llm.chat(HI, LONG, mm_processor_kwargs={"x": 1})
 
 
 def test_chat_refuses_what_a_template_does_not_take(llm):
     with pytest.raises(
-        ValueError, match=r"`tools` must be None because the chat template does not use them.*got .*"
+        ValueError, match=r"`tools` must be None because the chat template does not use tools, got"
     ):
         llm.chat(HI, LONG, tools=[{"function": {"name": "f"}}])
     with pytest.raises(ValueError, match=r"`chat_template_content_format` must be one of.*got 'xml'"):

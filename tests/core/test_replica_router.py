@@ -90,7 +90,7 @@ def test_what_replicas_that_have_gone_still_run_counts_no_more() -> None:
     [left] = router.replica_ids
     assert router.choose("key") == left
     router.remove_replica(left)
-    with pytest.raises(ValueError, match="the number of replicas is 0; allowed: at least 1"):
+    with pytest.raises(ValueError, match="the number of `replicas` must be at least 1, got 0"):
         router.choose("key")
     with pytest.raises(ValueError, match=r"`replica_id` must be one of.*got 'a'"):
         router.remove_replica("a")

@@ -120,7 +120,7 @@ def test_the_error_of_named_backends_names_backends_that_pass() -> None:
 
 def test_without_a_backend_that_passes_the_error_is_that_of_the_check() -> None:
     maker = Maker(*((a, b) for a in ("native", "xla") for b in ("onednn", "xla")))
-    with pytest.raises(ValueError, match="allowed for this model on this machine: False, as the steps"):
+    with pytest.raises(ValueError, match="must be False for this model on this machine because the steps"):
         make_engine(maker, batch_invariant=True)
     assert len(maker.made) == 4
     assert maker.num_open == 0
@@ -128,7 +128,7 @@ def test_without_a_backend_that_passes_the_error_is_that_of_the_check() -> None:
 
 def test_processes_of_a_launcher_are_not_started_again() -> None:
     maker = Maker(("native", "onednn"))
-    with pytest.raises(ValueError, match="allowed for this model on this machine: False"):
+    with pytest.raises(ValueError, match="must be False for this model on this machine"):
         make_engine(maker, batch_invariant=True, distributed_executor_backend="external_launcher")
     assert len(maker.made) == 1
 

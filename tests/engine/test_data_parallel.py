@@ -165,7 +165,7 @@ def test_what_concerns_one_engine_is_refused(two: LLM, tmp_path: Path) -> None:
         ({"data_parallel_size": 0}, "`data_parallel_size` must be an integer of at least 1, got 0"),
         (
             {"data_parallel_size": 5},
-            "`data_parallel_size` must be at most 4 because JAX sees 4 devices, got 5",
+            "`data_parallel_size` must be at most 4 because JAX sees 4 devices and each engine takes 1",
         ),
     ],
 )
@@ -177,7 +177,7 @@ def test_sizes_that_can_t_be(checkpoint: Path, tmp_path: Path, sizes: dict[str, 
 
 
 def test_an_engine_alone_has_no_replicas(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match=r"`data_parallel_size` must be 1 for one engine; LLM, .*got 2"):
+    with pytest.raises(ValueError, match=r"`data_parallel_size` must be 1 for one engine .LLM, .*got 2"):
         LLMEngine(EngineArgs(str(checkpoint), data_parallel_size=2))
 
 

@@ -127,7 +127,7 @@ def test_bad_prompts_say_what_is_allowed(llm, case):
     with pytest.raises(ValueError, match="a dict with both of"):
         llm.generate([{"encoder_prompt": [5]}], GREEDY, use_tqdm=False)
     too_long = [5] * (llm.llm_engine.config.max_model_len + 1)
-    with pytest.raises(ValueError, match="tokens for the encoder; allowed: max_model_len"):
+    with pytest.raises(ValueError, match="the number of encoder tokens of `prompt` must be at most"):
         llm.generate([too_long], GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="no prefixes to pin"):
         llm.pin_prefix(encoder_ids(case))

@@ -261,7 +261,10 @@ def test_bad_generation_config_is_found_at_the_start(scripted):
     with LLMEngine(args, ScriptedExecutor(args, {"top_k": 7, "temperature": 0.5})) as engine:
         params = engine.check_request("abc?").params
         assert (params.top_k, params.temperature) == (7, 0.5)
-    for bad, message in (({"top_p": 7}, "top_p is 7"), ({"temperature": "hot"}, "temperature is 'hot'")):
+    for bad, message in (
+        ({"top_p": 7}, "`top_p` must be .*got 7"),
+        ({"temperature": "hot"}, "`temperature` must be .*got 'hot'"),
+    ):
         executor = ScriptedExecutor(args, bad)
         with pytest.raises(ValueError, match=f"generation_config.json.*{message}"):
             LLMEngine(args, executor)

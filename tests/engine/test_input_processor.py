@@ -83,15 +83,21 @@ def test_forms_of_prompts(processor: InputProcessor, tokenizer: Tokenizer) -> No
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ({}, "one of the keys"),
-        ({"cache_salt": "s"}, "one of the keys"),
-        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "one of the keys"),
+        ({}, '`prompt` must be a dict with "prompt", "prompt_token_ids" or both, and'),
+        ({"cache_salt": "s"}, '`prompt` must be a dict with "prompt", "prompt_token_ids" or both, and'),
+        (
+            {"prompt": "a", "multi_modal_data": {"image": 1}},
+            '`prompt` must be a dict with "prompt", "prompt_token_ids" or both, and',
+        ),
         ({"prompt_embeds": [[1.0]]}, "without enable_prompt_embeds=True"),
-        ({"prompt": 5}, "`prompt` must be text, got 5"),
+        ({"prompt": 5}, "`prompt` must be a string, got 5"),
         ({"prompt": "a", "cache_salt": 5}, "`cache_salt` must be a string, got 5"),
-        ({"prompt": ["a"]}, r"`prompt` must be text, got \['a'\]"),
-        ({"encoder_prompt": "a", "decoder_prompt": "b"}, "a prompt without an encoder's part"),
-        (np.array(5), r"`prompt` must be text, a list of token ids, got array\(5\)"),
+        ({"prompt": ["a"]}, r"`prompt` must be a string, got \['a'\]"),
+        (
+            {"encoder_prompt": "a", "decoder_prompt": "b"},
+            "`prompt` must be a prompt without encoder_prompt for this model, got",
+        ),
+        (np.array(5), r"`prompt` must be a string, a list of token ids, .*got array\(5\)"),
     ],
 )
 def test_bad_prompts(processor: InputProcessor, prompt: Any, message: str) -> None:
@@ -124,7 +130,9 @@ def test_prompts_for_encoders(encoding: InputProcessor, tokenizer: Tokenizer) ->
         request = encoding.check(prompt, None)
         assert (request.encoder_prompt, request.encoder_token_ids) == (encoder_text, ab)
         assert (request.prompt, request.prompt_token_ids) == (text, token_ids)
-    with pytest.raises(ValueError, match="both of"):
+    with pytest.raises(
+        ValueError, match=r"`prompt` must be a dict with the keys \['decoder_prompt', 'encoder_prompt'\]"
+    ):
         encoding.check({"encoder_prompt": "ab"}, None)  # pyright: ignore
 
 
@@ -138,9 +146,7 @@ def test_max_tokens_is_cut_to_the_room_that_is_left(processor: InputProcessor) -
     beams = processor.check([5] * 35, BeamSearchParams(2, max_tokens=20))
     assert (beams.beam_params and beams.beam_params.max_tokens, beams.params.max_tokens) == (5, 5)
     for params in (SamplingParams(max_tokens=1), SamplingParams(max_tokens=None), BeamSearchParams(2)):
-        with pytest.raises(
-            ValueError, match="40 tokens and needs room for one more; allowed: max_model_len, 40"
-        ):
+        with pytest.raises(ValueError, match=r"must be at most 39 \(max_model_len - 1\), got 40"):
             processor.check([5] * 40, params)
 
 
@@ -166,14 +172,16 @@ def test_defaults_are_the_models_and_nobody_can_change_them(processor: InputProc
     processor.default_params.temperature = 7
     assert processor.check("abc", None).params.temperature == 0.5
     bad = dataclasses.replace(CONFIG, sampling_defaults={"temperature": -1})
-    with pytest.raises(ValueError, match=r"generation_config\.json of 'm': temperature is -1"):
+    with pytest.raises(
+        ValueError, match=r"generation_config.json of 'm': `temperature` must be a finite number in \[0,"
+    ):
         InputProcessor(bad, None)
 
 
 def test_minus_one_is_the_vocabulary(tokenizer: Tokenizer, processor: InputProcessor) -> None:
     params = SamplingParams(logprobs=-1, prompt_logprobs=-1)
-    message = "`logprobs` must be up to max_logprobs, 20, got -1, the vocabulary of 300 tokens"
-    with pytest.raises(ValueError, match=f"^{message}\nprompt_{message}$"):
+    message = r"logprobs` must be at most 20 \(max_logprobs\), less than the vocabulary of 300 tokens, got -1"
+    with pytest.raises(ValueError, match=f"^`{message}\n`prompt_{message}$"):
         processor.check("abc", params)
     everything = InputProcessor(dataclasses.replace(CONFIG, max_logprobs=300), tokenizer)
     checked = everything.check("abc", params).params
@@ -205,7 +213,7 @@ def test_bad_words_become_token_ids(processor: InputProcessor, tokenizer: Tokeni
         [9]
     ]
     with pytest.raises(
-        ValueError, match=r"`bad_words` must be None because the engine has no tokenizer.*got .*"
+        ValueError, match=r"`bad_words` must be None because the engine has no tokenizer, got"
     ):
         no_tokenizer.check([5], SamplingParams(bad_words=["ab"]))
     with pytest.raises(ValueError, match=r"`bad_words` must be words of at least one token.*got ' '"):
@@ -257,7 +265,7 @@ def test_bad_words_are_banned_in_all_tokenizations(tmp_path: Path, case: str, pr
 def test_the_limit_of_bad_words_counts_words(processor: InputProcessor) -> None:
     words = [f"w{i}" for i in range(MAX_BAD_WORDS)]
     processor.check("abc", SamplingParams(bad_words=words))
-    with pytest.raises(ValueError, match=f"the number of bad words is {MAX_BAD_WORDS + 1}"):
+    with pytest.raises(ValueError, match=f"the number of `bad_words` must be .*got {MAX_BAD_WORDS + 1}"):
         processor.check("abc", SamplingParams(bad_words=[*words, "x"]))
 
 
@@ -276,11 +284,11 @@ def test_all_problems_of_a_request_are_listed(processor: InputProcessor) -> None
     with pytest.raises(ValueError) as error:
         processor.check([5, -1], params, cache_salt=5, priority=1)  # pyright: ignore
     starts = [
-        "cache_salt is 5",
-        "priority is 1",
-        "a token id of stop_token_ids",
-        "the larger of n",
-        "logprobs is 21",
+        "`cache_salt` must be",
+        "`priority` must be",
+        "each token id in `stop_token_ids` must be",
+        "`n` must be",
+        "`logprobs` must be",
     ]
     lines = str(error.value).splitlines()
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=False)] == [True] * 5

@@ -208,7 +208,7 @@ def test_a_key_function_that_raises_leaves_nothing_behind(folder: str) -> None:
 def test_a_request_of_the_user_is_not_ended_with_those_of_a_call(folder: str) -> None:
     engine = make_scripted_engine(folder)
     engine.add_request("generate-1", "abc?", PARAMS)
-    with pytest.raises(ValueError, match="request_id is 'generate-1'"):
+    with pytest.raises(ValueError, match=r"`request_id` must be .*got 'generate-1'"):
         texts_of(ListRunner([engine]), engine)
     assert set(engine._loop.requests) == {"generate-1"}
 

@@ -148,7 +148,9 @@ def test_shared_prefixes_are_attended_to_together(backend: str, monkeypatch: pyt
 
 
 def test_the_pallas_kernels_refuse_it() -> None:
-    with pytest.raises(ValueError, match=r"of latents; allowed with backend 'pallas_interpret'.* 'native'"):
+    with pytest.raises(
+        ValueError, match=r"with backend 'pallas_interpret', got .* of latents; backends 'xla' and 'native'"
+    ):
         engine_of(LITE, attention_backend="pallas_interpret").close()
     (suite,) = kernel_check.suites_of(EngineArgs(model=str(LITE)))
     assert (suite.kv_heads, suite.head_dim, suite.value_dim) == (1, RANK + ROTATED, RANK)
@@ -169,5 +171,7 @@ def test_the_pallas_kernels_refuse_it() -> None:
 def test_layers_that_cache_other_things_share_no_pool(other: KVCacheSpec, shown: str) -> None:
     latents = LatentAttentionSpec(32, value_dim=24)
     for specs in ([latents, other], [other, latents]):
-        with pytest.raises(ValueError, match=rf"value_dim of latents\) \[{shown}\]; allowed"):
+        with pytest.raises(
+            ValueError, match=rf"value_dim of latents\) must be the same for all layers .*got \[{shown}\]"
+        ):
             plan_layout(specs, jnp.dtype("float32"))

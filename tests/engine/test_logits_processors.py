@@ -167,8 +167,11 @@ def test_samples_have_states_of_their_own(llm: LLM, dense: DenseModel) -> None:
 
 def test_bad_processors_and_arguments(llm: LLM, checkpoint: Path) -> None:
     for extra, message in (
-        ({"nobody": 1.0}, "extra_args names is 'nobody'; allowed: the logits processors of this engine"),
-        ({"tempered": [1.0, 2.0]}, r"`extra_args\['tempered'\]` must be 1 numbers, got \[1.0, 2.0\]"),
+        ({"nobody": 1.0}, "each name in `extra_args` must be one of the logits processors of this engine"),
+        (
+            {"tempered": [1.0, 2.0]},
+            r"`extra_args\['tempered'\]` must be a list of 1 numbers, got \[1.0, 2.0\]",
+        ),
         ({"tempered": "a"}, r"extra_args\['tempered'\] is 'a'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -247,5 +250,5 @@ def test_a_python_function_that_fails_ends_its_request_alone(llm: LLM) -> None:
     assert (bad.outputs[0].finish_reason, len(bad.outputs[0].token_ids)) == ("abort", 2)
     assert good.outputs[0].finish_reason == "length"
     for other in ({"presence_penalty": 1.0}, {"extra_args": {"without": []}}, {"repetition_penalty": 1.1}):
-        with pytest.raises(ValueError, match=f"must be None beside {next(iter(other))}"):
+        with pytest.raises(ValueError, match=f"must be None with {next(iter(other))}"):
             SamplingParams(logits_processors=[fail], **other)

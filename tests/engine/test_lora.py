@@ -268,8 +268,11 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(engine: LLMEngine, 
     for request, part in (
         ("rank1", "`lora_request` must be None or a LoRARequest, got 'rank1'"),
         (LoRARequest("gone", 71, str(tmp_path / "gone")), "can't be read"),
-        (too_large, "has rank 17; allowed: max_lora_rank, 16"),
-        (LoRARequest("rank1", good.lora_int_id, str(ADAPTERS / "rank3_mlp")), "lora_int_id is 1 with"),
+        (too_large, r"must have at most rank 16 \(max_lora_rank\), got 17"),
+        (
+            LoRARequest("rank1", good.lora_int_id, str(ADAPTERS / "rank3_mlp")),
+            "`lora_int_id` must be another number .*got 1",
+        ),
         (LoRARequest("other name", good.lora_int_id, good.lora_path), "is the adapter 'rank1'"),
     ):
         with pytest.raises(ValueError, match=part.replace("(", ".")) as caught:
@@ -284,7 +287,9 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(engine: LLMEngine, 
     for i, folder in enumerate(copies[:16]):
         assert engine.add_lora(LoRARequest(str(i), 100 + i, str(folder)))
         assert not engine.add_lora(LoRARequest(str(i), 100 + i, str(folder)))
-    with pytest.raises(ValueError, match="is 17; allowed: max_cpu_loras, 16"):
+    with pytest.raises(
+        ValueError, match="`max_cpu_loras` must be an integer of at least 17 to add another adapter, got 16"
+    ):
         engine.add_lora(LoRARequest("16", 116, str(copies[16])))
     (finished,) = [o for _ in range(60) for o in engine.step() if o.finished]
     (alone,) = run(engine, [Asked([5, 6, 7], good)])  # read again: it was not added
@@ -309,7 +314,7 @@ def test_llm_takes_one_adapter_for_all_prompts_or_one_for_each(engine: LLMEngine
     check(outputs, cases)
     (one,) = llm.generate([prompts[1]], GREEDY, lora_request=adapters[1], use_tqdm=False)
     check([one], cases[1:2])
-    with pytest.raises(ValueError, match="the length of lora_request is 2; allowed: 10, one per prompt"):
+    with pytest.raises(ValueError, match="the length of `lora_request` must be 10, one per prompt, got 2"):
         llm.generate(prompts, GREEDY, lora_request=adapters[:2], use_tqdm=False)
     with pytest.raises(ValueError, match=r"prompts\[1\]: `lora_request` must be .*got 'x'"):
         llm.generate(prompts[:2], GREEDY, lora_request=[None, "x"], use_tqdm=False)  # pyright: ignore
@@ -399,7 +404,11 @@ def test_what_has_no_meaning_for_vectors_is_refused(engine: LLMEngine) -> None:
     for prompt, adapter in (({"prompt_embeds": table()[:3]}, None), ([1, 2], named("soft_prompt"))):
         with pytest.raises(ValueError, match="whose tokens have no ids") as caught:
             engine.check_request(prompt, params, lora_request=adapter)  # pyright: ignore[reportArgumentType]
-        for name in ("repetition_penalty is 1.2", "prompt_logprobs is 1", "truncate_prompt_tokens is 2"):
+        for name in (
+            "`repetition_penalty` must be .*got 1.2",
+            "`prompt_logprobs` must be .*got 1",
+            "`truncate_prompt_tokens` must be .*got 2",
+        ):
             assert name in str(caught.value)
     with pytest.raises(ValueError, match="one of them"):
         engine.check_request({"prompt_embeds": table()[:3]}, lora_request=named("soft_prompt"))

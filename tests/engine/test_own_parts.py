@@ -52,7 +52,7 @@ def test_a_scheduler_class() -> None:
         scheduler = llm.llm_engine.scheduler
         assert isinstance(scheduler, Counting)
         assert scheduler.num_rows == 4 * len(PROMPTS)
-        with pytest.raises(ValueError, match=r"`scheduler` must be the engine's own.*got .*"):
+        with pytest.raises(ValueError, match=r"`scheduler` must be a Scheduler with a built-in policy"):
             llm.llm_engine.record([].append)
 
 
@@ -75,7 +75,9 @@ def test_a_request_of_a_lower_key_takes_the_seat_of_a_running_one() -> None:
 
 
 def test_a_key_takes_the_place_of_a_policy() -> None:
-    with pytest.raises(ValueError, match=r"`scheduling_policy` must be 'fcfs' beside a key.*got 'priority'"):
+    with pytest.raises(
+        ValueError, match=r"`scheduling_policy` must be 'fcfs' with a scheduler key.*got 'priority'"
+    ):
         LLM(scheduler=lambda request: 0, scheduling_policy="priority")
 
 
@@ -115,7 +117,7 @@ def test_attention_of_ones_own() -> None:
         ours.llm_engine.add_request("a", "x", params)
         ours.llm_engine.step()
         ours.llm_engine.inspect("a")
-        with pytest.raises(ValueError, match=r"`layers` must be none with attention of your own.*got .*"):
+        with pytest.raises(ValueError, match=r"`layers` must be empty with a custom `attend`"):
             ours.llm_engine.inspect("a", layers=[0])
 
 

@@ -341,7 +341,7 @@ def test_attention_sampler_and_processors_of_ones_own(checkpoint: Path) -> None:
 
 def test_hooks_are_refused(checkpoint: Path) -> None:
     settings = LIMITS | {"pipeline_parallel_size": 2}
-    with pytest.raises(ValueError, match=r"`hooks` must be \(\) with pipeline_parallel_size above 1.*got .*"):
+    with pytest.raises(ValueError, match=r"`hooks` must be \(\) with pipeline_parallel_size above 1"):
         LLM(str(checkpoint), hooks=[Hook("a", "layers.0", lambda x, *_: x)], **settings)
 
 
@@ -382,43 +382,49 @@ def test_running_requests_are_not_looked_into(two: LLM) -> None:
     ("settings", "message"),
     [
         ({"pipeline_parallel_size": 0}, "`pipeline_parallel_size` must be an integer of at least 1, got 0"),
-        ({"pipeline_parallel_size": True}, "`pipeline_parallel_size` must be an integer of at, got True"),
-        ({"pipeline_parallel_size": 3}, "`pipeline_parallel_size` must be at most 2, the layers of , got 3"),
+        (
+            {"pipeline_parallel_size": True},
+            "`pipeline_parallel_size` must be an integer of at least 1, got True",
+        ),
+        (
+            {"pipeline_parallel_size": 3},
+            "`pipeline_parallel_size` must be at most 2, the layers of the model, got 3",
+        ),
         (
             {"pipeline_parallel_size": 5},
-            "`pipeline_parallel_size` must be at most 4 because JAX sees 4 devices, and each stage takes 1, got 5",
+            "`pipeline_parallel_size` must be at most 4 because .* each stage takes 1, got 5",
         ),
         (
             {"pipeline_parallel_size": 4, "tensor_parallel_size": 2},
-            "`pipeline_parallel_size` must be at most 2 because JAX sees 4 devices, and each stage takes 2, got 4",
+            "`pipeline_parallel_size` must be at most 2 because .* each stage takes 2, got 4",
         ),
         (
             {"pipeline_parallel_size": 2, "data_parallel_size": 3},
-            "`data_parallel_size` must be at most 2 because JAX sees 4 devices, and each engine takes 2, got 3",
+            "`data_parallel_size` must be at most 2 because .* each engine takes 2, got 3",
         ),
         (
             {"pipeline_parallel_size": 2, "num_scheduler_steps": 4},
-            "`num_scheduler_steps` must be 1 with pipeline_parallel_size above 1, got 4",
+            "`num_scheduler_steps` must be 1 with pipeline_parallel_size above 1 .*got 4",
         ),
         (
             {"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram"}},
-            "`speculative_config` must be None with pipeline_parallel_size above 1, got .*",
+            "`speculative_config` must be None with pipeline_parallel_size above 1 .*",
         ),
         (
             {"pipeline_parallel_size": 2, "enable_lora": True},
-            "`enable_lora` must be False with pipeline_parallel_size above 1, got True",
+            "`enable_lora` must be False with pipeline_parallel_size above 1 .*got True",
         ),
         (
             {"pipeline_parallel_size": 2, "enable_prompt_embeds": True},
-            "`enable_prompt_embeds` must be False with pipeline_parallel_size above 1, got True",
+            "`enable_prompt_embeds` must be False with pipeline_parallel_size above 1 .*got True",
         ),
         (
             {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
-            "`distributed_executor_backend` must be 'uni', 'mp' or 'external_launcher' with pipe, got 'ray'",
+            "`distributed_executor_backend` must be 'uni', 'mp' or 'external_launcher' with .*got 'ray'",
         ),
         (
             {"pipeline_parallel_size": 2, "num_gpu_blocks_override": 3},
-            r"`num_gpu_blocks_override` must be an integer in \[4, , got 3",
+            r"`num_gpu_blocks_override` must be an integer in \[4, .*got 3",
         ),
     ],
 )
@@ -436,7 +442,7 @@ def test_what_can_t_be(
 def test_layers_that_share_keys_and_values_are_not_parted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jax_paged.models.weights.read_weights", None)
     message = (
-        "`pipeline_parallel_size` must be 1 because Gemma4For.* must be whole: its last layers attend, got 2"
+        "`pipeline_parallel_size` must be 1 because Gemma4For.* can't be divided: its last layers attend"
     )
     with pytest.raises(ValueError, match=message):
         LLM(str(FIXTURES / name), skip_tokenizer_init=True, pipeline_parallel_size=2, max_model_len=64)
@@ -451,7 +457,7 @@ def test_an_encoder_decoder_model_has_no_stages(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_engine_alone_has_no_stages(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match=r"`pipeline_parallel_size` must be 1 for one engine; LLM, .*got 2"):
+    with pytest.raises(ValueError, match=r"`pipeline_parallel_size` must be 1 for one engine .LLM, .*got 2"):
         LLMEngine(EngineArgs(str(checkpoint), pipeline_parallel_size=2))
 
 

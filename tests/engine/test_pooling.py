@@ -167,34 +167,46 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
         (
             "llama_mean",
             lambda llm: llm.classify([[1]]),
-            "`task` must be what LlamaModel can do, got 'classify'",
+            "`task` must be .*the tasks of LlamaModel, got 'classify'",
         ),
-        ("llama_classifier", lambda llm: llm.embed([[1]]), "`task` must be what LlamaForSeq, got 'embed'"),
+        (
+            "llama_classifier",
+            lambda llm: llm.embed([[1]]),
+            "`task` must be .*the tasks of LlamaForSeq.*got 'embed'",
+        ),
         (
             "llama_classifier",
             lambda llm: llm.generate([[1]]),
-            "`sampling_params` must be PoolingParams, got None",
+            "`sampling_params` must be PoolingParams .*got None",
         ),
-        ("llama_mean", lambda llm: llm.generate("no", SamplingParams()), "sampling_params is SamplingParams"),
+        (
+            "llama_mean",
+            lambda llm: llm.generate("no", SamplingParams()),
+            "`sampling_params` must be .*got SamplingParams",
+        ),
         (
             "bert_embedder",
             lambda llm: llm.generate([[1]]),
-            "`sampling_params` must be PoolingParams, got None",
+            "`sampling_params` must be PoolingParams .*got None",
         ),
-        ("bert_embedder", lambda llm: llm.embed([[1] * 65]), "the prompt has 65 tokens; allowed: max_model_"),
-        ("bert_reranker", lambda llm: llm.embed([[1]]), "`task` must be what BertForSequence, got 'embed'"),
-        ("llama_mean", lambda llm: llm.embed([]), "`prompts` must be at least one prompt, got .*"),
+        ("bert_embedder", lambda llm: llm.embed([[1] * 65]), r"must be at most 64 \(max_model_len\), got 65"),
+        (
+            "bert_reranker",
+            lambda llm: llm.embed([[1]]),
+            "`task` must be .*the tasks of BertForSequence.*got 'embed'",
+        ),
+        ("llama_mean", lambda llm: llm.embed([]), "`prompts` must be at least one prompt, got"),
         ("llama_mean", lambda llm: llm.embed(""), "`prompt` must be a non-empty string, got ''"),
-        ("llama_mean", lambda llm: llm.embed([[]]), "`prompt_token_ids` must be at least one, got .*"),
+        ("llama_mean", lambda llm: llm.embed([[]]), "`prompt_token_ids` must be at least one token id, got"),
         (
             "llama_mean",
             lambda llm: llm.embed([[1] * 65]),
-            r"the prompt has 65 tokens; allowed: max_model_len",
+            r"must be at most 64 \(max_model_len\), got 65",
         ),
         (
             "llama_mean",
             lambda llm: llm.embed([[1]], pooling_params=PoolingParams(dimensions=8)),
-            "`dimensions` must be None because the model is not known, got 8",
+            "`dimensions` must be None because the model is not known .*got 8",
         ),
         (
             "qwen3_embedder",
@@ -204,9 +216,13 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
         (
             "llama_mean",
             lambda llm: llm.embed([[1]], pooling_params=PoolingParams(skip_reading_prefix_cache=False)),
-            "skip_reading_prefix_cache is False",
+            "`skip_reading_prefix_cache` must be .*got False",
         ),
-        ("llama_mean", lambda llm: llm.embed([[1]], truncate_prompt_tokens=0), "truncate_prompt_tokens is 0"),
+        (
+            "llama_mean",
+            lambda llm: llm.embed([[1]], truncate_prompt_tokens=0),
+            "`truncate_prompt_tokens` must be .*got 0",
+        ),
         (
             "qwen2_classifier",
             lambda llm: llm.score(["no"] * 2, ["no"] * 3),
@@ -270,11 +286,9 @@ def test_who_pools() -> None:
     with LLM(folder, **small) as llm:
         assert llm.llm_engine.config.pooling is None
         assert "pool" not in llm.compile_plan().split()
-        with pytest.raises(
-            ValueError, match="which only generates; allowed for pooling: a pooling model, or"
-        ):
+        with pytest.raises(ValueError, match="`model` must be a pooling model, got"):
             llm.embed("no")
-    with pytest.raises(ValueError, match="runner is 'generate'; allowed with LlamaModel"):
+    with pytest.raises(ValueError, match="`runner` must be 'auto' or 'pooling' with LlamaModel"):
         LLM(str(FIXTURES / "llama_mean"), runner="generate")
     with LLM(folder, runner="pooling", **small) as llm:
         assert len(llm.embed("no", use_tqdm=False)[0].outputs.embedding) == 32

@@ -84,7 +84,9 @@ def test_full_blocks_are_pinned(shared_engine: LLMEngine, length: int) -> None:
 
 
 def test_less_than_a_block_is_not_pinned(shared_engine: LLMEngine) -> None:
-    with pytest.raises(ValueError, match="the prefix has 3 tokens; allowed: at least a block of 4"):
+    with pytest.raises(
+        ValueError, match=r"the number of tokens of `prompt` must be at least 4 \(block_size\) .*got 3"
+    ):
         shared_engine.pin_prefix(PREFIX[:3])
     assert_no_block_lost(shared_engine)
 
@@ -150,13 +152,13 @@ def test_prefix_that_does_not_fit(shared_engine: LLMEngine) -> None:
 
 
 def test_errors(shared_engine: LLMEngine) -> None:
-    with pytest.raises(ValueError, match="is 'x'; allowed: none is pinned"):
+    with pytest.raises(ValueError, match=r"`name` must be the name of a pinned prefix \(none\), got 'x'"):
         shared_engine.unpin_prefix("x")
     name = shared_engine.pin_prefix(PREFIX)
-    with pytest.raises(ValueError, match=f"is 'x'; allowed: '{name}'"):
+    with pytest.raises(ValueError, match=f"`name` must be the name of a pinned prefix .'{name}'., got 'x'"):
         shared_engine.unpin_prefix("x")
     shared_engine.unpin_prefix(name)
-    with pytest.raises(ValueError, match="none is pinned"):
+    with pytest.raises(ValueError, match=r"a pinned prefix \(none\)"):
         shared_engine.unpin_prefix(name)
     shared_engine.add_request("a", [1, 2], GREEDY)
     with pytest.raises(RuntimeError, match="requests are running"):
@@ -208,8 +210,8 @@ def test_priorities(scripted: Any, make_llm: Any) -> None:
     with make_llm(scheduling_policy="priority") as llm:
         for bad, message in (
             ([1], "priority is"),
-            (5, "priority is 5"),
-            ([1, 0.5], r"prompts\[1\]: priority is 0.5"),
+            (5, "`priority` must be .*got 5"),
+            ([1, 0.5], r"prompts\[1\]: `priority` must be .*got 0.5"),
         ):
             with pytest.raises(ValueError, match=message):
                 llm.generate(["abc?", "abc?"], LONG, priority=bad, use_tqdm=False)  # pyright: ignore

@@ -19,10 +19,10 @@ def test_generate_serves_lower_priorities_first(make_llm):
 @pytest.mark.parametrize(
     ("priority", "message"),
     [
-        ([0], r"`priority` must be 2 integers, got \[0\]"),
-        (1, "`priority` must be 2 integers, got 1"),
-        ([0, "a"], r"prompts\[1\]: `priority` must be an integer in, got 'a'"),
-        ([0, 1], r"prompts\[1\]: `priority` must be 0 with scheduling_policy 'fcfs', got 1"),
+        ([0], r"`priority` must be a list of 2 integers, .*got \[0\]"),
+        (1, "`priority` must be a list of 2 integers, .*got 1"),
+        ([0, "a"], r"prompts\[1\]: `priority` must be an integer in .*got 'a'"),
+        ([0, 1], r"prompts\[1\]: `priority` must be 0 with scheduling_policy='fcfs', got 1"),
     ],
 )
 def test_bad_priorities_run_nothing(llm, priority, message):

@@ -50,7 +50,7 @@ def test_order_and_parameters_of_each(llm):
     params = [SamplingParams(max_tokens=1 + i % 5) for i in range(20)]
     outs = llm.generate([f"{i:05}?" for i in range(20)], params, use_tqdm=True)
     assert [o.outputs[0].text for o in outs] == [f"{i:05}"[: 1 + i % 5] for i in range(20)]
-    with pytest.raises(ValueError, match="sampling_params has 2 entries"):
+    with pytest.raises(ValueError, match=r"the length of `sampling_params` must be .*got 2"):
         llm.generate(["a"], params[:2])
 
 
@@ -63,11 +63,11 @@ def test_chat(llm):
 
 
 BAD = [
-    ("", {}, "prompt is ''"),
+    ("", {}, "`prompt` must be .*got ''"),
     ([], {}, "prompt_token_ids"),
-    ({"prompt_token_ids": "abc"}, {}, "prompt_token_ids is 'abc'"),
+    ({"prompt_token_ids": "abc"}, {}, "`prompt_token_ids` must be .*got 'abc'"),
     ({"text": "abc"}, {}, "one of the keys"),
-    (7, {}, "prompt is 7"),
+    (7, {}, "`prompt` must be .*got 7"),
     ("\ud800", {}, "Unicode"),
     ([5, -1], {}, r"prompt_token_ids\[1\] is -1"),
     ([5, VOCAB_SIZE], {}, r"`prompt_token_ids\[1\]` must be an integer in \[0, 299\], got 300"),
@@ -79,18 +79,18 @@ BAD = [
     (np.array([5.0]), {}, r"prompt_token_ids\[0\] is 5.0"),
     (np.array([True]), {}, r"prompt_token_ids\[0\] is True"),
     (np.zeros((2, 2), int), {}, r"prompt_token_ids\[0\] is \[0, 0\]"),
-    ([5] * 400, {"max_tokens": 1}, "400 tokens and needs room for one more; allowed: max_model_len, 400"),
+    ([5] * 400, {"max_tokens": 1}, r"must be at most 399 \(max_model_len - 1\), got 400"),
     ([5] * 400, {"max_tokens": None}, "400 tokens"),
     ("a", {"logprobs": 20}, r"`logprobs` must be an integer in \[0, 19\], got 20"),
-    ("a", {"prompt_logprobs": 20}, "prompt_logprobs is 20"),
+    ("a", {"prompt_logprobs": 20}, "`prompt_logprobs` must be .*got 20"),
     (
         "a",
         {"logprobs": -1},
-        "`logprobs` must be up to max_logprobs, 19, got -1, the vocabulary of 300 tokens",
+        r"`logprobs` must be at most 19 \(max_logprobs\), less than the vocabulary of 300 tokens, got -1",
     ),
     ("a", {"allowed_token_ids": [5, 300]}, "a token id of allowed_token_ids is 300"),
     ("a", {"bad_words_token_ids": [[5], [6, 300]]}, "a token id of bad_words_token_ids is 300"),
-    ("a", {"bad_words": ["x"] * 129}, "the number of bad words is 129"),
+    ("a", {"bad_words": ["x"] * 129}, "the number of `bad_words` must be .*got 129"),
     ("a", {"stop_token_ids": [300]}, "a token id of stop_token_ids is 300"),
     ("a", {"logit_bias": {300: 1.0}}, "a token id of logit_bias is 300"),
 ]
@@ -115,7 +115,7 @@ def test_text_of_a_larger_vocabulary_names_prompt_and_tokenizer(scripted):
 
     with llm_of(VOCAB_SIZE) as llm:
         highest = max(llm.llm_engine.tokenizer.encode("abc?"))
-    message = rf"prompt has the token id {highest}; .*\[0, {highest - 1}\]"
+    message = rf"each token id of `prompt` must be .*\[0, {highest - 1}\], got {highest}"
     with llm_of(highest) as llm, pytest.raises(ValueError, match=message):
         llm.generate("abc?", use_tqdm=False)
     with llm_of(highest + 1) as llm:
@@ -128,13 +128,13 @@ def test_bad_prompt_in_a_list_runs_nothing(llm):
     assert llm.llm_engine.executor.num_steps == 0
     with pytest.raises(ValueError, match=r"`sampling_params` must be .*got 5"):
         llm.generate("a", 5)
-    with pytest.raises(ValueError, match="prompts is None"):
+    with pytest.raises(ValueError, match=r"`prompts` must be .*got None"):
         llm.generate(None)
 
 
 def test_prompt_that_never_fits_the_pool_names_the_blocks(scripted):
     with LLMEngine(*scripted(num_gpu_blocks_override=3, block_size=4)) as engine:
-        with pytest.raises(ValueError, match="9 tokens and needs 3 blocks of 4; allowed: the 2 blocks"):
+        with pytest.raises(ValueError, match=r"the blocks for `prompt` must be at most 2, .*got 3"):
             engine.add_request("big", [5] * 9)
         engine.add_request("fits", [5] * 8, LONG)
         assert run(engine)["fits"].outputs[0].finish_reason == "length"

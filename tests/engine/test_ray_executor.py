@@ -134,9 +134,9 @@ def test_bad_input(checkpoint: Path, tmp_path: Path) -> None:
         (
             checkpoint,
             {"tensor_parallel_size": 9},
-            "`tensor_parallel_size` must be at most 3, the CPUs, got 9",
+            "`tensor_parallel_size` must be at most 3, the number of CPUs of Ray's cluster, got 9",
         ),
-        (checkpoint, {"tensor_parallel_size": 3}, "`tensor_parallel_size` must be a divisor, got 3"),
+        (checkpoint, {"tensor_parallel_size": 3}, "`tensor_parallel_size` must be a divisor.*got 3"),
         (checkpoint, {"max_model_len": 4000}, "`max_model_len` must be "),
         (tmp_path, {}, r"config\.json"),
     ]
@@ -150,7 +150,9 @@ def test_a_cluster_that_is_full(checkpoint: Path) -> None:
 
     others = ray.util.placement_group([{"CPU": 2}])
     assert others.wait(30)
-    with pytest.raises(ValueError, match=r"`tensor_parallel_size` must be what the cluster has free.*got 2"):
+    with pytest.raises(
+        ValueError, match=r"`tensor_parallel_size` must be at most what the cluster has free.*got 2"
+    ):
         make_executor(on_ray(checkpoint, **TINY, distributed_timeout_seconds=0.5))
     ray.util.remove_placement_group(others)
 
@@ -168,7 +170,9 @@ def test_every_host_gives_as_many_gpus() -> None:
     assert of(8, 4, 6) == [4, 4]
     assert of(4, 3, 1) == [1, 1, 1, 1]
     assert of(6, 3, 8) == [6]
-    with pytest.raises(ValueError, match=r"`tensor_parallel_size` must be at most 12, the GPUs of.*got 16"):
+    with pytest.raises(
+        ValueError, match=r"`tensor_parallel_size` must be at most 12, the number of GPUs of.*got 16"
+    ):
         of(16, 8, 4)
 
 

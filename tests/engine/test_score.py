@@ -96,11 +96,11 @@ def test_forced_tokens_are_the_output_until_they_end(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([[1, 2], [3]],), r"the number of tokens of token_lists\[1\] is 1; allowed: .*2"),
-        (([[1, 2]], 2), "`num_prompt_tokens` must be .*1, got 2"),
+        (([[1, 2], [3]],), r"the length of `token_lists\[1\]` must be an integer in \[2, .*got 1"),
+        (([[1, 2]], 2), r"`num_prompt_tokens` must be .*1\], got 2"),
         (
             ([[1, 2]], [1, 1]),
-            r"`num_prompt_tokens` must be an integer, or one for each of 1 texts, got \[1, 1\]",
+            r"`num_prompt_tokens` must be an integer or a list of 1 integers, got \[1, 1\]",
         ),
         (([[1, 2], [1, 999]],), r"token_lists\[1\]: a token id of forced_token_ids is 999"),
         (([[1] * 65],), r"the number of tokens of token_lists\[0\] is 65"),

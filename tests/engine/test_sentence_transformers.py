@@ -121,10 +121,14 @@ def test_texts_beyond_the_model_stay_errors(config: EngineConfig, tmp_path: Path
         folder = write_folder(
             tmp_path / f"{i}", sentence_bert_config={"max_seq_length": length}, tokenizer_config=unlimited
         )
-        with pytest.raises(ValueError, match=r"the prompt has \d+ tokens; allowed: max_model_len"):
+        with pytest.raises(
+            ValueError, match=r"the number of tokens of `prompt` must be at most \d+ \(max_model_len\)"
+        ):
             ids_of(processor(config, folder, max_model_len=20))
     folder = write_folder(tmp_path / "short", sentence_bert_config={"max_seq_length": 12})
-    with pytest.raises(ValueError, match=r"the prompt has \d+ tokens; allowed: max_model_len"):
+    with pytest.raises(
+        ValueError, match=r"the number of tokens of `prompt` must be at most \d+ \(max_model_len\)"
+    ):
         ids_of(processor(config, folder, max_model_len=10))
 
 
@@ -146,27 +150,30 @@ def test_lower_case_and_a_prompt_in_front(config: EngineConfig, tmp_path: Path) 
     other = write_folder(
         tmp_path / "other", config_sentence_transformers=prompts | {"default_prompt_name": "document"}
     )
-    with pytest.raises(ValueError, match=r"default_prompt_name of .* is 'document'; allowed: one of"):
+    with pytest.raises(ValueError, match=r"`default_prompt_name` of .* must be one of .*got 'document'"):
         read(other)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_seq_length": 0}, "max_seq_length of .* is 0; allowed: 1 or more"),
+        ({"max_seq_length": 0}, "`max_seq_length` of .* must be null or an integer of at least 1, got 0"),
         (
             {"transformer_task": "fill-mask"},
             "`transformer_task` must be 'feature-extraction', got 'fill-mask'",
         ),
         (
             {"modality_config": {"message": {"method": "forward"}}},
-            "modality_config is .*; allowed for 'text'",
+            "`modality_config` must have .* for 'text', got",
         ),
         (
             {"processing_kwargs": {"text": {"add_special_tokens": False}}},
-            "processing_kwargs has add_special_tokens=False; allowed: padding",
+            "each of `processing_kwargs` must be padding, .*got add_special_tokens=False",
         ),
-        ({"config_args": {"hidden_act": "relu"}}, "config_kwargs has hidden_act='relu'; allowed: that of"),
+        (
+            {"config_args": {"hidden_act": "relu"}},
+            "`config_kwargs.hidden_act` must be that of config.json.*got 'relu'",
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:

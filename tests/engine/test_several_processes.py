@@ -201,7 +201,7 @@ def test_processes_with_other_arguments(checkpoint: Path, port: int) -> None:
     processes = [launched(checkpoint, rank, port, seed=rank) for rank in (0, 1)]
     for process in processes:
         _, problem = process.communicate(timeout=300)
-        assert "ValueError: seed is 1 in worker 1; allowed: 0, as in worker 0" in problem
+        assert "ValueError: `seed` of worker 1 must be 0, as in worker 0, got 1" in problem
         assert process.returncode == 1
 
 
@@ -218,7 +218,7 @@ def test_what_a_worker_can_not_serve_is_an_error_here(checkpoint: Path, tmp_path
 
 def test_without_ray_its_executor_is_an_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    message = r"`distributed_executor_backend` must be .* pip install 'jax-paged\[ray\]', got 'ray'"
+    message = r"`distributed_executor_backend` must be .*got 'ray'. Run pip install 'jax-paged\[ray\]'"
     with pytest.raises(ValueError, match=message):
         LLMEngine(two_processes(checkpoint, **TINY, distributed_executor_backend="ray"))
 

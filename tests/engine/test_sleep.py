@@ -122,7 +122,7 @@ def test_tags_wake_up_one_after_the_other(awake: LLMEngine) -> None:
             awake.wake_up([first])
             with pytest.raises(EngineAsleepError, match=rf"the engine sleeps \({second}\)"):
                 awake.add_request("a", PROMPT, GREEDY)
-            with pytest.raises(ValueError, match=f"a `tag` must be what sleeps.*got '{first}'"):
+            with pytest.raises(ValueError, match=f"each of `tags` must be asleep, .*got '{first}'"):
                 awake.wake_up([first])
             awake.wake_up([second])
             assert tokens(awake) == before
@@ -203,21 +203,22 @@ def test_a_request_may_be_aborted_while_it_is_kept(awake: LLMEngine) -> None:
 
 def test_what_is_wrong_is_said_at_once_and_changes_nothing(awake: LLMEngine) -> None:
     before = tokens(awake)
-    with pytest.raises(ValueError, match=r"`level` must be 1 or 2\nmode is 'now'; allowed: 'wait' or.*got 3"):
+    with pytest.raises(ValueError, match=r"`level` must be 1 or 2, got 3\n`mode` must be one of 'wait', "):
         awake.sleep(3, "now")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="must be something to wake up"):
+    with pytest.raises(ValueError, match="must be called while something sleeps"):
         awake.wake_up()
-    with pytest.raises(ValueError, match=r"a `tag` must be what sleeps: .*got 'weights'"):
+    with pytest.raises(ValueError, match=r"each of `tags` must be asleep, .*got 'weights'"):
         awake.wake_up(["weights"])
     assert tokens(awake) == before
     awake.sleep()
-    with pytest.raises(ValueError, match="sleeps already is 'weights, kv_cache'; allowed: nothing; wake_up"):
+    message = r"`sleep\(\)` must be called while nothing sleeps, got \['weights', 'kv_cache'\]. Call wake_up"
+    with pytest.raises(ValueError, match=message):
         awake.sleep()
     with pytest.raises(
-        ValueError, match=r"a `tag` must be 'weights' or 'kv_cache'.*got 'pool'; .*\na tag is 7"
+        ValueError, match=r"each of `tags` must be 'weights' or 'kv_cache', got 'pool'\n.*got 7"
     ):
         awake.wake_up(["pool", 7, "weights"])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"`tags` must be None, or one tag.*got \[\]"):
+    with pytest.raises(ValueError, match=r"`tags` must be None or at least one tag, got \[\]"):
         awake.wake_up([])
     refused: list[Callable[[], Any]] = [
         lambda: awake.add_request("a", PROMPT, GREEDY),
@@ -356,7 +357,7 @@ def test_a_server_engine_sleeps_under_way(async_engine: AsyncLLMEngine) -> None:
         for _ in range(2):
             with pytest.raises(EngineAsleepError, match="the engine sleeps"):
                 await whole(engine, "refused")
-        with pytest.raises(ValueError, match="sleeps already"):
+        with pytest.raises(ValueError, match="must be called while nothing sleeps"):
             await engine.sleep()
         assert not task.done()
         await engine.wake_up(["kv_cache"])
@@ -377,7 +378,7 @@ def test_a_server_engine_sleeps_under_way(async_engine: AsyncLLMEngine) -> None:
         task = await begun(engine, "abort")
         await engine.sleep(1, "abort")
         assert (await task).outputs[0].finish_reason == "abort"
-        with pytest.raises(ValueError, match=r"a `tag` must be .*got 'x'"):
+        with pytest.raises(ValueError, match=r"each of `tags` must be .*got 'x'"):
             await engine.wake_up(["x"])
         await engine.wake_up()
         assert list((await whole(engine, "last")).outputs[0].token_ids) == want

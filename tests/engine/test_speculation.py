@@ -279,10 +279,10 @@ def test_penalties_that_forget_drafts_are_noticed(checkpoint: Path, monkeypatch:
     [
         ("ngram", "None, or a dict"),
         ({"methods": "ngram"}, "a dict with some of method"),
-        ({"method": "medusa"}, "method is 'medusa'"),
+        ({"method": "medusa"}, "`method` must be .*got 'medusa'"),
         ({"method": "draft_model"}, "the name or folder of a model that drafts"),
         ({"method": "ngram", "model": "pagelet"}, "None, as 'ngram' needs none"),
-        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
+        ({"num_speculative_tokens": 0}, "`num_speculative_tokens` must be .*got 0"),
         (
             {"num_speculative_tokens": True, "adaptive": 1},
             "(?s)num_speculative_tokens is True.*adaptive is 1",

@@ -71,9 +71,7 @@ def test_two_processes_draw_what_one_does(one: LLM, two: LLM) -> None:
 def test_what_needs_one_process_is_refused(two: LLM) -> None:
     engine = two._replicas[1]
     for call in (engine.state, engine.sleep, lambda: engine.update_weights({})):
-        with pytest.raises(
-            ValueError, match=r"`pipeline_parallel_size` must be 1 |allowed: 'uni' to .*got 2"
-        ):
+        with pytest.raises(ValueError, match=r"`pipeline_parallel_size` must be 1 |must be 'uni' to "):
             call()
     assert "decode 8" in engine.compile_plan()
 
@@ -255,7 +253,7 @@ def test_processes_of_a_launcher_that_do_not_fit(checkpoint: Path) -> None:
         processes = [launched(checkpoint, rank, port, seed=rank) for rank in (0, 1)]
         for process in processes:
             _, problem = process.communicate(timeout=300)
-            assert "ValueError: seed is 1 in worker 1; allowed: 0, as in worker 0" in problem
+            assert "ValueError: `seed` of worker 1 must be 0, as in worker 0, got 1" in problem
 
 
 @slow

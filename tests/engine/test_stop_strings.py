@@ -79,7 +79,9 @@ def test_limits_name_what_is_allowed():
         assert SamplingParams(stop=most).stop_strings
         with pytest.raises(ValueError, match="all stop strings is 4097"):
             SamplingParams(stop=[*most[:-1], most[-1] + "x"])
-    with pytest.raises(ValueError, match=r"the number of stop strings is 65; allowed: .*\[0, 64\]"):
+    with pytest.raises(ValueError, match=r"the number of strings in `stop` must be .*\[0, 64\], got 65"):
         SamplingParams(stop=["x"] * (MAX_STOP_STRINGS + 1))
-    with pytest.raises(ValueError, match=r"the length of a stop string is 257; allowed: .*\[0, 256\]"):
+    with pytest.raises(
+        ValueError, match=r"the length of each string in `stop` must be .*\[0, 256\], got 257"
+    ):
         SamplingParams(stop=["a", "x" * (MAX_STOP_STRING_LENGTH + 1)])

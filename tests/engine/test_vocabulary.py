@@ -140,7 +140,7 @@ def test_text_that_is_certainly_too_long_is_refused(byte_tokenizer: Tokenizer) -
     longest = len("<|end|>")
     assert len(byte_tokenizer.encode("x" * longest * 5, max_model_len=5)) == longest * 5
     for encode in (byte_tokenizer.encode, lambda *args, **k: byte_tokenizer.encode_pair("a", *args, **k)):
-        with pytest.raises(TooLongError, match=r"at least 6 tokens; allowed: max_model_len, 5"):
+        with pytest.raises(TooLongError, match=r"must be at most 5 \(max_model_len\), got at least 6"):
             encode("x" * (longest * 5 + 1), max_model_len=5)
 
 

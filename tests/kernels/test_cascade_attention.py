@@ -253,15 +253,15 @@ def test_errors() -> None:
         [80] * 3, heads=2, kv_heads=1, head_dim=8, page_size=S, dtype="float32"
     )
     decode = functools.partial(ops.paged_decode, q, pool, tables, lens, scale=1.0)
-    with pytest.raises(ValueError, match=r"shared_blocks has shape \(2,\); allowed .* \(3,\)"):
+    with pytest.raises(ValueError, match=r"the shape of `shared_blocks` must be \(3,\) .*got \(2,\)"):
         decode(shared_blocks=jnp.zeros(2, jnp.int32))
     with pytest.raises(ValueError, match=r"the dtype of `shared_blocks` must be int32.*got float32"):
         decode(shared_blocks=jnp.zeros(3))
     with pytest.raises(
-        ValueError, match=r"shared_blocks has shape .* allowed with backend 'pallas_interpret': None"
+        ValueError, match="`shared_blocks` must be None with backend 'pallas_interpret', got shape"
     ):
         ops.ragged_attention(
             q, pool, tables, lens, jnp.arange(4), scale=1.0, backend="pallas_interpret", shared_blocks=lens
         )
-    with pytest.raises(ValueError, match=r"`window` must be None with shared_blocks.*got 5"):
+    with pytest.raises(ValueError, match=r"`window` must be None with `shared_blocks`, got 5"):
         decode(shared_blocks=jnp.zeros(3, jnp.int32), window=5)

@@ -164,28 +164,34 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"the shape of `x` must be \[1 row or more, columns\].*got \(64,\)"):
         run(x[0], kernels, sizes)
     with pytest.raises(
-        ValueError, match=r"the shape of `kernels` must be \[groups, 64, columns\] with x.*got .*"
+        ValueError, match=r"the shape of `kernels` must be \[groups, 64, columns\] with `x`, got"
     ):
         run(x, kernels[:, :32], sizes)
-    with pytest.raises(ValueError, match=r"the dtype of `kernels` must be bfloat16 with x.*got float32"):
+    with pytest.raises(
+        ValueError, match=r"the dtype of `kernels` must be that of `x`, bfloat16, got float32"
+    ):
         run(x, kernels.astype(jnp.float32), sizes)
     with pytest.raises(
-        ValueError, match=r"the shape of `group_sizes` must be \(2,\) with kernels.*got \(1,\)"
+        ValueError, match=r"the shape of `group_sizes` must be \(2,\) with `kernels`, got \(1,\)"
     ):
         run(x, kernels, sizes[:1])
     with pytest.raises(ValueError, match=r"the dtype of `group_sizes` must be int32.*got float32"):
         run(x, kernels, sizes.astype(jnp.float32))
-    with pytest.raises(ValueError, match=r"kernels have 32 rows; allowed .* multiples of 64\. Backend 'xla'"):
+    with pytest.raises(
+        ValueError, match=r"the number of rows of `kernels` must be a multiple of 64 .*got 32\. Backend 'xla'"
+    ):
         run(x[:, :32], kernels[:, :32], sizes)
-    with pytest.raises(ValueError, match=r"kernels have 96 columns; allowed .* multiples of 64"):
+    with pytest.raises(
+        ValueError, match=r"the number of columns of `kernels` must be a multiple of 64 .*got 96"
+    ):
         run(x, kernels[:, :, :96], sizes)
-    with pytest.raises(ValueError, match="backend is 'pallas', which needs an NVIDIA GPU"):
+    with pytest.raises(ValueError, match="got 'pallas', which needs an NVIDIA GPU"):
         grouped_matmul(x, kernels, sizes, backend="pallas")
     wide = [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (x, kernels)]
     wide.append(jax.ShapeDtypeStruct(sizes.shape, sizes.dtype))
     with pytest.raises(
-        ValueError, match=r"x has dtype float32; allowed .* bfloat16, float16\. Backend 'xla'"
+        ValueError, match=r"the dtype of `x` must be one of bfloat16, float16 .*got float32\. Backend 'xla'"
     ):
         lowered(H100, functools.partial(grouped_matmul, backend="pallas"), *wide)
-    with pytest.raises(ValueError, match=r"grouped_matmul with Tiles.* bytes of shared memory; allowed"):
+    with pytest.raises(ValueError, match=r"the shared memory of grouped_matmul with Tiles.* must be at most"):
         grouped_wgmma.grouped_matmul(x, kernels, sizes, tiles=Tiles(128, 128, 64, 9), interpret=True)

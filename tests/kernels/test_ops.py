@@ -323,19 +323,19 @@ def test_errors_name_what_is_wrong():
         decode(q[:, :3], pool, tables, lens)
     with pytest.raises(ValueError, match=r"q has dtype bfloat16"):
         decode(q.astype(jnp.bfloat16), pool, tables, lens)
-    with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"the shape of `query_start_loc` must be .*got \(3,\)"):
         ops.ragged_attention(q, pool, tables, lens, jnp.zeros(3, jnp.int32), scale=1.0)
     with pytest.raises(ValueError, match=r"the dtype of `src` must be int32.*got float32"):
         ops.copy_blocks(pool, jnp.zeros(2), jnp.zeros(2, jnp.int32))
-    with pytest.raises(ValueError, match=r"kv_pages has shape"):
+    with pytest.raises(ValueError, match="the shape of `kv_pages` must be"):
         ops.write_kv(pool[0], q, q, lens)
-    with pytest.raises(ValueError, match=r"sinks has shape \(3,\); .* \(4,\)"):
+    with pytest.raises(ValueError, match=r"the shape of `sinks` must be \(4,\) .*got \(3,\)"):
         decode(q, pool, tables, lens, sinks=jnp.zeros(3))
-    with pytest.raises(ValueError, match=r"distance_bias has shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"the shape of `distance_bias` must be .*got \(4,\)"):
         decode(q, pool, tables, lens, distance_bias=jnp.zeros(4))
-    with pytest.raises(ValueError, match=r"`soft_cap` must be None with distance_bias.*got 2.0"):
+    with pytest.raises(ValueError, match=r"`soft_cap` must be None with `distance_bias`, got 2.0"):
         decode(q, pool, tables, lens, distance_bias=jnp.zeros((4, 2)), soft_cap=2.0)
-    with pytest.raises(ValueError, match=r"head_dim 16; allowed with backend 'pallas': 64, 80"):
+    with pytest.raises(ValueError, match=r"head_dim of .* must be one of 64, 80.*got 16"):
         decode(q, pool, tables, lens, backend="pallas_interpret")
 
 
@@ -344,7 +344,7 @@ def test_without_the_native_library_auto_is_xla(monkeypatch):
     monkeypatch.setattr(native, "_load", lambda: "there was no compiler")
     assert not native.is_built()
     assert ops.resolve_backend("auto") == "xla"
-    message = r"attention_backend is 'native', .* there was no compiler; allowed .*'auto' or 'xla'"
+    message = "`attention_backend` must be 'auto' or 'xla' .*got 'native', .* there was no compiler"
     with pytest.raises(ValueError, match=message):
         ops.resolve_backend("native", name="attention_backend")
 
@@ -367,10 +367,12 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch, tmp_path):
 def test_pallas_without_a_gpu_is_an_error():
     q, pool, tables, lens, _ = make_case([5], heads=4, kv_heads=2, head_dim=64, page_size=16, dtype="float32")
     with pytest.raises(
-        ValueError, match=r"attention_backend is 'pallas'.* this machine, whose device is 'cpu'"
+        ValueError, match=r"`attention_backend` must be .* this machine, whose device is 'cpu', got 'pallas'"
     ):
         ops.resolve_backend("pallas", name="attention_backend")
-    with pytest.raises(ValueError, match=r"backend is 'pallas'.* this machine, whose device is 'cpu'"):
+    with pytest.raises(
+        ValueError, match=r"`backend` must be .* this machine, whose device is 'cpu', got 'pallas'"
+    ):
         ops.paged_decode(q, pool, tables, lens, scale=1.0, backend="pallas")
     assert ops.resolve_backend("auto") == ("native" if native.is_built() else "xla")
     assert ops.resolve_backend("pallas_interpret") == "pallas_interpret"

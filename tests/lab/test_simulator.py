@@ -151,8 +151,11 @@ def test_slots_are_counted_as_block_by_block(seed: int) -> None:
 
 def test_what_cannot_run_is_refused() -> None:
     for trace, message in (
-        ([Request(1.0, 4, 4), Request(0.5, 4, 4)], "arrival_s of request 1 is 0.5"),
-        ([Request(0.0, 60, 5)], "length of request 0 is 65; allowed: at most 64"),
+        (
+            [Request(1.0, 4, 4), Request(0.5, 4, 4)],
+            r"`requests\[1\].arrival_s` must be at least 1.0, that of the request before, got 0.5",
+        ),
+        ([Request(0.0, 60, 5)], r"the length of `requests\[0\]` must be at most 64, got 65"),
         ([Request(0.0, 4, 4, n=17)], "sequences of request 0 is 17"),
         ([Request(0.0, 4, 4, beam_width=17)], "sequences of request 0 is 17"),
         ([Request(0.0, 4, 4, priority=1)], "priority of request 0 is 1"),
@@ -255,9 +258,9 @@ def test_a_real_run_replays_and_what_differs_is_named(engine: LLMEngine, tmp_pat
         if row[3][0]  # new blocks
     )
     steps[place]["scheduled"][i][3][0][-1] += 1  # another block
-    with pytest.raises(ValueError, match=rf"step {place}: scheduled\[{i}\] is .*; recorded: "):
+    with pytest.raises(ValueError, match=rf"`scheduled\[{i}\]` must be .* in step {place}, as recorded, got"):
         replay(map(json.dumps, events))
-    with pytest.raises(ValueError, match="the first event is 'add'; allowed: 'start'"):
+    with pytest.raises(ValueError, match="the first event of `lines` must be 'start', got 'add'"):
         replay(line for line in recorded if '"add"' in line)
 
 

@@ -142,10 +142,10 @@ def test_a_step_takes_what_the_recorded_ones_took() -> None:
 def test_mistakes_are_errors(own: LLMEngine) -> None:
     lines = serve(own)
     with pytest.raises(
-        ValueError, match=r"`there` must be block_size, burst_size, .*got no setting 'blocks'"
+        ValueError, match=r"each name in `settings` must be one of 'block_size', 'burst_size', .*got 'blocks'"
     ):
         replay(lines, blocks=3)
-    with pytest.raises(ValueError, match=r"the length of request 'r\d+' is \d+; allowed: "):
+    with pytest.raises(ValueError, match=r"the length of `requests\['r\d+'\]` must be "):
         replay(lines, max_model_len=5)
 
 
@@ -166,7 +166,10 @@ def test_a_recording_is_computed_again(own: LLMEngine) -> None:
 def test_another_model_is_noticed(own: LLMEngine) -> None:
     lines = serve(own)
     reset(own)
-    with nan_embedding(own, list(range(8, 60))), pytest.raises(ValueError, match=r"step \d+: .* recorded: "):
+    with (
+        nan_embedding(own, list(range(8, 60))),
+        pytest.raises(ValueError, match=r" in step \d+, as recorded, got"),
+    ):
         own.replay(lines)
     own.replay(lines)
     own.record(lines.append)
@@ -181,7 +184,7 @@ def test_what_does_not_fit_is_refused(own: LLMEngine) -> None:
     reset(own)
     start = json.loads(lines[0])
     start["block_manager"]["num_blocks"] = 401
-    with pytest.raises(ValueError, match=r"num_blocks of the recording is 401; allowed: .*400"):
+    with pytest.raises(ValueError, match=r"num_blocks in `lines` must be .*400, got 401"):
         own.replay([json.dumps(start), *lines[1:]])
     own.add_request("r", [10, EOS], SamplingParams(max_tokens=2))
     with pytest.raises(RuntimeError, match="requests are running"):

@@ -116,7 +116,7 @@ def test_what_is_wrong_is_refused(client: httpx.Client) -> None:
     assert client.get("/sleep").status_code == 405
     assert not is_sleeping(client)
     assert client.post("/sleep").status_code == 200
-    refused(client.post("/sleep"), "what sleeps already is 'weights, kv_cache'")
+    refused(client.post("/sleep"), "must be called while nothing sleeps")
     refused(client.post("/wake_up?tags=pool&tags=7"), "a tag is 'pool'", "a tag is '7'")
     assert is_sleeping(client)
     assert client.post("/wake_up").status_code == 200

@@ -217,7 +217,7 @@ def test_nothing_is_left_running() -> None:
         (["--ray", "0"], "`ray` must be an integer of at least 1, got 0"),
         (["--ray", "1", "--developer-routes"], "`developer_routes` must be False with Ray, got True"),
         (["--ray", "999"], "`ray` must be up to, got 999"),
-        (["--ray", "1", "--host", "0.0.0.0"], "host is '0.0.0.0', which others can reach"),
+        (["--ray", "1", "--host", "0.0.0.0"], "got '0.0.0.0', which others can reach"),
     ],
 )
 def test_bad_options_end_it_with_one_line(options: list[str], message: str) -> None:
@@ -239,8 +239,11 @@ def test_build_checks_its_arguments() -> None:
     from jax_paged.ray_serve import build
 
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"modle": "pagelet"}, "args has 'modle'"),
-        ({"port": -1}, "port is -1"),
+        (
+            {"modle": "pagelet"},
+            "each name in `args` must be a field of EngineArgs or ServerOptions, got 'modle'",
+        ),
+        ({"port": -1}, "`port` must be an integer in .*got -1"),
         ({"model": "pagelet"}, "`api_key_file` must be a file of keys, got None"),
         (
             {"allow_runtime_lora_updating": True, "allow_unauthenticated": True},

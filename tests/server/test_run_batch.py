@@ -94,12 +94,12 @@ def test_bad_lines_are_reported_and_do_not_stop_the_others(run, capsys):
     bad = [
         ("{nonsense\n", "not JSON"),
         ("[1]\n", "not a JSON object"),
-        ({**line("a"), "custom_id": 7}, "custom_id is 7"),
-        ({**line("b"), "method": "GET"}, "method is 'GET'"),
-        ({**line("c"), "url": "/v1/models"}, "url is '/v1/models'"),
-        ({**line("d"), "body": "x"}, "body is 'x'"),
-        (line("e", stream=True), "stream is true"),
-        (line("good"), "custom_id is 'good', as in an earlier line"),
+        ({**line("a"), "custom_id": 7}, "`custom_id` must be a string, got 7"),
+        ({**line("b"), "method": "GET"}, "`method` must be 'POST', got 'GET'"),
+        ({**line("c"), "url": "/v1/models"}, "`url` must be"),
+        ({**line("d"), "body": "x"}, "`body` must be an object, got 'x'"),
+        (line("e", stream=True), "`stream` must be False, got True"),
+        (line("good"), "`custom_id` must be that of no earlier line, got 'good'"),
     ]
     refused = line("refused", max_tokens=-1)
     summary, entries = run([line("good"), refused, *(entry for entry, _ in bad)])

@@ -59,9 +59,9 @@ def test_what_a_gpu_has_left(checkpoint, monkeypatch):
     assert (largest - half) * BLOCK_BYTES == pytest.approx(0.4 * limit, abs=2 * BLOCK_BYTES)
     # Weights, and what the steps need, are left out.
     assert largest * BLOCK_BYTES < 0.9 * limit - 10**6
-    with pytest.raises(ValueError, match=r"gpu_memory_utilization is 0.01, which leaves no memory"):
+    with pytest.raises(ValueError, match=r"`gpu_memory_utilization` must be .*got 0.01: "):
         num_blocks(checkpoint, monkeypatch, gpu(limit), gpu_memory_utilization=0.01)
-    with pytest.raises(ValueError, match="kv_cache_memory_bytes is None"):
+    with pytest.raises(ValueError, match=r"`kv_cache_memory_bytes` must be .*got None"):
         num_blocks(checkpoint, monkeypatch, gpu(None))
 
 

@@ -100,7 +100,7 @@ def take(engine: "LLMEngine", loop: "StepLoop", *, with_weights: bool) -> Engine
     states = list(dict.fromkeys([*loop.requests.values(), *loop.changed]))
     asked = [name for state in states for name in state.group.sampling_params.hook_args or ()]
     captured = sorted(engine.config.capturing & set(asked))
-    aspect, allowed = "the running requests with", "none because an engine state does not hold it"
+    aspect, allowed = "the running requests with", "none because an engine state does not hold them"
     check(not captured, "hook_args", captured, allowed, aspect="the capturing hooks in")
     asked = [name for state in states for name in state.group.sampling_params.extra_args or ()]
     stateful = sorted(engine.config.stateful & set(asked))

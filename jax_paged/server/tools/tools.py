@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax_paged.arguments.shown_values import Text, one_of
+from jax_paged.arguments.shown_values import Text, one_of, shown
 from jax_paged.engine.features.structured_output.json_schema import RelaxedSchema
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, check, first_argument_error
@@ -210,9 +210,9 @@ class ChatReaders:
         """
         choice = body.tool_choice
         if not body.tools:
-            shown = choice if isinstance(choice, str) else Text("a function")
+            given = choice if isinstance(choice, str) else Text("a function")
             ok = choice in (None, "none", "auto")
-            check(ok, "tool_choice", shown, "'none' or 'auto' because there are no tools")
+            check(ok, "tool_choice", given, "'none' or 'auto' because there are no tools")
             if self.reasoning is None:
                 return None
             return ChatReader(None, None, (), True, self.reasoning)
@@ -244,9 +244,7 @@ def _chosen(tools: Sequence[Tool], choice: Any) -> Sequence[Tool]:
             _check_schema(f"{name}.parameters", parameters)
     if isinstance(choice, NamedTool):
         wanted = choice.function.name
-        check(
-            wanted in names, "tool_choice.function.name", wanted, f"the name of a tool ({', '.join(names)})"
-        )
+        check(wanted in names, "tool_choice.function.name", wanted, f"the name of a tool, {shown(names)}")
         return [tools[names.index(wanted)]]
     return tools if choice == "required" else ()
 

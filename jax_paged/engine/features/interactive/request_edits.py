@@ -51,7 +51,7 @@ def check_keeps_no_state(loop: StepLoop, name: str, value: object, why: str) -> 
         why: What can't be done with a state.
     """
     config = loop.executor.config
-    allowed = f"unused with {config.architecture}, whose layers keep a state of each sequence ({why})"
+    allowed = f"unset with {config.architecture}, whose layers keep a state of each sequence ({why})"
     check(not config.state_slots[0], name, value, allowed)
 
 

@@ -5,7 +5,7 @@ import html
 from collections.abc import Callable, Iterable
 from typing import Self
 
-from jax_paged.arguments.shown_values import Text
+from jax_paged.arguments.shown_values import Text, shown
 from jax_paged.core.features.interactive.step_edits import with_rows
 from jax_paged.core.scheduler_output import ScheduledSequence, SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup
@@ -68,7 +68,7 @@ class StepPlan:
             ValueError: If one of them computes nothing in the plan.
         """
         for request_id in request_ids:
-            allowed = f"a request of the plan ({', '.join(map(repr, self.request_ids)) or 'it has none'})"
+            allowed = f"a request of the plan, {shown(self.request_ids)}"
             check(request_id in self.request_ids, "request_id", request_id, allowed)
         return self.only([r for r in self.request_ids if r not in request_ids])
 
@@ -83,7 +83,7 @@ class StepPlan:
         wanted = list(request_ids)
         order = {request_id: place for place, request_id in enumerate(wanted)}
         ok = order.keys() <= set(self.request_ids) and len(order) == len(wanted)
-        check(ok, "request_ids", wanted, f"some of {self.request_ids}, each at most once")
+        check(ok, "request_ids", wanted, f"some of {shown(self.request_ids)}, each at most once")
         rows = [i for i, owner in enumerate(self.owners) if owner.request_id in order]
         rows.sort(key=lambda i: (self.output.scheduled[i].num_tokens > 1, order[self.owners[i].request_id]))
         dropped = [request_id for request_id in self.request_ids if request_id not in order]
@@ -117,8 +117,8 @@ class StepPlan:
         step_id = None if planned is None else planned.output.step_id
         if planned is None or self.output.step_id != step_id:
             allowed = "the plan that schedule() has returned last, which was neither run nor dropped"
-            shown, remedy = Text(f"a plan of step {self.output.step_id}"), ". Call schedule() for a new one"
-            raise ArgumentError("plan", shown, allowed, remedy=remedy)
+            own, remedy = Text(f"a plan of step {self.output.step_id}"), ". Call schedule() for a new one"
+            raise ArgumentError("plan", own, allowed, remedy=remedy)
         planned.places_of(self)
 
     def __repr__(self) -> str:

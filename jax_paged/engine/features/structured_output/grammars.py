@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_paged.arguments.shown_values import Text
+from jax_paged.arguments.shown_values import Text, shown
 from jax_paged.core.scheduler_output import SchedulerOutput, TokenMasks
 from jax_paged.engine.features.structured_output.compile_sandbox import FormTrial, compiled
 from jax_paged.engine.features.structured_output.json_schema import RelaxedSchema
@@ -416,7 +416,9 @@ def _tags(given: Any, is_special: Callable[[str], bool]) -> str:
             ok, "structures", item, 'objects with the strings "begin" and "end" and the JSON schema "schema"'
         )
         trigger = next((text for text in triggers if item["begin"].startswith(text)), None)
-        check(trigger is not None, "begin", item["begin"], f"a string that starts with one of {triggers}")
+        check(
+            trigger is not None, "begin", item["begin"], f"a string that begins with one of {shown(triggers)}"
+        )
         assert trigger is not None, "just checked"
         schema = item["schema"] | {"x-guidance": {**JSON_WRITING}}
         tags.append(StructTag(trigger=trigger, begin=item["begin"], grammar=schema, end=item["end"]))
@@ -424,6 +426,6 @@ def _tags(given: Any, is_special: Callable[[str], bool]) -> str:
     bracketed = {tag.trigger for tag in tags if tag.trigger[0] == "<" and tag.trigger[-1] == ">"}
     special = {text for text in bracketed if is_special(text)}
     if special and special != bracketed:
-        allowed = f"all special tokens or none ({sorted(special)} are)"
+        allowed = f"all special tokens or none ({shown(sorted(special))} are)"
         raise ArgumentError("triggers", triggers, allowed)
     return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=bool(special)))
