@@ -383,14 +383,20 @@ def test_other_vectors_of_the_same_length_share_nothing(engine: LLMEngine) -> No
 @pytest.mark.parametrize(
     ("value", "part"),
     [
-        (np.ones((3, 63)), "the shape of prompt_embeds is (3, 63)"),
-        (np.ones(64), "the shape of prompt_embeds is (64,)"),
-        (np.ones((0, 64)), "the shape of prompt_embeds is (0, 64)"),
-        (np.full((2, 64), np.nan), "not finite"),
-        (np.full((2, 64), 1e39), "not finite"),
+        (
+            np.ones((3, 63)),
+            "the shape of `prompt_embeds` must be [tokens, 64] with at least one token, got (3, 63)",
+        ),
+        (np.ones(64), "with at least one token, got (64,)"),
+        (np.ones((0, 64)), "with at least one token, got (0, 64)"),
+        (np.full((2, 64), np.nan), "the number of non-finite values in `prompt_embeds` must be 0, got 128"),
+        (np.full((2, 64), 1e39), "non-finite"),
         ([["a"] * 64], "prompt_embeds"),
         ("text", "prompt_embeds"),
-        (np.ones((128, 64)), "the prompt has 128 tokens"),
+        (
+            np.ones((128, 64)),
+            "the number of tokens of `prompt` must be at most 127 (max_model_len - 1), got 128",
+        ),
     ],
 )
 def test_vectors_that_do_not_fit(engine: LLMEngine, value: Any, part: str) -> None:
@@ -405,14 +411,14 @@ def test_what_has_no_meaning_for_vectors_is_refused(engine: LLMEngine) -> None:
         with pytest.raises(ValueError, match="whose tokens have no ids") as caught:
             engine.check_request(prompt, params, lora_request=adapter)  # pyright: ignore[reportArgumentType]
         for name in (
-            "`repetition_penalty` must be .*got 1.2",
-            "`prompt_logprobs` must be .*got 1",
-            "`truncate_prompt_tokens` must be .*got 2",
+            "`repetition_penalty` must be 1.0 with",
+            "`prompt_logprobs` must be None with",
+            "`truncate_prompt_tokens` must be None with",
         ):
             assert name in str(caught.value)
-    with pytest.raises(ValueError, match="one of them"):
+    with pytest.raises(ValueError, match="must be None with the soft prompt of an adapter"):
         engine.check_request({"prompt_embeds": table()[:3]}, lora_request=named("soft_prompt"))
-    with pytest.raises(ValueError, match="pinned prefixes"):
+    with pytest.raises(ValueError, match="because embeddings are not pinned"):
         engine.pin_prefix({"prompt_embeds": table()[:9]})
 
 

@@ -478,11 +478,11 @@ def test_arguments_of_another_processor() -> None:
     ("change", "message"),
     [
         ({"image_token_id": 10**6}, "`image_token_id` must be .*got 1000000"),
-        ({"text_config": {"model_type": "qwen3"}}, "text_config.model_type is 'qwen3'"),
-        ({"text_config": {"hidden_size": 32}}, "`out_hidden_size` must be .*got 24"),
+        ({"text_config": {"model_type": "qwen3"}}, "text_config.model_type` must be .*got 'qwen3'"),
+        ({"text_config": {"hidden_size": 32}}, "out_hidden_size` must be .*got 24"),
         (
             {"text_config": {"rope_scaling": {"mrope_section": [3, 5, 5]}}},
-            "three numbers of pairs, 12 in all",
+            "three numbers of pairs, 12 in total",
         ),
         (
             {"text_config": {"rope_scaling": {"mrope_interleaved": False}}},

@@ -113,21 +113,30 @@ def kept_process():
             "`scheduler_delay_factor` must be a finite number in [0, inf], got -1.0",
         ),
         ("--max-seqs 3", "unrecognized arguments: --max-seqs"),
-        ("serve m --model n", "`MODEL` must be one of them, got 'm' and --model is 'n'"),
-        ("serve m --model pagelet", "MODEL is 'm' and --model is 'pagelet'"),
+        (
+            "serve m --model n",
+            "jax-paged: error: MODEL must be equal to --model 'n', or one of them left out, got 'm'",
+        ),
+        (
+            "serve m --model pagelet",
+            "jax-paged: error: MODEL must be equal to --model 'pagelet', or one of them left out, got 'm'",
+        ),
         ("serve m n", "unrecognized arguments: n"),
         ("bench m", "unrecognized arguments: m"),
         ("--block-size 16 serve", "serve must be the first argument"),
         ("--block-size 16 serve m", "serve must be the first argument"),
         ("m", "the command must be serve, or no command with --model MODEL, got 'm'"),
-        ("--block-size 3", "`block_size` must be 1 or 2, got 3"),
+        ("--block-size 3", "jax-paged: `block_size` must be one of 1, 2, 4, 8, 16, 32, 64, 128, got 3"),
         ("--port 65536", "`port` must be an integer in [0, 65535], got 65536"),
         ("--host 300.1.1.1 --port 0", "can't listen on 300.1.1.1, port 0"),
         ("--model {empty} --port 0", "the folder holds none; a model folder holds config.json"),
         ("--ray 0", "`ray` must be an integer of at least 1, got 0"),
-        ("--ray 2 --port {taken}", "a port that nobody uses for --port"),
-        ("--port {taken}", "a port that nobody uses for --port"),
-        ("--model /nowhere/at/all --port 0", "model is '/nowhere/at/all'"),
+        ("--ray 2 --port {taken}", "--port a free port"),
+        ("--port {taken}", "--port a free port"),
+        (
+            "--model /nowhere/at/all --port 0",
+            "jax-paged: `model` must be 'pagelet' (built in), a local folder with",
+        ),
     ],
 )
 def test_bad_arguments_end_with_one_line(line, message, capsys, tmp_path):
@@ -220,6 +229,6 @@ def test_replicas_get_the_gpus_of_their_engines():
     assert launch._check_room(args, options, {"GPU": 8.0, "CPU": 1.0}) == 4
     assert launch._check_room(EngineArgs(), options, {"CPU": 2.0}) == 0
     with pytest.raises(
-        ValueError, match=r"`ray` must be up to 1 replicas because there are 7 GPUs and each .*got 2"
+        ValueError, match="`ray` must be at most 1 because there are 7 GPUs and each replica takes 4, got 2"
     ):
         launch._check_room(args, options, {"GPU": 7.0, "CPU": 16.0})

@@ -206,27 +206,36 @@ def test_files_without_keys(content: bytes | None, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--host 0.0.0.0", "host is '0.0.0.0', which others can reach"),
+        ("--host 0.0.0.0", "jax-paged: `host` must be a loopback address such as 127.0.0.1 without an API"),
         (
             "--api-key-file /nowhere/keys",
-            "`api_key_file` must be a file that can be read, got '/nowhere/keys'",
+            "jax-paged: `api_key_file` must be a file that can be read (No such file or",
         ),
-        ("--ssl-certfile /nowhere/cert", "`ssl_keyfile` must be the file of the key, got None"),
-        ("--ssl-keyfile key", "`ssl_keyfile` must be nothing without ssl_certfile, got 'key'"),
-        ("--ssl-certfile /nowhere/c --ssl-keyfile /nowhere/k", "ssl_certfile is '/nowhere/c'"),
-        ("--root-path llm", "`root_path` must be nothing, or a path like /llm, got 'llm'"),
-        ("--root-path /llm/", "root_path is '/llm/'"),
+        (
+            "--ssl-certfile /nowhere/cert",
+            "jax-paged: `ssl_keyfile` must be the file of the key with ssl_certfile, got None",
+        ),
+        ("--ssl-keyfile key", "jax-paged: `ssl_keyfile` must be unset without ssl_certfile, got 'key'"),
+        (
+            "--ssl-certfile /nowhere/c --ssl-keyfile /nowhere/k",
+            "jax-paged: `ssl_certfile` must be a certificate with its unencrypted key,",
+        ),
+        ("--root-path llm", "jax-paged: `root_path` must be empty or a path such as /llm, got 'llm'"),
+        ("--root-path /llm/", "jax-paged: `root_path` must be empty or a path such as /llm, got '/llm/'"),
         ("--allowed-origins example.org", "`allowed_origins` must be * or an origin such as"),
-        ("--allowed-origins https://example.org/", "allowed_origins is 'https://example.org/'"),
+        (
+            "--allowed-origins https://example.org/",
+            "jax-paged: `allowed_origins` must be * or an origin such as",
+        ),
         ("--max-body-bytes 5", "`max_body_bytes` must be an integer of at least 1024, got 5"),
         ("--max-json-depth 1000", "`max_json_depth` must be an integer in [4, 200], got 1000"),
         ("--max-stop-strings 65", "`max_stop_strings` must be an integer in [0, 64], got 65"),
         (
             "--max-buffered-bytes 5000",
-            "`max_buffered_bytes` must be at least max_body_bytes, 4194304, got 5000",
+            "jax-paged: `max_buffered_bytes` must be at least max_body_bytes, which is 4194304, got 5000",
         ),
         ("--head-timeout 0", "`head_timeout` must be a finite number in (0, 86400], got 0.0"),
-        ("--write-timeout nan", "write_timeout is nan"),
+        ("--write-timeout nan", "jax-paged: `write_timeout` must be a finite number in (0, 86400], got nan"),
     ],
 )
 def test_settings_that_can_not_be_used_end_with_a_line(
@@ -244,4 +253,6 @@ def test_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PAGED_API_KEY", "")
     with pytest.raises(SystemExit) as end:
         main(["--port", "0"])
-    assert "JAX_PAGED_API_KEY has 0 characters that are no key" in str(end.value.code)
+    assert "jax-paged: `JAX_PAGED_API_KEY` must be 1 to 1024 printable ASCII characters" in str(
+        end.value.code
+    )

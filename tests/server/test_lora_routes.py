@@ -127,11 +127,11 @@ def test_what_can_not_be_loaded_is_refused_and_the_server_goes_on(
         ),
         ("load", {"lora_name": "first", "lora_path": str(folders[2])}, 400, "a name that is not served yet"),
         ("load", {"lora_name": "base", "lora_path": str(folders[2])}, 400, "a name that is not served yet"),
-        ("load", {"lora_name": "x"}, 400, "lora_path is missing"),
+        ("load", {"lora_name": "x"}, 400, "`lora_path` is missing"),
         ("load", {"lora_name": "", "lora_path": "x"}, 400, "lora_name"),
-        ("load", {"lora_name": 5, "lora_path": "x"}, 400, "lora_name is 5"),
+        ("load", {"lora_name": 5, "lora_path": "x"}, 400, "`lora_name` is invalid: "),
         ("unload", {"lora_name": "x"}, 404, "`lora_name` must be 'first', 'second', got 'x'"),
-        ("unload", {}, 400, "lora_name is missing"),
+        ("unload", {}, 400, "`lora_name` is missing"),
     ):
         answer = client.post(f"/v1/{path}_lora_adapter", json=body)
         assert answer.status_code == status, answer.text
@@ -184,5 +184,5 @@ def test_the_command_line_takes_adapters_as_vllm_does() -> None:
 
 @pytest.mark.parametrize("text", ["x", "=x", "x=", "{", '{"name": "x"}', '{"name": 1, "path": "x"}'])
 def test_adapters_of_the_command_line_that_are_none(engine: AsyncLLMEngine, text: str) -> None:
-    with pytest.raises(ValueError, match="lora_modules has"):
+    with pytest.raises(ValueError, match="each of `lora_modules` must be name=path or"):
         OpenAIServer(engine, "base", ServerOptions(port=0, lora_modules=(text,)))

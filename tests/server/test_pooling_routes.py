@@ -167,11 +167,35 @@ def test_a_file_of_pooling_requests(by_name: dict[str, Served], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "path", "body", "param", "message"),
     [
-        ("qwen3_embedder", "embeddings", {"input": ""}, "input", "text that is not empty"),
+        (
+            "qwen3_embedder",
+            "embeddings",
+            {"input": ""},
+            "input",
+            "`prompt` must be a non-empty string, got ''",
+        ),
         ("qwen3_embedder", "embeddings", {"input": []}, "input", "at least one text"),
-        ("qwen3_embedder", "embeddings", {"input": 3}, "input", "text, a list of token ids"),
-        ("qwen3_embedder", "embeddings", {"input": [[1, 999]]}, "input", "prompt_token_ids[1] is 999"),
-        ("qwen3_embedder", "embeddings", {"input": ["a"] * 2049}, "input", "is 2049"),
+        (
+            "qwen3_embedder",
+            "embeddings",
+            {"input": 3},
+            "input",
+            "`input` must be a string, a list of token ids, or a list of these, got 3",
+        ),
+        (
+            "qwen3_embedder",
+            "embeddings",
+            {"input": [[1, 999]]},
+            "input",
+            "`prompt_token_ids[1]` must be an integer in [0, 127], got 999",
+        ),
+        (
+            "qwen3_embedder",
+            "embeddings",
+            {"input": ["a"] * 2049},
+            "input",
+            "must be an integer in [1, 2048], got 2049",
+        ),
         (
             "qwen3_embedder",
             "embeddings",
@@ -181,17 +205,71 @@ def test_a_file_of_pooling_requests(by_name: dict[str, Served], tmp_path: Path) 
         ),
         ("qwen3_embedder", "embeddings", {"input": "a", "dimensions": 9}, "dimensions", "must be 8"),
         ("qwen3_embedder", "embeddings", {"input": "a", "encoding_format": "x"}, "encoding_format", "base64"),
-        ("qwen3_embedder", "embeddings", {"input": "a", "truncate_prompt_tokens": 0}, None, "is 0"),
-        ("qwen3_embedder", "../classify", {"input": "a"}, None, "task is 'classify'"),
-        ("llama_classifier", "embeddings", {"input": "a"}, None, "task is 'embed'"),
-        ("llama_classifier", "score", {"text_1": "a", "text_2": "b"}, None, "task is 'score'"),
-        ("llama_classifier", "completions", {"prompt": "a"}, None, "PoolingParams, as Llama"),
+        (
+            "qwen3_embedder",
+            "embeddings",
+            {"input": "a", "truncate_prompt_tokens": 0},
+            None,
+            "`truncate_prompt_tokens` must be -1 or an integer of at least 1, got 0",
+        ),
+        (
+            "qwen3_embedder",
+            "../classify",
+            {"input": "a"},
+            None,
+            "`task` must be one of 'embed', 'score', 'token_embed', the tasks of",
+        ),
+        (
+            "llama_classifier",
+            "embeddings",
+            {"input": "a"},
+            None,
+            "`task` must be 'classify', the tasks of LlamaForSequenceClassification, got 'embed'",
+        ),
+        (
+            "llama_classifier",
+            "score",
+            {"text_1": "a", "text_2": "b"},
+            None,
+            "`task` must be 'classify', the tasks of LlamaForSequenceClassification, got 'score'",
+        ),
+        (
+            "llama_classifier",
+            "completions",
+            {"prompt": "a"},
+            None,
+            "`sampling_params` must be PoolingParams because LlamaForSequenceClassification",
+        ),
         ("qwen2_classifier", "score", {"text_1": ["a", "b"], "text_2": ["a"]}, None, "must be 1 or 1"),
-        ("qwen3_embedder", "rerank", {"query": "", "documents": ["b"]}, "query", "query is ''"),
-        ("qwen3_embedder", "rerank", {"query": "a", "documents": ["b", ""]}, "documents", "documents is"),
-        ("qwen3_embedder", "rerank", {"query": "a", "documents": ["b"] * 2049}, "documents", "is 2049"),
+        (
+            "qwen3_embedder",
+            "rerank",
+            {"query": "", "documents": ["b"]},
+            "query",
+            "`query` must be a non-empty string or a list of them, got ''",
+        ),
+        (
+            "qwen3_embedder",
+            "rerank",
+            {"query": "a", "documents": ["b", ""]},
+            "documents",
+            "`documents` must be a non-empty string or a list of them, got ['b', '']",
+        ),
+        (
+            "qwen3_embedder",
+            "rerank",
+            {"query": "a", "documents": ["b"] * 2049},
+            "documents",
+            "must be an integer in [1, 2048], got 2049",
+        ),
         ("qwen2_classifier", "rerank", {"query": "a", "documents": []}, "documents", "at least 1"),
-        ("qwen2_classifier", "rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "is -1"),
+        (
+            "qwen2_classifier",
+            "rerank",
+            {"query": "a", "documents": ["b"], "top_n": -1},
+            "top_n",
+            "`top_n` must be an integer of at least 0, got -1",
+        ),
     ],
 )
 def test_bad_input(
@@ -214,4 +292,7 @@ def test_a_model_that_only_generates(served: Served) -> None:
     ):
         answer = served.client.post(path, json=body)
         assert answer.status_code == 400
-        assert "only generates" in answer.json()["error"]["message"]
+        assert (
+            "`model` must be a pooling model, got 'pagelet'. Pass runner='pooling' to pool"
+            in answer.json()["error"]["message"]
+        )

@@ -208,8 +208,7 @@ class PoolingRoutes(TextRoutes):
             check(is_input, body.prompt_field, inputs, "a string, a list of token ids, or a list of these")
             prompts = as_prompts(inputs)
             check(bool(prompts), body.prompt_field, prompts, "at least one text")
-            name = f"the number of prompts in {body.prompt_field}"
-            check_int(name, len(prompts), 1, most)
+            check_int(body.prompt_field, len(prompts), 1, most, aspect="the number of prompts in")
             texts = [list(p) if isinstance(p, tuple) else p for p in prompts]
             checked = await self._texts.read(texts, self._check_all, prompts, params, body.priority or 0)
         found = await until_gone(request.receive, self._run(checked, params, request))
