@@ -130,7 +130,12 @@ def test_what_can_not_be_loaded_is_refused_and_the_server_goes_on(
         ("load", {"lora_name": "x"}, 400, "`lora_path` is missing"),
         ("load", {"lora_name": "", "lora_path": "x"}, 400, "lora_name"),
         ("load", {"lora_name": 5, "lora_path": "x"}, 400, "`lora_name` is invalid: "),
-        ("unload", {"lora_name": "x"}, 404, "`lora_name` must be 'first', 'second', got 'x'"),
+        (
+            "unload",
+            {"lora_name": "x"},
+            404,
+            "`lora_name` must be the name of an adapter ('first', 'second'), got 'x'",
+        ),
         ("unload", {}, 400, "`lora_name` is missing"),
     ):
         answer = client.post(f"/v1/{path}_lora_adapter", json=body)

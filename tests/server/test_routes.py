@@ -433,7 +433,7 @@ def test_another_chat_template(tmp_path):
     for wrong in ("{% for m in", "{{ raise_exception('no') }}"):
         with pytest.raises(
             ValueError,
-            match=r"`messages` must be messages that the chat template accepts \(unexpected 'end of",
+            match="`messages` must be messages that the chat template accepts",
         ):
             tokenizer.replace_chat_template(wrong)
 

@@ -210,7 +210,7 @@ BAD = [
     (
         "/completions",
         {"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]},
-        "`guided_choice` must be the only field of its kind, got ['guided_regex', 'guided_choice']",
+        "must have one field for the form of its outputs, got ['guided_regex', 'guided_choice']",
         None,
     ),
     ("/completions", {"prompt": "a", "structured_outputs": {"jsn": {}}}, "jsn", "structured_outputs"),

@@ -75,7 +75,8 @@ def form_of(
     if not fields["structured_outputs"]:
         fields |= {f"guided_{name}": {name: value} for name, value in guided.items() if value is not None}
     given = {name: form for name, form in fields.items() if form}
-    check(len(given) <= 1, next(reversed(given), ""), list(given), "the only field of its kind")
+    if len(given) > 1:
+        raise ValueError(f"a request must have one field for the form of its outputs, got {list(given)}")
     if not given:
         return None
     ((name, form),) = given.items()
