@@ -93,7 +93,7 @@ def test_a_message_is_continued(llm):
     settings = {"add_generation_prompt": False, "continue_final_message": True, "chat_template": template}
     (output,) = llm.chat(messages, LONG, use_tqdm=False, **settings)
     assert llm.get_tokenizer().decode(output.prompt_token_ids) == "hi;I a"
-    with pytest.raises(ValueError, match="the chat template does not take these messages"):
+    with pytest.raises(ValueError, match="`messages` must be messages that the chat template accepts"):
         llm.chat(messages, LONG, use_tqdm=False, continue_final_message=True)
 
 

@@ -170,7 +170,7 @@ def test_numbers_that_are_not_finite(value: float, limits: Any, tmp_path: Path) 
     tensors[f"{LAYER}mlp.up_proj.lora_B.weight"][3, 1] = value
     write(tmp_path, tensors, r=2)
     with pytest.raises(
-        ValueError, match=r"the numbers of model.layers.0.mlp.up_proj must be finite in float32"
+        ValueError, match=r"model.layers.0.mlp.up_proj must have finite numbers in float32"
     ):
         read_adapter(tmp_path, limits)
 
@@ -187,7 +187,7 @@ def test_files_that_are_no_adapter(limits: Any, tmp_path: Path) -> None:
     file.write_text("[1")
     assert "is not JSON" in message()
     file.write_text("[1]")
-    assert "holds a list" in message()
+    assert "adapter_config.json must hold an object, got a list" in message()
     file.write_text(json.dumps(CONFIG | {"r": 2}))
     assert "adapter_model.safetensors" in message()
     (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"\x00" * 40)
@@ -208,7 +208,7 @@ def test_soft_prompts(limits: Any, tmp_path: Path) -> None:
             {},
             r"must have shape \(3, 64\), got \(3, 65\)",
         ),
-        ({"prompt_embeddings": np.ones((2, 64), np.float32)}, {}, r"shape \(2, 64\)"),
+        ({"prompt_embeddings": np.ones((2, 64), np.float32)}, {}, r"must have shape \(3, 64\), got \(2, 64\)"),
         ({"prompt_embeddings": np.full((3, 64), np.nan, np.float32)}, {}, "must have finite numbers"),
         ({"other": np.ones((3, 64), np.float32)}, {}, "the tensors must be"),
         ({"prompt_embeddings": np.ones((200, 64), np.float32)}, {"num_virtual_tokens": 200}, r"\[1, 100\]"),
