@@ -137,7 +137,9 @@ def test_chat_refuses_what_a_template_does_not_take(llm):
         llm.chat(HI, LONG, chat_template_content_format="xml")
     calls = [*HI, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
     assert llm.chat(calls, LONG, use_tqdm=False)[0].outputs[0].text == "u:hi;a:;a"
-    with pytest.raises(ValueError, match=r"messages\[1\].content is None"):
+    with pytest.raises(
+        ValueError, match=r"`messages\[1\].content` must be a string or a list of text parts, got None"
+    ):
         llm.chat([*HI, {"role": "user", "content": None}], LONG)
 
 

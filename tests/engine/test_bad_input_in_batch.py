@@ -69,7 +69,7 @@ BAD: dict[str, tuple[Callable[[LLMEngine], None], str]] = {
     # The first one tried: the request of this id is still running then.
     "id in use": (lambda engine: add(engine, GOOD[:1]), "request_id"),
     "empty prompt": (_prompt([]), "at least one token"),
-    "empty text": (_prompt(""), "not empty"),
+    "empty text": (_prompt(""), "`prompt` must be a non-empty string, got ''"),
     "negative id": (_prompt([1, -1]), r"prompt_token_ids\[1\] is -1"),
     "id out of vocabulary": (_prompt([VOCAB_SIZE]), rf"{VOCAB_SIZE}.*\[0, {VOCAB_SIZE - 1}\]"),
     "id beyond int32": (_prompt([2**32 + 5]), str(2**32 + 5)),

@@ -387,7 +387,11 @@ def test_features_are_not_taken_over_from_broken_requests(
     ("config", "tensors", "messages"),
     [
         ({"num_hidden_layers": 2}, {}, ["`num_hidden_layers` must be 1, got 2"]),
-        ({"draft_vocab_size": 999}, {}, ["`draft_vocab_size` must be at most vocab_size, got 999"]),
+        (
+            {"draft_vocab_size": 999},
+            {},
+            ["`draft_vocab_size` must be at most vocab_size, which is 384, got 999"],
+        ),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
             {},
@@ -403,12 +407,16 @@ def test_features_are_not_taken_over_from_broken_requests(
                 "d2t is missing",
                 "midlayer.hidden_norm.weight is missing",
                 "x is unexpected",
-                "fc.weight has shape (64, 192); config.json makes it (64, 96)",
+                "fc.weight must have shape (64, 96) by config.json, got (64, 192)",
             ],
         ),
         ({}, {"d2t": np.zeros(300, np.float32)}, ["d2t must be I64 or I32 of shape (300,), got F32 (300,)"]),
         ({}, {"d2t": np.full(300, 100)}, ["d2t must map token 284 into [0, 383], got 384"]),
-        ({}, {"d2t": np.array([1, *[0] * 299])}, ["d2t makes the same token of several"]),
+        (
+            {},
+            {"d2t": np.array([1, *[0] * 299])},
+            ["d2t must map each token to another, got the same for several"],
+        ),
         (
             {"hidden_size": 32, "target_hidden_size": 64, "head_dim": 16},
             random_tensors(CONFIG | {"hidden_size": 32, "target_hidden_size": 64}),

@@ -310,8 +310,8 @@ def test_other_arguments_trace_nothing(llm: LLM) -> None:
             r"each name in `hook_args` must be one of the hooks of this engine, \['steer', 'read', ",
         ),
         ({"steer": [1.0, 2.0]}, r"`hook_args\['steer'\]` must be a list of 1 numbers, got \[1.0, 2.0\]"),
-        ({"steer": float("nan")}, r"hook_args\['steer'\] is nan"),
-        ({"steer": "much"}, r"hook_args\['steer'\] is 'much'"),
+        ({"steer": float("nan")}, r"prompts\[0\]: `hook_args\['steer'\]` must be a finite number in"),
+        ({"steer": "much"}, r"prompts\[0\]: `hook_args\['steer'\]` must be a finite number in"),
         ([1.0], "`hook_args` must be "),
     ],
 )
@@ -328,8 +328,14 @@ def test_arguments_that_no_hook_takes(llm: LLM, args: Any, message: str) -> None
             Hook("lm_head", steer, DIRECTION),
             "`path` must be that of a module whose inputs are token rows.*got 'lm_head'",
         ),
-        (Hook("norm", lambda p, y, a: y[:, :3]), r"'norm' returns, as its activation, shape \(2, 3\)"),
-        (Hook("norm", lambda p, y, a: (y, y[0])), r"'norm' returns, as its capture, shape \(64,\)"),
+        (
+            Hook("norm", lambda p, y, a: y[:, :3]),
+            r"the shape of the activation of hook 'norm' must be \(2, 64\), got \(2, 3\)",
+        ),
+        (
+            Hook("norm", lambda p, y, a: (y, y[0])),
+            r"the shape of the capture of hook 'norm' must be \(2,\), got \(64,\)",
+        ),
     ],
 )
 def test_hooks_that_fit_no_module(checkpoint: Path, hook: Hook, message: str) -> None:

@@ -226,7 +226,7 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
         (
             "qwen2_classifier",
             lambda llm: llm.score(["no"] * 2, ["no"] * 3),
-            "the number of texts in data_1 is 2",
+            "the number of texts in `data_1` must be 1 or 3, got 2",
         ),
         (
             "qwen2_classifier",

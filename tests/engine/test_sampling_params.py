@@ -171,7 +171,9 @@ def test_limits_of_stop_strings() -> None:
         ValueError, match=r"the number of strings in `stop` must be an integer in \[0, 64\], got 65"
     ):
         SamplingParams(stop=["a"] * 65)
-    with pytest.raises(ValueError, match=r"the length of each string in `stop` must be an integer in \[0, 256\], got 257"):
+    with pytest.raises(
+        ValueError, match=r"the length of each string in `stop` must be an integer in \[0, 256\], got 257"
+    ):
         SamplingParams(stop="a" * 257)
     with pytest.raises(
         ValueError,

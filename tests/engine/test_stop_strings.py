@@ -77,7 +77,10 @@ def test_limits_name_what_is_allowed():
     longest = ["x" * MAX_STOP_STRING_LENGTH] * (MAX_STOP_CHARACTERS // MAX_STOP_STRING_LENGTH)
     for most in (longest, ["x" * (MAX_STOP_CHARACTERS // MAX_STOP_STRINGS)] * MAX_STOP_STRINGS):
         assert SamplingParams(stop=most).stop_strings
-        with pytest.raises(ValueError, match=r"the total length of the strings in `stop` must be an integer in \[0, 4096\], got 4097"):
+        with pytest.raises(
+            ValueError,
+            match=r"the total length of the strings in `stop` must be an integer in \[0, 4096\], got 4097",
+        ):
             SamplingParams(stop=[*most[:-1], most[-1] + "x"])
     with pytest.raises(ValueError, match=r"the number of strings in `stop` must be .*\[0, 64\], got 65"):
         SamplingParams(stop=["x"] * (MAX_STOP_STRINGS + 1))

@@ -169,9 +169,7 @@ def test_numbers_that_are_not_finite(value: float, limits: Any, tmp_path: Path) 
     tensors = half("A", 2, 64) | half("B", 64, 2)
     tensors[f"{LAYER}mlp.up_proj.lora_B.weight"][3, 1] = value
     write(tmp_path, tensors, r=2)
-    with pytest.raises(
-        ValueError, match=r"model.layers.0.mlp.up_proj must have finite numbers in float32"
-    ):
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.up_proj must have finite numbers in float32"):
         read_adapter(tmp_path, limits)
 
 
@@ -208,7 +206,11 @@ def test_soft_prompts(limits: Any, tmp_path: Path) -> None:
             {},
             r"must have shape \(3, 64\), got \(3, 65\)",
         ),
-        ({"prompt_embeddings": np.ones((2, 64), np.float32)}, {}, r"must have shape \(3, 64\), got \(2, 64\)"),
+        (
+            {"prompt_embeddings": np.ones((2, 64), np.float32)},
+            {},
+            r"must have shape \(3, 64\), got \(2, 64\)",
+        ),
         ({"prompt_embeddings": np.full((3, 64), np.nan, np.float32)}, {}, "must have finite numbers"),
         ({"other": np.ones((3, 64), np.float32)}, {}, "the tensors must be"),
         ({"prompt_embeddings": np.ones((200, 64), np.float32)}, {"num_virtual_tokens": 200}, r"\[1, 100\]"),
