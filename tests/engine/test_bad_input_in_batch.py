@@ -194,7 +194,7 @@ def test_requests_that_never_fit_the_pool(small_engine: LLMEngine, expected: lis
     [
         ({"architectures": ["MambaForCausalLM"]}, "LlamaForCausalLM"),
         ({"num_hidden_layers": 3}, "layers.2.self_attn.q_proj.weight is missing"),
-        ({"intermediate_size": 96}, "has shape"),
+        ({"intermediate_size": 96}, "must have shape"),
     ],
 )
 def test_an_engine_that_can_not_start_leaves_others_alone(

@@ -425,7 +425,11 @@ def test_chat(llm: LLM, engine: LLMEngine) -> None:
             GREEDY,
             "the number of images in `multi_modal_data` must be 0, .*got 1",
         ),
-        (prompt("<image>" * 9, *[drawn(9, 9, 1)] * 9), GREEDY, "the number of images is 9"),
+        (
+            prompt("<image>" * 9, *[drawn(9, 9, 1)] * 9),
+            GREEDY,
+            "the number of images in `multi_modal_data` must be .*got 9",
+        ),
         (prompt("<image>", "a.png"), GREEDY, "`image` must be a Pillow image or an array of uint8"),
         (prompt("<image>", drawn(9, 9, 1) / 255), GREEDY, "float64"),
         (prompt("<image>", drawn(9, 9, 1)[:0]), GREEDY, "not empty"),

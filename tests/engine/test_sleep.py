@@ -290,7 +290,7 @@ def test_other_weights_come_while_it_sleeps(checkpoint: Path) -> None:
             llm.sleep(level)
             assert not any(x.is_deleted() for x in jax.tree.leaves(nnx.state(model)))
             if level == 2:
-                with pytest.raises(ValueError, match=r"the weights are None, .* update_weights"):
+                with pytest.raises(ValueError, match=r"has dropped the weights, .*update_weights"):
                     llm.wake_up()
                 assert engine.is_sleeping()
                 llm.update_weights(model, weight_version="a")

@@ -319,7 +319,7 @@ def test_errors_name_what_is_wrong():
     decode = functools.partial(ops.paged_decode, scale=1.0)
     with pytest.raises(ValueError, match=r"`backend` must be .*got 'cuda'"):
         decode(q, pool, tables, lens, backend="cuda")
-    with pytest.raises(ValueError, match=r"q has shape \(1, 3, 16\)"):
+    with pytest.raises(ValueError, match=r"the shape of `q` must be .*got \(1, 3, 16\)"):
         decode(q[:, :3], pool, tables, lens)
     with pytest.raises(ValueError, match=r"q has dtype bfloat16"):
         decode(q.astype(jnp.bfloat16), pool, tables, lens)

@@ -319,7 +319,7 @@ def test_tensors_that_do_not_fit_are_all_listed(made: Path, tmp_path: Path) -> N
         f"{stem}bits is unexpected",
         f"{stem}qweight must be of type I32, got I8",
         f"{stem}qzeros is missing",
-        f"{stem}scales has shape (1, 64); config.json makes it (2, 64)",
+        f"{stem}scales must have shape (2, 64) by config.json, got (1, 64)",
     ]
 
 
