@@ -403,7 +403,9 @@ def test_chat(llm: LLM, engine: LLMEngine) -> None:
     shown = tokenizer.decode(hello.prompt_token_ids, skip_special_tokens=False)
     assert shown == "<|im_start|>User: Hi<end_of_utterance>\nAssistant:"
     form = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
-    with pytest.raises(ValueError, match="no other URL is fetched"):
+    with pytest.raises(
+        ValueError, match=r"`image_url.url` must be data:image/...;base64,... because allowed_media_domains"
+    ):
         llm.chat([{"role": "user", "content": [form]}], use_tqdm=False)
 
 
@@ -432,7 +434,11 @@ def test_chat(llm: LLM, engine: LLMEngine) -> None:
         ),
         (prompt("<image>", "a.png"), GREEDY, "`image` must be a Pillow image or an array of uint8"),
         (prompt("<image>", drawn(9, 9, 1) / 255), GREEDY, "float64"),
-        (prompt("<image>", drawn(9, 9, 1)[:0]), GREEDY, "not empty"),
+        (
+            prompt("<image>", drawn(9, 9, 1)[:0]),
+            GREEDY,
+            r"`image` must be a non-empty array of uint8 \[height, width, 3\], got uint8 \[0, 9, 3\]",
+        ),
         ({"prompt": "<image>", "multi_modal_data": {"video": [1]}}, GREEDY, "multi_modal_data is"),
         ({"prompt": "<image>", "multi_modal_data": [1]}, GREEDY, "multi_modal_data is"),
         (
@@ -453,9 +459,18 @@ def test_bad_files(monkeypatch: pytest.MonkeyPatch) -> None:
     head, data = whole.split(",")
     cut = base64.b64encode(base64.b64decode(data)[:-400]).decode()
     for url, message in (
-        ("file:///etc/passwd", "no other URL is fetched"),
-        ("https://example.com/a.png", "no other URL is fetched"),
-        (f"data:text/plain;base64,{data}", "no other URL is fetched"),
+        (
+            "file:///etc/passwd",
+            "`image_url.url` must be data:image/...;base64,... because allowed_media_domains",
+        ),
+        (
+            "https://example.com/a.png",
+            "`image_url.url` must be data:image/...;base64,... because allowed_media_domains",
+        ),
+        (
+            f"data:text/plain;base64,{data}",
+            "`image_url.url` must be data:image/...;base64,... because allowed_media_domains",
+        ),
         (f"{head},!", "is not base64"),
         (f"{head},{base64.b64encode(b'hello').decode()}", "holds no image of PNG"),
         (url_of(drawn(9, 9, 1), "TIFF"), "holds no image of PNG"),
@@ -634,7 +649,9 @@ def test_what_can_not_be_had(engine: LLMEngine) -> None:
         engine.pin_prefix(picture)
     engine.add_request("a", engine.check_request(picture, GREEDY))
     engine.step()
-    with pytest.raises(ValueError, match="the running requests with images"):
+    with pytest.raises(
+        ValueError, match="the running requests with `multi_modal_data` must be none because an engine"
+    ):
         engine.state()
 
 

@@ -321,7 +321,9 @@ def test_errors_name_what_is_wrong():
         decode(q, pool, tables, lens, backend="cuda")
     with pytest.raises(ValueError, match=r"the shape of `q` must be .*got \(1, 3, 16\)"):
         decode(q[:, :3], pool, tables, lens)
-    with pytest.raises(ValueError, match=r"q has dtype bfloat16"):
+    with pytest.raises(
+        ValueError, match="the dtype of `q` must be float32 with `kv_pages` of float32, got bfloat16"
+    ):
         decode(q.astype(jnp.bfloat16), pool, tables, lens)
     with pytest.raises(ValueError, match=r"the shape of `query_start_loc` must be .*got \(3,\)"):
         ops.ragged_attention(q, pool, tables, lens, jnp.zeros(3, jnp.int32), scale=1.0)

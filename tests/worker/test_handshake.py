@@ -115,7 +115,10 @@ def test_foreigners_are_turned_away(tasks: list[Task]) -> None:
 def test_a_port_that_is_taken(tasks: list[Task]) -> None:
     with (
         socket.create_server(("127.0.0.1", tasks[0].launch.port)),
-        pytest.raises(ValueError, match=r"MASTER_PORT\): Address already in use; they must be an"),
+        pytest.raises(
+            ValueError,
+            match=r"worker 0 can't listen at 127.0.0.1 \(MASTER_ADDR\), port 35103 \(MASTER_PORT\):",
+        ),
     ):
         handshake.lead(tasks[0])
 
