@@ -383,7 +383,9 @@ def adapters(golden: Golden) -> None:
         adapter = [None, *listed.values(), listed["rank1"]][len(requests)]
         requests[name] = dataclasses.replace(request, options={"lora_request": adapter})
     rows = np.random.default_rng(52).normal(0, 0.2, (11, HIDDEN_SIZE)).astype(np.float32)
+    soft = next(name for name in requests if requests[name].options["lora_request"] == listed["soft_prompt"])
     vectors = {
+        soft: requests.pop(soft),
         "vectors": Request({"prompt_embeds": rows}, greedy()),
         "vectors salted": Request({"prompt_embeds": rows[::-1], "cache_salt": "a"}, sampled(5)),
     }
