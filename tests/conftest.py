@@ -1,6 +1,8 @@
 """Fixtures around one real engine (compiling it is most of what these tests cost) and a scripted one."""
 
+import inspect
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,16 @@ from jax_paged.worker.compilation import use_persistent_cache
 
 # Before there is a backend: an engine's model may be divided among several devices, which a CPU can be, too.
 jax.config.update("jax_num_cpu_devices", 4)
+# Compiling takes most of the time of the tests, and their models are tiny. Processes that tests start inherit
+# the setting because some tests compare their outputs bit by bit.
+jax.config.update("jax_disable_most_optimizations", True)
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+# By default, engines in tests compile only the largest step of each kind. Tests that need all steps pass
+# max_compile_s=None.
+inspect.unwrap(EngineArgs.__init__).__defaults__ = tuple(
+    0 if parameter.name == "max_compile_s" else parameter.default
+    for parameter in inspect.signature(EngineArgs).parameters.values()
+)
 # What one test has compiled, the next one finds, and the next run: before any engine is made, too.
 use_persistent_cache()
 
@@ -37,7 +49,11 @@ def dense(checkpoint: Path) -> DenseModel:
 @pytest.fixture(scope="session")
 def session_engine(checkpoint: Path) -> Iterator[LLMEngine]:
     with make_engine(
-        checkpoint, max_num_seqs=16, max_num_batched_tokens=128, num_gpu_blocks_override=16000
+        checkpoint,
+        max_compile_s=None,
+        max_num_seqs=16,
+        max_num_batched_tokens=128,
+        num_gpu_blocks_override=16000,
     ) as engine:
         engine.executor.wait_until_compiled()
         yield engine

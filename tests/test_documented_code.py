@@ -21,6 +21,8 @@ from jax_paged.cli_args import Parser
 from jax_paged.config import EngineArgs
 from jax_paged.server.cli import make_batch_parser, make_parser
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
     [

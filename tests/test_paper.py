@@ -140,6 +140,7 @@ def test_every_request_ends_and_all_memory_is_free_again(system: str, several: d
         assert not result.requests["num_preemptions"].any()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("several", [1, 3])
 @pytest.mark.parametrize("searches", [False, True])
 def test_outputs_do_not_depend_on_the_memory(small_engine: LLMEngine, several: int, searches: bool) -> None:
@@ -234,6 +235,7 @@ def test_points_are_kept_and_not_worked_out_again(tmp_path: object) -> None:
     assert points[0] not in Store(tmp_path)
 
 
+@pytest.mark.thorough
 def test_small_runs_already_show_figures_2_13_and_15() -> None:
     found = {system: batch(system, "ShareGPT", 2.0, 150) for system in SYSTEMS}
     batched = [value["batched"] for value in found.values()]

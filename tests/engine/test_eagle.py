@@ -42,6 +42,8 @@ from jax_paged.outputs import RequestOutput
 from jax_paged.worker import plan_steps
 from jax_paged.worker.buckets import plan_verifying
 
+pytestmark = pytest.mark.thorough
+
 K = 4
 # Float32 sums in another order move the logits of these heads by less; a lead below it may be lost.
 LEAD = 1e-3
@@ -220,6 +222,7 @@ def test_drafts_are_those_of_the_formulas(
     assert max(len(d.drafts) for d in watched(eagle).drafted) == K
 
 
+@pytest.mark.quick
 def test_drafts_of_a_head_that_is_often_right(eagle: LLMEngine, checkpoint: Path, trained_head: Path) -> None:
     """Rows go on behind drafts that were accepted, whose features and entries the step has left."""
     chosen = [r for r in REQUESTS if r.params.temperature == 0 and r.params.repetition_penalty == 1]
@@ -456,6 +459,7 @@ def test_forms_of_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
     assert load_head(tmp_path / "whole", load_model(checkpoint, "bfloat16")).fc.kernel.dtype == jnp.bfloat16
 
 
+@pytest.mark.quick
 def test_layers_that_are_read() -> None:
     def paths(num_layers: int, **values: Any) -> tuple[str, ...]:
         config = {k: v for k, v in CONFIG.items() if k != "eagle_aux_hidden_state_layer_ids"}

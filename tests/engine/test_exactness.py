@@ -97,6 +97,7 @@ def test_token_budget(engine: LLMEngine, expected: list[list[int]], budget: int)
     assert tokens_of(run(engine, REQUESTS)) == expected
 
 
+@pytest.mark.thorough
 def test_block_size_32(checkpoint: Path, expected: list[list[int]]) -> None:
     settings = {"block_size": 32, "max_num_seqs": 16, "max_num_batched_tokens": 64}
     with make_engine(checkpoint, few_buckets=True, num_gpu_blocks_override=1500, **settings) as engine:

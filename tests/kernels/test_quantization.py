@@ -184,6 +184,7 @@ def kernel_cases():
             yield pytest.param("pallas", kind, dtype, flags, shape, marks=pytest.mark.gpu)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("backend", "kind", "dtype", "flags", "shape"), kernel_cases())
 def test_attention_of_the_kernels(backend, kind, dtype, flags, shape):
     lens, queries = ([40, 130, 60], [40, 20, 1]) if backend == "pallas_interpret" else (LENS, QUERIES)
@@ -200,6 +201,7 @@ def test_attention_of_the_kernels(backend, kind, dtype, flags, shape):
     assert relative_error(got, paged_decode(q, numbers, tables, lens, **options)) < TOLERANCE[dtype]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_path_of_sm_80(kind, monkeypatch):
     """The interpreter knows no cp.async: this tells nothing about where warps meet."""
@@ -232,6 +234,7 @@ def stale_page(load, pages, which, ids):
     return load(pages, which, [ids[0], *ids[:-1]])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", [wrong_scale_row, wrong_sign, stale_page])
 def test_planted_bugs_are_seen(bug, monkeypatch):
     """A test of the tests: the oracle's tolerance is narrow enough for what a load can get wrong."""

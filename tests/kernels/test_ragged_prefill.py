@@ -63,6 +63,7 @@ def run(q, pool, tables, lens, start, config=None, **options):
     return np.asarray(attend(q, pool, tables, lens, jnp.asarray(start)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gpu", [None, A100, B200], ids=["sm_90", "sm_80", "sm_100"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "page_size", "dtype"),

@@ -34,6 +34,8 @@ from jax_paged.worker.prompt_logprobs import PromptLogprobsProgram
 from jax_paged.worker.step import StepProgram
 from jax_paged.worker.token_counts import ResetTokenCountsProgram
 
+pytestmark = pytest.mark.thorough
+
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
