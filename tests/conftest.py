@@ -18,10 +18,6 @@ from jax_paged.worker.compilation import use_persistent_cache
 
 # Before there is a backend: an engine's model may be divided among several devices, which a CPU can be, too.
 jax.config.update("jax_num_cpu_devices", 4)
-# Compiling takes most of the time of the tests, and their models are tiny. Processes that tests start inherit
-# the setting because some tests compare their outputs bit by bit.
-jax.config.update("jax_disable_most_optimizations", True)
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 # By default, engines in tests compile only the largest step of each kind. Tests that need all steps pass
 # max_compile_s=None.
 inspect.unwrap(EngineArgs.__init__).__defaults__ = tuple(
@@ -32,6 +28,18 @@ inspect.unwrap(EngineArgs.__init__).__defaults__ = tuple(
 use_persistent_cache()
 
 pytest_plugins = ["helpers.compilation_cache", "helpers.signals", "ptx_emulator.pytest_plugin"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Turns off most of XLA's optimizations in `make test` and `make test-all`.
+
+    Compiling takes most of the time of these tests, and their models are tiny. Slow tests and tests on GPUs
+    run what users run. Processes that tests start inherit the setting because some tests compare outputs bit
+    by bit.
+    """
+    if "not slow and not gpu" in config.option.markexpr:
+        jax.config.update("jax_disable_most_optimizations", True)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,8 @@ from jax_paged.pallas_kernels import paged_decode as decode_kernel
 from jax_paged.pallas_kernels.native import attention
 from jax_paged.pallas_kernels.quantization import dequantize, quantize
 
+pytestmark = pytest.mark.thorough
+
 KINDS = list(POOL_DTYPES)
 NATIVE = pytest.param(
     "native", marks=pytest.mark.skipif(not native.is_built(), reason=f"native: {native.problem()}")
@@ -52,6 +54,7 @@ def hard_rows():
     return np.concatenate([rows, ties, few_bits, edges]).astype(np.float32)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_numpys(kind, dtype):
@@ -65,6 +68,7 @@ def test_rows_are_numpys(kind, dtype):
         np.testing.assert_array_equal(held.astype(np.float64), numbers)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_error_is_as_small_as_promised(kind):
     x = hard_rows()[:600]
@@ -184,7 +188,6 @@ def kernel_cases():
             yield pytest.param("pallas", kind, dtype, flags, shape, marks=pytest.mark.gpu)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("backend", "kind", "dtype", "flags", "shape"), kernel_cases())
 def test_attention_of_the_kernels(backend, kind, dtype, flags, shape):
     lens, queries = ([40, 130, 60], [40, 20, 1]) if backend == "pallas_interpret" else (LENS, QUERIES)
@@ -201,7 +204,6 @@ def test_attention_of_the_kernels(backend, kind, dtype, flags, shape):
     assert relative_error(got, paged_decode(q, numbers, tables, lens, **options)) < TOLERANCE[dtype]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_path_of_sm_80(kind, monkeypatch):
     """The interpreter knows no cp.async: this tells nothing about where warps meet."""
@@ -234,7 +236,6 @@ def stale_page(load, pages, which, ids):
     return load(pages, which, [ids[0], *ids[:-1]])
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("bug", [wrong_scale_row, wrong_sign, stale_page])
 def test_planted_bugs_are_seen(bug, monkeypatch):
     """A test of the tests: the oracle's tolerance is narrow enough for what a load can get wrong."""
@@ -275,6 +276,7 @@ def test_native_comes_to_the_bits_of_a_pool_of_floats(kind, dtype, width):
             np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_sequence_with_nan_leaves_the_others_alone(backend, kind):
@@ -289,6 +291,7 @@ def test_one_sequence_with_nan_leaves_the_others_alone(backend, kind):
     assert relative_error(np.asarray(got)[rest], want[rest]) < TOLERANCE["float32"]
 
 
+@pytest.mark.quick
 def test_what_is_not_supported_is_an_error():
     q, rows, _, tables, lens, _ = make_pools("int8", lens=[5], query_lens=[1])
     decode = functools.partial(ops.paged_decode, scale=1.0)

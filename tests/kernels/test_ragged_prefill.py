@@ -80,6 +80,7 @@ def test_groups_head_dims_and_pages(gpu, heads, kv_heads, head_dim, page_size, d
     assert relative_error(got, ragged_attention(*case, scale=head_dim**-0.5)) < TOLERANCE[dtype]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gpu", [None, A100, B200], ids=["sm_90", "sm_80", "sm_100"])
 @pytest.mark.parametrize("flags", [{"window": 33}, {"window": 90, "soft_cap": 2.0}])
 def test_pages_before_the_window_may_be_gone(gpu, flags, monkeypatch):
