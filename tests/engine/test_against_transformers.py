@@ -42,7 +42,7 @@ EVERY_DAY = {
     "qwen3_5_two_layers",
     "t5_gated_untied",
 }
-QUICK = {"gemma3_old_config", "gpt2_variants", "mixtral_window"}
+QUICK = {"gemma3_old_config", "gpt2_variants"}
 MAX_LEN = 128
 # All prompts with their outputs are 80 blocks of each group of layers.
 NUM_BLOCKS = 26

@@ -222,7 +222,6 @@ def test_drafts_are_those_of_the_formulas(
     assert max(len(d.drafts) for d in watched(eagle).drafted) == K
 
 
-@pytest.mark.quick
 def test_drafts_of_a_head_that_is_often_right(eagle: LLMEngine, checkpoint: Path, trained_head: Path) -> None:
     """Rows go on behind drafts that were accepted, whose features and entries the step has left."""
     chosen = [r for r in REQUESTS if r.params.temperature == 0 and r.params.repetition_penalty == 1]
@@ -234,6 +233,7 @@ def test_drafts_of_a_head_that_is_often_right(eagle: LLMEngine, checkpoint: Path
     assert_drafts_right(eagle, checkpoint, trained_head, outputs)
 
 
+@pytest.mark.quick
 def test_drafts_behind_bursts(eagle: LLMEngine, checkpoint: Path, random_head: Path) -> None:
     """Entries and features that bursts have left are those of the formulas, too."""
     schedule(eagle, enable_prefix_caching=False, burst_size=8)
@@ -249,6 +249,7 @@ def test_drafts_behind_bursts(eagle: LLMEngine, checkpoint: Path, random_head: P
     assert_drafts_right(eagle, checkpoint, random_head, list(outputs.values()))
 
 
+@pytest.mark.quick
 def test_drafts_do_not_depend_on_who_had_the_seat(eagle: LLMEngine) -> None:
     """Behind a cached prefix the feature of its last token, at position 11, is not known.
 

@@ -265,7 +265,6 @@ def test_texts_come_and_go(make: Callable[..., LLM]) -> None:
     assert engine.executor.runner.compiled.num_traces == num_traces  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.quick
 def test_who_pools() -> None:
     folder = str(FIXTURES / "qwen3_reranker")
     small = {"kv_cache_memory_bytes": 2**20, "max_num_seqs": 2, "max_num_batched_tokens": 32}

@@ -301,6 +301,7 @@ def test_a_recording_with_forms_replays_decisions_but_not_tokens(llm: LLM) -> No
         engine.replay(lines)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("mode", [None, "recompute", "swap"])
 def test_any_tokens_that_the_masks_allow_have_the_form(

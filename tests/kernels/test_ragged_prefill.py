@@ -102,6 +102,7 @@ def test_pages_before_the_window_may_be_gone(gpu, flags, monkeypatch):
     assert relative_error(got, want) < TOLERANCE["bfloat16"]
 
 
+@pytest.mark.thorough
 def test_single_queries_are_those_of_paged_decode():
     """They are the same to the last bit, whatever runs beside them."""
     shape = {"heads": 2, "kv_heads": 1, "head_dim": 64, "page_size": 16, "dtype": "bfloat16"}
