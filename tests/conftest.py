@@ -54,22 +54,26 @@ def dense(checkpoint: Path) -> DenseModel:
     return DenseModel(checkpoint)
 
 
+LARGE_ENGINE = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 16000}
+
+
 @pytest.fixture(scope="session")
 def session_engine(checkpoint: Path) -> Iterator[LLMEngine]:
-    with make_engine(
-        checkpoint,
-        max_compile_s=None,
-        max_num_seqs=16,
-        max_num_batched_tokens=128,
-        num_gpu_blocks_override=16000,
-    ) as engine:
+    with make_engine(checkpoint, **LARGE_ENGINE) as engine:
+        engine.executor.wait_until_compiled()
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def session_engine_of_all_buckets(checkpoint: Path) -> Iterator[LLMEngine]:
+    with make_engine(checkpoint, max_compile_s=None, **LARGE_ENGINE) as engine:
         engine.executor.wait_until_compiled()
         yield engine
 
 
 @pytest.fixture(name="engine")
 def idle_engine(session_engine: LLMEngine) -> LLMEngine:
-    """An engine with all its buckets, idle and with nothing cached, whatever the test before did."""
+    """An engine with a large pool, idle and with nothing cached, whatever the test before did."""
     return reset(session_engine)
 
 

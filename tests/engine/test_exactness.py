@@ -91,6 +91,14 @@ def test_alone(engine: LLMEngine, expected: list[list[int]]) -> None:
     assert tokens_of(run_alone(engine, REQUESTS)) == expected
 
 
+@pytest.mark.thorough
+def test_all_buckets(session_engine_of_all_buckets: LLMEngine, expected: list[list[int]]) -> None:
+    engine = reset(session_engine_of_all_buckets)
+    assert tokens_of(run(engine, REQUESTS)) == expected
+    reset(engine)
+    assert tokens_of(run_alone(engine, REQUESTS[:50])) == expected[:50]
+
+
 @pytest.mark.parametrize("budget", [16, 64])
 def test_token_budget(engine: LLMEngine, expected: list[list[int]], budget: int) -> None:
     engine.scheduler.max_num_batched_tokens = budget

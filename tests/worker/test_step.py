@@ -61,6 +61,11 @@ def runner_of(engine: LLMEngine) -> ModelRunner:
     return engine.executor.runner
 
 
+@pytest.fixture(scope="module")
+def session_engine(session_engine_of_all_buckets: LLMEngine) -> LLMEngine:
+    return session_engine_of_all_buckets
+
+
 def test_nothing_compiles_after_the_start(engine: LLMEngine) -> None:
     with compile_events() as events:
         jax.jit(lambda x: x + 1)(np.ones(3))
