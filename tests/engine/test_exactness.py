@@ -86,6 +86,7 @@ def test_batched_with_prefix_caching(engine: LLMEngine, expected: list[list[int]
     assert [o.num_cached_tokens for o in warm] == [(len(r.prompt) - 1) // 16 * 16 for r in REQUESTS]
 
 
+@pytest.mark.thorough
 def test_alone(engine: LLMEngine, expected: list[list[int]]) -> None:
     set_prefix_caching(engine, False)
     assert tokens_of(run_alone(engine, REQUESTS)) == expected
@@ -99,6 +100,7 @@ def test_all_buckets(session_engine_of_all_buckets: LLMEngine, expected: list[li
     assert tokens_of(run_alone(engine, REQUESTS[:50])) == expected[:50]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("budget", [16, 64])
 def test_token_budget(engine: LLMEngine, expected: list[list[int]], budget: int) -> None:
     engine.scheduler.max_num_batched_tokens = budget
