@@ -42,6 +42,8 @@ from jax_paged.outputs import RequestOutput
 from jax_paged.worker.compilation import plan_steps
 from jax_paged.worker.compilation.buckets import plan_verifying
 
+pytestmark = pytest.mark.thorough
+
 K = 4
 # Float32 sums in another order move the logits of these heads by less; a lead below it may be lost.
 LEAD = 1e-3
@@ -231,6 +233,7 @@ def test_drafts_of_a_head_that_is_often_right(eagle: LLMEngine, checkpoint: Path
     assert_drafts_right(eagle, checkpoint, trained_head, outputs)
 
 
+@pytest.mark.quick
 def test_drafts_behind_bursts(eagle: LLMEngine, checkpoint: Path, random_head: Path) -> None:
     """Entries and features that bursts have left are those of the formulas, too."""
     schedule(eagle, enable_prefix_caching=False, burst_size=8)
@@ -246,6 +249,7 @@ def test_drafts_behind_bursts(eagle: LLMEngine, checkpoint: Path, random_head: P
     assert_drafts_right(eagle, checkpoint, random_head, list(outputs.values()))
 
 
+@pytest.mark.quick
 def test_drafts_do_not_depend_on_who_had_the_seat(eagle: LLMEngine) -> None:
     """Behind a cached prefix the feature of its last token, at position 11, is not known.
 
@@ -456,6 +460,7 @@ def test_forms_of_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
     assert load_head(tmp_path / "whole", load_model(checkpoint, "bfloat16")).fc.kernel.dtype == jnp.bfloat16
 
 
+@pytest.mark.quick
 def test_layers_that_are_read() -> None:
     def paths(num_layers: int, **values: Any) -> tuple[str, ...]:
         config = {k: v for k, v in CONFIG.items() if k != "eagle_aux_hidden_state_layer_ids"}

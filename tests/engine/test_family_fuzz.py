@@ -33,6 +33,8 @@ from jax_paged import LLMEngine, SamplingParams
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.pallas_kernels import native
 
+pytestmark = pytest.mark.thorough
+
 FIXTURES = sorted((Path(__file__).parents[1] / "models" / "fixtures").iterdir())
 # A latent cache and states: what differs most from keys and values of heads.
 EVERY_DAY = {"deepseek_v2_yarn_groups", "lfm2_biases_old_config"}

@@ -105,6 +105,7 @@ def num_encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "folder", [FOLDER, pytest.param(FIXTURES / "idefics3", marks=pytest.mark.slow)], ids=lambda f: f.name
 )
@@ -347,6 +348,7 @@ def test_a_model_may_draw_placeholders(engine: LLMEngine) -> None:
     assert [list(x.token_ids) for x in drain(engine)["a"].outputs] == tokens[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("draws", [False, True], ids=["in prompts", "in outputs"])
 def test_the_check_of_batch_invariance_has_no_images(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, draws: bool
@@ -378,6 +380,7 @@ def url_of(picture: np.ndarray | Image.Image, kind: str = "PNG") -> str:
     return f"data:image/{kind.lower()};base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
+@pytest.mark.thorough
 def test_chat(llm: LLM, engine: LLMEngine) -> None:
     picture = drawn(40, 40, 5)
     words = {"type": "text", "text": "What is <image>?"}

@@ -30,6 +30,8 @@ from jax_paged.outputs import RequestOutput
 from jax_paged.worker.compilation import plan_steps
 from jax_paged.worker.executor import LocalExecutor
 
+pytestmark = pytest.mark.thorough
+
 SIZES: dict[str, Any] = {
     "few_buckets": True,
     "max_num_seqs": 4,
@@ -206,6 +208,7 @@ def test_experts_on_two_devices(name: str, other: dict[str, Any], by_expert: boo
             check_greedy(served(engine, prompts()), DenseModel(floats, 160))
 
 
+@pytest.mark.quick
 def test_groups_that_devices_can_not_share_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     write_quantized("fp8_block", checkpoint, tmp_path / "blocks")
     with pytest.raises(
@@ -219,6 +222,7 @@ def test_groups_that_devices_can_not_share_are_refused(checkpoint: Path, tmp_pat
         make_engine(tmp_path / "groups", tensor_parallel_size=4, **SIZES)
 
 
+@pytest.mark.quick
 def test_new_weights_are_made_small_too(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def assert_right(outputs: list[RequestOutput], cases: list[dict[str, Any]]) -> N
         assert all(abs(row[token].logprob - value) < TOLERANCE for row, token, value in rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "folder", [FOLDERS[1], pytest.param(FOLDER, marks=pytest.mark.slow)], ids=lambda f: f.name
 )
@@ -238,6 +239,7 @@ def test_every_image_fits_a_program_of_whole_squares(merge: int) -> None:
         assert all(program.num_patches % square == 0 for program in used)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("folder", [FOLDER, MERGE3], ids=lambda f: f.name)
 def test_every_program_of_a_model_can_be_traced(folder: Path) -> None:
     config = Qwen3VLConfig.from_hf(json.loads((folder / "config.json").read_text()))

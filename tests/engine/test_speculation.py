@@ -33,6 +33,8 @@ from jax_paged.lab.recording import replay
 from jax_paged.outputs import RequestOutput
 from jax_paged.worker import traced_step
 
+pytestmark = pytest.mark.thorough
+
 SIZES = {"block_size": 4, "max_num_seqs": 40, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 1200}
 # Methods that draft whatever there is; the random requests of a random model give "ngram" little to find.
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "adaptive": False}
@@ -192,6 +194,7 @@ def test_bursts_and_what_pays(checkpoint: Path, other_draft: Path, config: dict[
             assert_same(*in_turns(engine, random_requests(20 + seed, 8)))
 
 
+@pytest.mark.quick
 def test_the_model_itself_drafts_what_it_draws(checkpoint: Path) -> None:
     with speculating(checkpoint, checkpoint, {**DRAFT_MODEL, "num_speculative_tokens": 3}) as engine:
         requests = [r for r in random_requests(6, 10) if not r.params.structured_outputs]
@@ -274,6 +277,7 @@ def test_penalties_that_forget_drafts_are_noticed(checkpoint: Path, monkeypatch:
         assert sum(engine.scheduler.drafts.num_accepted) > 0
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -300,6 +304,7 @@ def test_a_draft_model_that_does_not_fit(checkpoint: Path) -> None:
         make_engine(checkpoint, speculative_config={"model": "pagelet"})
 
 
+@pytest.mark.quick
 def test_it_is_off_beside_batch_invariance() -> None:
     with pytest.raises(ValueError, match="None with batch_invariant"):
         EngineArgs(speculative_config={"method": "ngram"}, batch_invariant=True)

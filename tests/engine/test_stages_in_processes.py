@@ -29,6 +29,8 @@ from jax_paged.worker.distributed.process_group import OneProcess
 from jax_paged.worker.pipeline.stage_links import StageLinks
 from jax_paged.worker.served_model import ServedModel
 
+pytestmark = pytest.mark.thorough
+
 slow = pytest.mark.slow
 
 
@@ -52,6 +54,7 @@ def two(checkpoint: Path) -> Iterator[LLM]:
             assert_no_block_lost(engine)
 
 
+@pytest.mark.quick
 def test_two_processes_draw_what_one_does(one: LLM, two: LLM) -> None:
     """Seeds, several samples, prompts in chunks and their log-probabilities; then from the prefix cache."""
     prompts = [[i + j for j in range(5 + 3 * i % 40)] for i in range(2 * len(KINDS))]
@@ -68,6 +71,7 @@ def test_two_processes_draw_what_one_does(one: LLM, two: LLM) -> None:
     assert [e.config.num_blocks for e in two._replicas] == [200, 200]
 
 
+@pytest.mark.quick
 def test_what_needs_one_process_is_refused(two: LLM) -> None:
     engine = two._replicas[1]
     for call in (engine.state, engine.sleep, lambda: engine.update_weights({})):

@@ -243,6 +243,7 @@ def draws(row: Row, *, seed: int = 0, position: int = 0, stride: int = 1) -> lis
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_distribution(name: str) -> None:
     row, wrong = CASES[name]
