@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,18 +27,6 @@ inspect.unwrap(EngineArgs.__init__).__defaults__ = tuple(
 use_persistent_cache()
 
 pytest_plugins = ["helpers.compilation_cache", "helpers.signals", "ptx_emulator.pytest_plugin"]
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Turns off most of XLA's optimizations in `make test` and `make test-all`.
-
-    Compiling takes most of the time of these tests, and their models are tiny. Slow tests and tests on GPUs
-    run what users run. Processes that tests start inherit the setting because some tests compare outputs bit
-    by bit.
-    """
-    if "not slow and not gpu" in config.option.markexpr:
-        jax.config.update("jax_disable_most_optimizations", True)
-        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 
 
 @pytest.fixture(scope="session")

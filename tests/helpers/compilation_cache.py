@@ -10,7 +10,7 @@ import os
 import jax
 import pytest
 
-from jax_paged.worker.compilation import trim_heap
+from jax_paged.worker.compilation.compiler import trim_heap
 
 SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
