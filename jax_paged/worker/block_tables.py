@@ -49,7 +49,7 @@ class WriteBlockTablesProgram(Program):
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
         jitted = jax.jit(write_changes, donate_argnums=0, out_shardings=context.replicated)
-        return jitted.trace(context.seat_arrays().block_tables, context.shape((2, NUM_WRITTEN), np.int32))
+        return jitted.trace(context.state().block_tables, context.shape((2, NUM_WRITTEN), np.int32))
 
 
 def write_block_tables[T](run: Callable[..., Any], block_tables: T, changes: np.ndarray) -> T:
@@ -57,7 +57,7 @@ def write_block_tables[T](run: Callable[..., Any], block_tables: T, changes: np.
 
     Args:
         run: Runs a program on arguments.
-        block_tables: int32 [G, S, M], or a tuple of them, see SeatArrays.
+        block_tables: int32 [G, S, M], or a tuple of them, see StepState.
         changes: int32 [2, n], as InputBatch.take_table_changes returns them.
     """
     num_places = jax.tree.leaves(block_tables)[0].size

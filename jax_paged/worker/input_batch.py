@@ -4,7 +4,7 @@ A sequence takes a seat with its NewSequence and keeps it until it is released. 
 changed, and the builder gathers the rows of a step from the seats.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,9 +12,7 @@ import numpy as np
 
 from jax_paged.core.scheduler_output import MAX_END_TOKENS, NewSequence, ScheduledSequence, SchedulerOutput
 from jax_paged.core.sequence import StandIn
-from jax_paged.models.features.multimodal import Patches
 from jax_paged.sampling_params import LogitsFunction, SamplingParams
-from jax_paged.worker.features.multimodal.mrope import mrope_positions
 from jax_paged.worker.packed_buffer import NUM_SAMPLING_COLUMNS, pack_sampling
 from jax_paged.worker.sampling.token_rules import KnownTokens, TokenRules
 
@@ -25,6 +23,19 @@ class TokenCountReset(NamedTuple):
     seat: int
     prompt_token_ids: list[int]
     output_token_ids: list[int]
+
+
+class SlotChanges(NamedTuple):
+    """What a step changes in the batch slots, for arrays that the device keeps by batch slot.
+
+    Args:
+        resets: The sequences whose token counts have to be written before the step runs.
+        released_processors: Sequences with logits processors that the step releases: their ids, and the
+            batch slots that they had.
+    """
+
+    resets: list[TokenCountReset]
+    released_processors: list[tuple[int, int]]
 
 
 class InputBatch:
@@ -38,6 +49,8 @@ class InputBatch:
         vocab_size: Tokens of a mask.
         hooks: How many numbers each hook of the model takes, by name.
         processors: How many numbers each logits processor takes, by name.
+        is_cross: Whether the layers of each cache group attend to an encoder's output; None for none.
+        mrope_positions: Returns the rotary positions of a prompt with images; None if they are those of text.
 
     Attributes (indexed by seat; not to be changed from outside):
         block_tables: int32 [G, S, M], padded with the null block.
@@ -52,6 +65,7 @@ class InputBatch:
         known_tokens: Of sequences whose tokens the host has to know, as bad words do.
         functions: Of sequences with logits processors in Python.
         forced_tokens: Of sequences whose output is given, the length of the prompt, and the output.
+        hooks_on: The names of the hooks of each sequence, by its id.
         hook_args: float32 [S, A], whether each hook is on, and its arguments.
         processor_args: float32 [S, P], whether each logits processor is on, and its arguments.
         adapter_slots: int32 [S], the slot of each sequence's adapter, 0 for none.
@@ -77,9 +91,13 @@ class InputBatch:
         vocab_size: int,
         hooks: Mapping[str, int] = MappingProxyType({}),
         processors: Mapping[str, int] = MappingProxyType({}),
+        is_cross: Sequence[bool] | None = None,
+        mrope_positions: Callable[[tuple[StandIn, ...]], tuple[np.ndarray, int]] | None = None,
     ) -> None:
         self._hooks, self.processors = hooks, processors
-        self._hooks_on: dict[int, frozenset[str]] = {}
+        self.is_cross = tuple(is_cross or [False] * num_groups)
+        self._mrope_positions = mrope_positions
+        self.hooks_on: dict[int, frozenset[str]] = {}
         self._num_blocks, self._vocab_size = num_blocks, vocab_size
         self._seats: dict[int, int] = {}
         self._free = list(reversed(range(max_num_seqs)))
@@ -117,17 +135,6 @@ class InputBatch:
         """S."""
         return len(self.count_seats)
 
-    def capturing(
-        self, output: SchedulerOutput, names: frozenset[str]
-    ) -> dict[int, tuple[int, int, list[str]]]:
-        """Returns the rows of a step that hooks of certain names are on for; see PendingStep."""
-        rows, first = {}, 0
-        for i, row in enumerate(output.scheduled):
-            if found := self._hooks_on[row.seq_id] & names:
-                rows[i] = first, row.num_tokens, sorted(found)
-            first += row.num_tokens
-        return rows
-
     def has_adapters(self, output: SchedulerOutput) -> bool:
         """Returns whether a row of a step has an adapter."""
         return bool(self.adapter_slots[self.seats_of(row.seq_id for row in output.scheduled)].any())
@@ -145,11 +152,9 @@ class InputBatch:
         )
 
     def missing_stand_ins(self, output: SchedulerOutput) -> list[tuple[int, StandIn]]:
-        """Returns what stands for tokens of a step and has no vectors yet, each with its seat."""
-        if not self.stand_ins:
-            return []
+        """Returns the images of a step that have no vectors yet, each with its batch slot."""
         missing: list[tuple[int, StandIn]] = []
-        for row in output.scheduled:
+        for row in output.scheduled if self.stand_ins else ():
             seat = self._seats[row.seq_id]
             own, known = self.stand_ins.get(seat, ()), self.embeds.get(seat, {})
             if own and row.start < own[-1].stop:  # most rows are behind them
@@ -162,21 +167,21 @@ class InputBatch:
         """Returns the seats of sequences, int64."""
         return np.array([self._seats[seq_id] for seq_id in seq_ids], np.int64)
 
-    def update(self, output: SchedulerOutput) -> list[TokenCountReset]:
+    def update(self, output: SchedulerOutput) -> SlotChanges:
         """Takes in a step: who leaves, who sits down, and what has changed of the rows' block tables.
 
         Args:
             output: The step. With step 0, the first of a scheduler, all seats are empty: another scheduler
                 may have gone before.
-
-        Returns:
-            The sequences whose token counts have to be written before the step runs.
         """
         if output.step_id == 0:
             for seq_id in list(self._seats):
                 self._release(seq_id)
+        released: list[tuple[int, int]] = []
         for seq_id in output.released_seq_ids:
-            self._release(seq_id)
+            seat = self._release(seq_id)
+            if self.processors and self.processor_args[seat].any():
+                released.append((seq_id, seat))
         resets = [reset for new in output.new_sequences if (reset := self._take_seat(new)) is not None]
         for row in output.scheduled:
             if any(row.new_blocks) or row.replaced_blocks:
@@ -185,7 +190,7 @@ class InputBatch:
             for row in output.scheduled:
                 if (tokens := self.known_tokens.get(self._seats[row.seq_id])) is not None:
                     tokens.record(row.start, row.token_ids)
-        return resets
+        return SlotChanges(resets, released)
 
     def take_table_changes(self) -> np.ndarray:
         """Returns what has changed in block tables since the last call.
@@ -212,10 +217,10 @@ class InputBatch:
         for seats in self._by_seat:
             assert seats.keys() <= set(taken), "a free seat has something"
 
-    def _release(self, seq_id: int) -> None:
+    def _release(self, seq_id: int) -> int:
         assert seq_id in self._seats, f"sequence {seq_id} has no seat to lose"
         seat = self._seats.pop(seq_id)
-        del self._hooks_on[seq_id]
+        del self.hooks_on[seq_id]
         for g, n in enumerate(self.num_table_blocks[:, seat].tolist()):
             self.block_tables[g, seat, :n] = 0
         self.num_table_blocks[:, seat] = 0
@@ -224,6 +229,7 @@ class InputBatch:
         for seats in self._by_seat:
             seats.pop(seat, None)
         self._free.append(seat)
+        return seat
 
     def _take_seat(self, new: NewSequence) -> TokenCountReset | None:
         assert new.seq_id not in self._seats, f"sequence {new.seq_id} has a seat"
@@ -250,7 +256,7 @@ class InputBatch:
             self.functions[seat] = params.logits_processors
         if TokenRules.are_needed(new):
             self.token_rules[seat] = TokenRules(new, tokens, self._vocab_size)
-        self._hooks_on[new.seq_id] = frozenset(params.hook_args or ())
+        self.hooks_on[new.seq_id] = frozenset(params.hook_args or ())
         self.hook_args[seat] = _row(self._hooks, params.hook_args or {})
         self.processor_args[seat] = _row(self.processors, params.extra_args or {})
         self.new_seats.discard(seat)
@@ -262,8 +268,8 @@ class InputBatch:
             self.embeds[seat] = {0: given.reshape(new.prompt_embeds.num_tokens, -1)}
         if new.stand_ins:
             self.stand_ins[seat] = new.stand_ins
-        if new.stand_ins and isinstance(new.stand_ins[0].data, Patches):
-            self.mrope[seat], self.mrope_offsets[seat] = mrope_positions(new.stand_ins)
+        if new.stand_ins and self._mrope_positions is not None:
+            self.mrope[seat], self.mrope_offsets[seat] = self._mrope_positions(new.stand_ins)
             self.mrope_stops[seat] = self.mrope[seat].shape[1]
         if params.forced_token_ids is not None:
             self.forced_tokens[seat] = len(new.prompt_token_ids), params.forced_token_ids

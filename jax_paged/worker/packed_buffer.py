@@ -33,6 +33,7 @@ fields have them. state_slots is that of AttentionMetadata, and empty if no laye
 mrope_positions, which only models have whose image tokens stand in rows and columns.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -42,12 +43,8 @@ from jax import lax
 from jaxtyping import Array
 
 from jax_paged.core.scheduler_output import MAX_END_TOKENS
-from jax_paged.models.attention import Attend, AttentionMetadata, Backend
-from jax_paged.models.kv_location import Place
-from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.compilation.buckets import Bucket
-from jax_paged.worker.features.cascade import MIN_ROWS
 from jax_paged.worker.sampling.sampler import SamplingBatch
 
 FLOATS = (
@@ -82,16 +79,28 @@ class Field(NamedTuple):
     shape: tuple[int, ...]
 
 
-def layout(
-    bucket: Bucket,
-    num_groups: int,
-    num_hook_columns: int = 0,
-    num_processor_columns: int = 0,
-    has_states: bool = False,
-    has_mrope: bool = False,
-) -> tuple[dict[str, Field], int]:
+@dataclasses.dataclass(frozen=True)
+class BufferOptions:
+    """Properties of an engine that the fields of its buffers depend on.
+
+    Args:
+        num_groups: Cache groups, G.
+        num_hook_columns: Columns of hook_args, A.
+        num_processor_columns: Columns of processor_args, P.
+        has_states: Whether layers keep a recurrent state of each sequence.
+        has_mrope: Whether tokens of images have rotary positions of their own.
+    """
+
+    num_groups: int
+    num_hook_columns: int = 0
+    num_processor_columns: int = 0
+    has_states: bool = False
+    has_mrope: bool = False
+
+
+def layout(bucket: Bucket, options: BufferOptions) -> tuple[dict[str, Field], int]:
     """Returns the fields of a bucket's buffer, and the buffer's length."""
-    t, b, g = bucket.num_tokens, bucket.num_seqs, num_groups
+    t, b, g = bucket.num_tokens, bucket.num_seqs, options.num_groups
     num_logits = bucket.num_logits
     shapes: dict[str, tuple[int, ...]] = {
         "tokens": (t,),
@@ -108,9 +117,9 @@ def layout(
         "count_seats": (num_logits,),
         "sampling": (num_logits, NUM_SAMPLING_COLUMNS),
         "forced_tokens": (num_logits, bucket.num_steps),
-        "hook_args": (b, num_hook_columns),
-        "processor_args": (num_logits, num_processor_columns),
-        "state_slots": (3 * has_states, b),
+        "hook_args": (b, options.num_hook_columns),
+        "processor_args": (num_logits, options.num_processor_columns),
+        "state_slots": (3 * options.has_states, b),
     }
     if bucket.num_steps > 1:
         shapes |= {"max_draws": (b,), "end_tokens": (b, MAX_END_TOKENS)}
@@ -120,7 +129,7 @@ def layout(
         shapes["adapter_slots"] = (b,)
     if bucket.has_embeds:
         shapes["has_embeds"] = (t,)
-    if has_mrope:
+    if options.has_mrope:
         shapes["mrope_positions"] = (3, t)
     fields, start = {}, 0
     for name, shape in shapes.items():
@@ -137,17 +146,9 @@ def views(packed: np.ndarray, fields: dict[str, Field]) -> dict[str, np.ndarray]
     }
 
 
-def unpack(
-    packed: Array,
-    bucket: Bucket,
-    num_groups: int,
-    num_hook_columns: int = 0,
-    num_processor_columns: int = 0,
-    has_states: bool = False,
-    has_mrope: bool = False,
-) -> dict[str, Array]:
+def unpack(packed: Array, bucket: Bucket, options: BufferOptions) -> dict[str, Array]:
     """Returns the fields of a bucket's buffer, on the device; `sampling` stays packed."""
-    fields, _ = layout(bucket, num_groups, num_hook_columns, num_processor_columns, has_states, has_mrope)
+    fields, _ = layout(bucket, options)
     return {
         name: lax.slice_in_dim(packed, start, start + math.prod(shape)).reshape(shape)
         for name, (start, shape) in fields.items()
@@ -176,32 +177,6 @@ def neutral_sampling() -> np.ndarray:
         seed=0,
         wants_logprobs=False,
         logprob_temperature=1.0,
-    )
-
-
-def attention_metadata(
-    fields: dict[str, Array],
-    block_tables: Array,
-    bucket: Bucket,
-    backend: Backend,
-    places: tuple[Place, ...],
-    is_row_by_row: bool,
-    attend: Attend | None,
-    grid: DeviceGrid | None,
-    shares_prefixes: bool,
-) -> AttentionMetadata:
-    """Returns what the model reads: part of an unpacked buffer, and the block tables of its rows."""
-    names = ("positions", "slot_mapping", "context_lens", "query_start_loc")
-    return AttentionMetadata(
-        **{name: fields[name] for name in names},
-        block_tables=block_tables,
-        is_decode=bucket.is_decode,
-        backend=backend,
-        places=places,
-        is_row_by_row=is_row_by_row,
-        attend=attend,
-        grid=grid,
-        shared_blocks=fields["shared_blocks"] if shares_prefixes and bucket.num_seqs >= MIN_ROWS else None,
     )
 
 

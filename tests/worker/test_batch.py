@@ -23,8 +23,9 @@ from jax_paged.worker.batch_builder import BatchBuilder, StepInputs, empty_sampl
 from jax_paged.worker.block_tables import tables_of, write_changes
 from jax_paged.worker.compilation.buckets import Bucket, plan_buckets, plan_bursts
 from jax_paged.worker.features.encoder_decoder import build_encoder_inputs
+from jax_paged.worker.composition import StepFields
 from jax_paged.worker.input_batch import InputBatch
-from jax_paged.worker.packed_buffer import layout, sampling_batch, unpack
+from jax_paged.worker.packed_buffer import BufferOptions, layout, sampling_batch, unpack
 from jax_paged.worker.sampling.logits_rows import plan_logits_rows
 from jax_paged.worker.sampling.token_rules import pack_token_mask
 
@@ -47,6 +48,7 @@ class Worker:
             max_blocks_per_seq=MAX_BLOCKS_PER_SEQ,
             num_blocks=NUM_BLOCKS,
             vocab_size=VOCAB_SIZE,
+            is_cross=[group.is_cross for group in groups],
         )
         self.builder = BatchBuilder(
             self.input_batch,
@@ -55,6 +57,7 @@ class Worker:
             groups=groups,
             vocab_size=VOCAB_SIZE,
             checks_inputs=checks_inputs,
+            features=StepFields(input_batch=self.input_batch, block_size=BLOCK_SIZE),
         )
 
     def build(self, output: SchedulerOutput, bucket: Bucket) -> StepInputs:
@@ -64,7 +67,7 @@ class Worker:
 
     def fields(self, inputs: StepInputs, bucket: Bucket) -> dict[str, np.ndarray]:
         """What the device makes of a step: its fields, and the block tables of its rows."""
-        fields = unpack(jnp.asarray(inputs.packed), bucket, self.num_groups)
+        fields = unpack(jnp.asarray(inputs.packed), bucket, BufferOptions(self.num_groups))
         for changes in (jnp.asarray(inputs.changes_ahead), fields["table_changes"]):
             self.device_tables = write_changes(self.device_tables, changes)
         fields["block_tables"] = tables_of(self.device_tables, fields["seats"])
@@ -73,9 +76,9 @@ class Worker:
     def sampling_batch(self, output: SchedulerOutput, bucket: Bucket) -> dict[str, np.ndarray]:
         """What the sampler reads of a step; token_counts are left out."""
         inputs = self.build(output, bucket)
-        fields = unpack(jnp.asarray(inputs.packed), bucket, self.num_groups)
+        fields = unpack(jnp.asarray(inputs.packed), bucket, BufferOptions(self.num_groups))
         empty = empty_sampling_inputs(bucket.num_seqs, VOCAB_SIZE, NUM_WORDS)
-        extra = [jnp.asarray(e if x is None else x) for x, e in zip(inputs[1:4], empty, strict=True)]
+        extra = [jnp.asarray(e if x is None else x) for x, e in zip(optional(inputs), empty, strict=True)]
         batch = sampling_batch(fields, jnp.zeros((NUM_SEATS, VOCAB_SIZE), jnp.int32), *extra)
         return {f.name: np.asarray(getattr(batch, f.name)) for f in dataclasses.fields(batch)}
 
@@ -220,7 +223,7 @@ def test_every_token_stands_where_it_belongs(bucket: Bucket, groups: tuple[Cache
 def test_layout_covers_the_buffer_once() -> None:
     buckets = plan_buckets(16, 128)
     for bucket in [*buckets, *plan_bursts(buckets, 8)]:
-        fields, size = layout(bucket, 2)
+        fields, size = layout(bucket, BufferOptions(2))
         owners = np.zeros(size, int)
         for field in fields.values():
             owners[field.start : field.start + math.prod(field.shape)] += 1
@@ -304,12 +307,16 @@ def test_plain_steps_move_one_array(worker: Worker) -> None:
     rows = [make_row(1, 0, [1, 2]), make_row(2, 0, [1])]
     bucket = Bucket(False, 4, 2)
     inputs = worker.build(make_output(rows, [Sample(0, 1)], new=new), bucket)
-    assert inputs[1:4] == (None, None, None)
+    assert optional(inputs) == (None, None, None)
     ids, values, mask = empty_sampling_inputs(2, VOCAB_SIZE, NUM_WORDS)
     assert (ids == VOCAB_SIZE).all()
     assert (values == 0).all()
     assert mask.shape == (2, NUM_WORDS)
     assert (mask == -1).all()
+
+
+def optional(inputs: StepInputs) -> tuple[np.ndarray | None, ...]:
+    return inputs.bias_ids, inputs.bias_values, inputs.token_mask
 
 
 def bias_of(inputs: StepInputs, row: int) -> dict[int, float]:

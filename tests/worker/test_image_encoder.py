@@ -12,6 +12,7 @@ from jax_paged.core.sequence import StandIn
 from jax_paged.models.features.multimodal import Tile
 from jax_paged.worker.batch_builder import BatchBuilder
 from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.composition import StepFields
 from jax_paged.worker.features.multimodal.image_encoder import EncodeImagesProgram, ImageEncoder
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.sampling.logits_rows import plan_logits_rows
@@ -107,7 +108,8 @@ def test_an_invariant_engine_has_one_size() -> None:
 def test_a_chunk_encodes_what_it_computes_and_no_more() -> None:
     batch = InputBatch(max_num_seqs=4, num_groups=1, max_blocks_per_seq=8, num_blocks=50, vocab_size=100)
     sizes = {"block_size": 4, "num_blocks": 50, "groups": (CacheGroup(),), "vocab_size": 100}
-    builder = BatchBuilder(batch, **sizes, embed_size=2)  # pyright: ignore[reportArgumentType]
+    features = StepFields(input_batch=batch, block_size=4, embeds_size=2)
+    builder = BatchBuilder(batch, **sizes, features=features)  # pyright: ignore[reportArgumentType]
     run, encoder, bucket = Encoder(), ImageEncoder(10**6), Bucket(False, 32, 4, has_embeds=True)
     stand_ins = tuple(s._replace(start=s.start + 3, stop=s.stop + 3) for _, s in needs(0, 8, 20))
     ids = list(range(20))
@@ -129,7 +131,7 @@ def test_a_chunk_encodes_what_it_computes_and_no_more() -> None:
         assert inputs.embeds is not None
         assert not inputs.embeds[:n].any()
         assert np.array_equal(inputs.embeds[n : 2 * n], expected[start:stop])
-        has_embeds = builder.fields(inputs, bucket)["has_embeds"]
+        has_embeds = inputs.fields["has_embeds"]
         assert has_embeds.tolist() == [0] * n + expected[start:stop].any(axis=1).tolist() + [0] * (32 - 2 * n)
     batch.update(make_output(released=[1, 2]))
     batch.check_integrity()

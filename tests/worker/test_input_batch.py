@@ -95,7 +95,7 @@ def test_deltas_add_up_to_the_true_tables(seed: int) -> None:
         num_new = rng.randint(0, NUM_SEATS - len(old))
         new = [scheduler.arrive() for _ in range(num_new)]
         rows = [scheduler.change(seq_id) for seq_id in old if rng.random() < 0.7]
-        resets = batch.update(make_output(rows, new=new, released=released))
+        resets, _ = batch.update(make_output(rows, new=new, released=released))
         batch.check_integrity()
         if rng.random() < 0.7:  # not every step of a scheduler reaches the device
             places, blocks = batch.take_table_changes()
@@ -126,7 +126,7 @@ def test_a_sequence_may_come_back_in_the_step_it_is_released() -> None:
     tables = [[3, 4], [5], []]
     batch.update(make_output(new=[new_sequence(1, [1], tables=[[9, 8, 7], [1, 1], [2]])]))
     again = new_sequence(1, [1], [5], tables=tables, frequency_penalty=1.0)
-    (reset,) = batch.update(make_output(released=[1], new=[again]))
+    (reset,), _ = batch.update(make_output(released=[1], new=[again]))
     batch.check_integrity()
     (seat,) = batch.seats_of([1]).tolist()
     assert reset == TokenCountReset(seat, [1], [5])

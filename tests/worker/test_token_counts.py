@@ -12,9 +12,10 @@ from test_block_mover import LAYOUT
 
 from jax_paged.models.parallel.sharding import TENSOR
 from jax_paged.worker.compilation.programs import Program, TraceContext
+from jax_paged.worker.composition import TracedFeatures
 from jax_paged.worker.input_batch import TokenCountReset
 from jax_paged.worker.loading.weights import FlatModel
-from jax_paged.worker.sampling.sampler import IN_PROMPT
+from jax_paged.worker.sampling.sampler import IN_PROMPT, SamplerOptions
 from jax_paged.worker.sampling.token_counts import (
     NUM_RESET_TOKENS,
     ResetTokenCountsProgram,
@@ -38,7 +39,8 @@ def compiled() -> jax.stages.Compiled:
         max_model_len=16,
         max_num_seqs=NUM_SEATS,
         max_num_batched_tokens=16,
-        max_logprobs=1,
+        features=TracedFeatures(),
+        sampling=SamplerOptions(max_logprobs=1),
         backend="xla",
         batch_invariant=False,
         mesh=Mesh(np.array(jax.devices()[:1]), (TENSOR,)),

@@ -9,6 +9,8 @@ float32, where it pays least. Only whole blocks are shared, and each row's newes
 
 import numpy as np
 
+from jax_paged.worker.input_batch import InputBatch
+
 MIN_ROWS, MIN_TOKENS = 4, 64
 MIN_SAVED_TOKENS = 1024
 # Groups within groups that are looked at.
@@ -88,3 +90,30 @@ def _num_common(tables: np.ndarray, seats: np.ndarray, start: int, stop: int) ->
             return start + int(is_same.argmin())
         start, width = start + blocks.shape[1], 2 * width
     return stop
+
+
+class SharedPrefixes:
+    """Finds the leading blocks that sequences of a step attend to together.
+
+    Args:
+        batch: The batch slots.
+        group: A cache group whose layers attend to all tokens.
+        block_size: Tokens per block.
+
+    Attributes:
+        min_rows: Fewest sequences that share blocks.
+    """
+
+    min_rows = MIN_ROWS
+
+    def __init__(self, batch: InputBatch, group: int, block_size: int) -> None:
+        self._batch, self._group, self._block_size = batch, group, block_size
+
+    def fill(self, shared: np.ndarray, seats: np.ndarray, start: np.ndarray, num_tokens: np.ndarray) -> int:
+        """Fills the field shared_blocks; returns how many tokens less are read."""
+        # Where blocks were dropped, equal last blocks do not tell that those before them are equal.
+        can_share = (num_tokens == 1) & (self._batch.num_dropped[seats] == 0)
+        most = np.where(can_share, start // self._block_size, 0)
+        tables = self._batch.block_tables[self._group]
+        shared[:] = shared_blocks(tables, seats, most, self._block_size)
+        return num_saved_tokens(shared, tables, seats, self._block_size)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ class PromptLogprobsProgram(Program):
     """
 
     hidden_size: int
+    reads_hidden: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return "prompt logprobs"
@@ -42,7 +43,7 @@ class PromptLogprobsProgram(Program):
             logits = context.logits(context.merge(weights), hidden[rows])
             wanted = jnp.ones(NUM_ROWS, bool)
             logprob, rank, top_ids, top = token_logprobs(
-                logits, targets, wanted, max_logprobs=context.max_logprobs
+                logits, targets, wanted, max_logprobs=context.sampling.max_logprobs
             )
             columns = [bits(logprob)[:, None], rank[:, None], top_ids, bits(top)]
             return jnp.concatenate(columns, axis=1)

@@ -108,6 +108,40 @@ class Sampler(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class SamplerOptions:
+    """How every step of an engine draws tokens.
+
+    Args:
+        max_logprobs: Most likely tokens that are reported.
+        is_processed: Whether log-probabilities are those of the processed logits.
+        custom: Chooses tokens in the sampler's place; None for the sampler.
+    """
+
+    max_logprobs: int
+    is_processed: bool = False
+    custom: Sampler | None = None
+
+    def sample(
+        self,
+        logits: Float[Array, "b v"],
+        batch: SamplingBatch,
+        *,
+        forced: Int[Array, " b"] | None = None,
+        processed: Float[Array, "b v"] | None = None,
+    ) -> SampledTokens:
+        """Chooses one token per row; see `sample`."""
+        return sample(
+            logits,
+            batch,
+            max_logprobs=self.max_logprobs,
+            forced=forced,
+            processed=processed,
+            is_processed=self.is_processed,
+            own=self.custom,
+        )
+
+
 def sample(
     logits: Float[Array, "b v"],
     batch: SamplingBatch,

@@ -51,7 +51,7 @@ class ResetTokenCountsProgram(Program):
 
         jitted = jax.jit(reset, donate_argnums=0, out_shardings=context.replicated)
         packed = context.shape((3 + NUM_RESET_TOKENS,), jnp.int32)
-        return jitted.trace(context.seat_arrays().token_counts, packed)
+        return jitted.trace(context.state().token_counts, packed)
 
 
 def reset_token_counts(

@@ -11,14 +11,14 @@ WORKER = [
     ),
     Mutation(
         "worker/batch_builder.py",
-        "end_loc[logits_rows.rows] - 1 - logits_rows.tokens_back",
-        "end_loc[logits_rows.rows] - logits_rows.tokens_back",
+        "rows.end_loc[logits_rows.rows] - 1 - tokens_back",
+        "rows.end_loc[logits_rows.rows] - tokens_back",
         "logits of the next row",
     ),
     Mutation(
         "worker/batch_builder.py",
-        'view["context_lens"][g, :n] = stops - batch.num_dropped[seats]\n',
-        'view["context_lens"][g, :n] = stops - batch.num_dropped[seats] - 1\n',
+        'view["context_lens"][g, :n] = stop - batch.num_dropped[seats]\n',
+        'view["context_lens"][g, :n] = stop - batch.num_dropped[seats] - 1\n',
         "own tokens not attended to",
     ),
     Mutation(
@@ -40,7 +40,7 @@ WORKER = [
         "new blocks stand at the wrong place",
     ),
     Mutation(
-        "worker/batch_builder.py",
+        "worker/features/multi_step.py",
         'view["end_tokens"][:n] = batch.end_tokens[seats]',
         'view["end_tokens"][:n] = -1',
         "a burst goes on after an end token",
@@ -59,13 +59,13 @@ WORKER = [
     ),
     Mutation(
         "worker/batch_builder.py",
-        "mask, changes[:, :num_ahead], num_shared, embeds)",
-        "mask, changes[:, :0], num_shared, embeds)",
+        "changes_ahead=changes[:, :num_ahead],",
+        "changes_ahead=changes[:, :0],",
         "changes of tables that do not fit into the buffer are dropped",
     ),
     Mutation(
         "worker/batch_builder.py",
-        '        view["seats"][n:] = batch.num_seats\n',
+        '        view["seats"][n:] = self._input_batch.num_seats\n',
         "",
         "rows that are not used read the table of seat 0",
     ),

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ class PoolProgram(Program):
     """
 
     hidden_size: int
+    reads_hidden: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return "pool"
@@ -57,7 +58,7 @@ def weighted_sums(
 
 def finish(model: LanguageModel, sums: Float[Array, "s e"], context: TraceContext) -> Float[Array, "s p"]:
     """Returns what pooled hidden states become: embeddings as they are, or logits of classes."""
-    spec = context.pooling
+    spec = context.features.pooling
     if spec is None or not spec.label_tokens:
         return model.pooled(sums)
     logits = model.logits(sums.astype(context.dtype))[:, jnp.array(spec.label_tokens)]

@@ -28,7 +28,7 @@ from jax_paged.models.paged_attention import paged_attention, write_kv
 from jax_paged.worker.features.speculation.drafter import LastRows, TracedModels, draw_drafts
 from jax_paged.worker.kv_cache import KVCacheLayout
 from jax_paged.worker.loading.weights import FlatModel
-from jax_paged.worker.sampling.sampler import SamplingBatch
+from jax_paged.worker.sampling.sampler import SamplerOptions, SamplingBatch
 
 
 class _Rows(NamedTuple):
@@ -82,7 +82,7 @@ class EagleDrafter:
         kv_cache: list[Array],
         states: list[Array],
         batch: SamplingBatch,
-        how: dict[str, Any],
+        options: SamplerOptions,
     ) -> tuple[Int[Array, " t"], list[Array]]:
         metadata, head = traced.metadata, self._merge(traced.weights)
         first, rows = metadata.query_start_loc[:-1], self._rows(metadata)
@@ -114,7 +114,7 @@ class EagleDrafter:
             return head.logits(hidden, context), (pools[0], _finite(hidden))
 
         carry = kv_cache[-1], self._kept(traced, states, positions)
-        tokens, (pool, _) = draw_drafts(metadata, tokens, batch, how, one_pass, carry, sees_last=False)
+        tokens, (pool, _) = draw_drafts(metadata, tokens, batch, options, one_pass, carry, sees_last=False)
         return tokens, [*kv_cache[:-1], pool]
 
     def follow(

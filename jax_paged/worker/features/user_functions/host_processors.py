@@ -7,7 +7,7 @@ functions on the host, and are drawn anew. Each token waits for the host twice.
 import dataclasses
 import inspect
 import logging
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,12 @@ import numpy as np
 from jaxtyping import Array
 
 from jax_paged.sampling_params import MAX_BIAS_IDS, LogitsFunction
-from jax_paged.worker.compilation.compiler import CompiledPrograms
-from jax_paged.worker.compilation.programs import Program, TraceContext, packed_results
+from jax_paged.worker.compilation.programs import DeviceInputs, Program, TraceContext, packed_results
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.packed_buffer import NUM_SAMPLING_COLUMNS, sampling_batch
-from jax_paged.worker.sampling.sampler import sample
+
+if TYPE_CHECKING:
+    from jax_paged.worker.compilation.compiler import CompiledPrograms
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -63,10 +64,7 @@ class RedrawProgram(Program):
         ) -> tuple[Array, Array]:
             fields = {"sampling": sampling, "sample_positions": position, "count_seats": position * 0}
             batch = sampling_batch(fields, jnp.zeros_like(logits, jnp.int32), *rows)
-            how = {"is_processed": context.is_processed, "own": context.sampler}
-            return packed_results(
-                sample(logits, batch, max_logprobs=context.max_logprobs, processed=processed, **how)
-            )
+            return packed_results(context.sampling.sample(logits, batch, processed=processed))
 
         logits = context.shape((1, context.vocab_size), jnp.float32)
         inputs = [
@@ -81,12 +79,12 @@ class RedrawProgram(Program):
 
 
 def redraw(
-    compiled: CompiledPrograms,
+    compiled: "CompiledPrograms",
     weights: list[Array],
     hidden: Array,
     batch: InputBatch,
     fields: dict[str, np.ndarray],
-    sampling_inputs: Sequence[Array | np.ndarray],
+    inputs: DeviceInputs[Any],
 ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """Draws the tokens of requests with functions of their own.
 
@@ -96,7 +94,7 @@ def redraw(
         hidden: The hidden states of the step, which is a mixed one.
         batch: The seats.
         fields: Of the step's buffer.
-        sampling_inputs: bias_ids, bias_values and token_mask of the step.
+        inputs: Of the step.
 
     Returns:
         By row of logits, what StepProgram returns of it: int32 [4] and [1 + 2N].
@@ -113,7 +111,8 @@ def redraw(
         logits = run(row_logits, weights, hidden, row)
         prompt, output = batch.known_tokens[seat].before(int(position[0]))
         changed = _applied(functions, prompt, output, np.asarray(logits)[0].copy())
-        rows = [np.asarray(x)[j : j + 1] for x in sampling_inputs]
+        sampling = inputs.bias_ids, inputs.bias_values, inputs.token_mask
+        rows = [np.asarray(x)[j : j + 1] for x in sampling]
         results, details = run(drawing, logits, changed[None], fields["sampling"][j : j + 1], position, *rows)
         redrawn[j] = np.asarray(results)[:, 0], np.asarray(details)[0]
     return redrawn
