@@ -67,9 +67,9 @@ from jax_paged.worker.features.prompt_logprobs import (
     begin_rows,
     row_targets,
 )
-from jax_paged.worker.features.speculation import verification
 from jax_paged.worker.features.speculation.drafter import Drafter, observe, propose
 from jax_paged.worker.features.speculation.load_drafter import load_drafter
+from jax_paged.worker.features.speculation.verification import accept, drafts_before
 from jax_paged.worker.features.user_functions import host_processors, logits_processors
 from jax_paged.worker.features.user_functions.hook_captures import PendingCaptures, plan_captures
 from jax_paged.worker.features.user_functions.logits_processors import LogitsProcessor, check_processors
@@ -245,6 +245,10 @@ class TracedFeatures:
     pooling: PoolingSpec | None = None
     prompt_logprobs: PromptLogprobsProgram | None = None
 
+    adapter_shapes = staticmethod(adapter_shapes)
+    drafts_before = staticmethod(drafts_before)
+    accept = staticmethod(accept)
+
     @property
     def added_paths(self) -> tuple[str, ...]:
         """The modules to whose outputs further parts of a token's vector are added."""
@@ -279,10 +283,6 @@ class TracedFeatures:
     def draft_states(self, num_seats: int) -> list[tuple[tuple[int, ...], Any]]:
         """Returns shapes and types of the states of the drafter."""
         return [] if self.drafter is None else self.drafter.states(num_seats)
-
-    def adapter_shapes(self, context: TraceContext) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of the arrays of adapters."""
-        return adapter_shapes(context)
 
     def module_edits(self, step: TracedStep) -> ModuleEdits:
         """Returns the edits of modules in a forward pass, and what the drafter reads there."""
@@ -325,10 +325,6 @@ class TracedFeatures:
         )
         return processed, dataclasses.replace(state, processor_states=states)
 
-    def drafts_before(self, step: TracedStep, tokens: Int[Array, " t"], vocab_size: int) -> Int[Array, "l k"]:
-        """Returns the drafts that precede each logits row."""
-        return verification.drafts_before(step.fields, tokens, step.bucket, vocab_size)
-
     def propose(
         self, step: TracedStep, tokens: Int[Array, " t"], state: StepState[Array]
     ) -> tuple[Int[Array, " t"], StepState[Array]]:
@@ -336,21 +332,6 @@ class TracedFeatures:
         if self.drafter is None:
             return tokens, state
         return propose(self.drafter, step, tokens, state)
-
-    def accept(
-        self,
-        step: TracedStep,
-        tokens: Int[Array, " t"],
-        drawn: Int[Array, " l"],
-        count_seats: Int[Array, " l"],
-    ) -> DrawnTokens:
-        """Returns the batch slots that take and count the drawn tokens: those of accepted drafts."""
-        is_accepted, is_last = verification.accepted(step.fields, tokens, drawn)
-        num_seats = step.context.max_num_seqs
-        return DrawnTokens(
-            sample_seats=jnp.where(is_last, step.fields["sample_seats"], num_seats),
-            count_seats=jnp.where(is_accepted, count_seats, num_seats),
-        )
 
     def observe(
         self,
