@@ -50,7 +50,7 @@ class StepInputs:
         bias_values: float32 [B, MAX_BIAS_IDS], or None.
         token_mask: int32 [B, ceil(V / 32)], see SamplingBatch; None if no row of the step has one.
         changes_ahead: int32 [2, n], changes of block tables to write ahead of the step: those for which its
-            buffer has no room, when long tables take their seats.
+            buffer has no room, when long tables take their batch slots.
         num_shared_tokens: Tokens that are read once for several rows, each of these after the first counted.
         embeds: float32 [T, E], the vectors of the token rows that have some; None if no row of the step has.
         fields: The fields of `packed`, see packed_buffer.py.
@@ -70,11 +70,11 @@ class ScheduledRows(NamedTuple):
     """The scheduled sequences and token rows of a step. n sequences, t tokens.
 
     Args:
-        seats: int64 [n], the batch slot of each sequence.
+        batch_slots: int64 [n], the batch slot of each sequence.
         start: int32 [n], the position of its first token.
         num_tokens: int32 [n].
         end_loc: int32 [n], the token row after its last one.
-        token_seats: int64 [t], the batch slot of each token row.
+        token_batch_slots: int64 [t], the batch slot of each token row.
         positions: int32 [t], the position of each token row.
         tokens: int32 [t].
         state_slots: The slot of each sequence's recurrent state; 0 for none.
@@ -82,11 +82,11 @@ class ScheduledRows(NamedTuple):
             slot; 0 for none.
     """
 
-    seats: np.ndarray
+    batch_slots: np.ndarray
     start: np.ndarray
     num_tokens: np.ndarray
     end_loc: np.ndarray
-    token_seats: np.ndarray
+    token_batch_slots: np.ndarray
     positions: np.ndarray
     tokens: np.ndarray
     state_slots: tuple[int, ...]
@@ -101,7 +101,7 @@ class ScheduledRows(NamedTuple):
         """Fills the field state_slots; unused entries are `num_slots`, which is no slot."""
         assert min(self.state_slots) > 0, "a sequence has no slot"
         num_before, slots = np.array(self.checkpoints, np.int32).T
-        n = len(self.seats)
+        n = len(self.batch_slots)
         filled[:2] = num_slots
         filled[0, :n] = self.state_slots
         filled[1, :n] = np.where(slots > 0, slots, num_slots)
@@ -112,7 +112,7 @@ class BatchBuilder:
     """Builds the inputs of steps.
 
     Args:
-        input_batch: The seats; updated before a step is built.
+        input_batch: The batch slots; updated before a step is built.
         block_size: Tokens per block.
         num_blocks: Blocks of the pool; slots from num_blocks * block_size on are not written.
         groups: Cache groups, each with block tables of its own.
@@ -166,25 +166,25 @@ class BatchBuilder:
         num_ahead = max(0, changes.shape[1] - most)
         view["table_changes"][:] = pad_changes(changes[:, num_ahead:], most, batch.block_tables.size)
         num_shared, shared = 0, self._shared_prefixes
-        if shared is not None and len(rows.seats) >= shared.min_rows:
-            filled = view["shared_blocks"][: len(rows.seats)]
-            num_shared = shared.fill(filled, rows.seats, rows.start, rows.num_tokens)
+        if shared is not None and len(rows.batch_slots) >= shared.min_rows:
+            filled = view["shared_blocks"][: len(rows.batch_slots)]
+            num_shared = shared.fill(filled, rows.batch_slots, rows.start, rows.num_tokens)
         if self._checks_inputs:
             self._check(view, output)
-        sample_seats = self._fill_sampling(view, rows, logits_rows, output)
+        sample_slots = self._fill_sampling(view, rows, logits_rows, output)
         if not bucket.num_drafts and logits_rows.num_drawn != len(output.samples):
-            self._check_penalties(sample_seats)
+            self._check_penalties(sample_slots)
         embeds = None
         if self._features is not None:
-            embeds = self._features.fill(view, rows, logits_rows, sample_seats, output, bucket)
+            embeds = self._features.fill(view, rows, logits_rows, sample_slots, output, bucket)
         sample_positions = view["sample_positions"][: logits_rows.num_drawn]
-        bias_ids, bias_values = self._bias(sample_seats, bucket)
+        bias_ids, bias_values = self._bias(sample_slots, bucket)
         is_masked = view["sampling"][:, MASK_COLUMN]
         return StepInputs(
             packed=packed,
             bias_ids=bias_ids,
             bias_values=bias_values,
-            token_mask=self._token_mask(sample_seats, sample_positions, output.token_masks, is_masked),
+            token_mask=self._token_mask(sample_slots, sample_positions, output.token_masks, is_masked),
             changes_ahead=changes[:, :num_ahead],
             num_shared_tokens=num_shared,
             embeds=embeds,
@@ -197,47 +197,55 @@ class BatchBuilder:
         assert n <= bucket.num_seqs, (n, bucket)
         assert total <= bucket.num_tokens, (total, bucket)
         seq_ids, starts, token_ids, _, _, state_slots, checkpoints = zip(*output.scheduled, strict=True)
-        seats = self._input_batch.seats_of(seq_ids)
+        batch_slots = self._input_batch.slots_of(seq_ids)
         num_tokens = np.fromiter(map(len, token_ids), np.int32, n)
         start = np.fromiter(starts, np.int32, n)
         end_loc = np.cumsum(num_tokens, dtype=np.int32)
         assert end_loc[-1] == total, f"the rows have {end_loc[-1]} tokens, not {total}"
         if bucket.is_decode:
             assert total == n, "a decode step has one token per row"
-            token_seats, positions = seats, start
+            token_batch_slots, positions = batch_slots, start
         else:
             row_of_token = np.repeat(np.arange(n), num_tokens)
-            token_seats = seats[row_of_token]
+            token_batch_slots = batch_slots[row_of_token]
             positions = np.arange(total, dtype=np.int32) + (start - end_loc + num_tokens)[row_of_token]
         tokens = np.fromiter(itertools.chain.from_iterable(token_ids), np.int32, total)
         return ScheduledRows(
-            seats, start, num_tokens, end_loc, token_seats, positions, tokens, state_slots, checkpoints
+            batch_slots,
+            start,
+            num_tokens,
+            end_loc,
+            token_batch_slots,
+            positions,
+            tokens,
+            state_slots,
+            checkpoints,
         )
 
     def _fill_tokens(self, view: dict[str, np.ndarray], rows: ScheduledRows) -> None:
-        """Fills tokens, positions, query_start_loc and seats."""
-        n, total = len(rows.seats), len(rows.tokens)
+        """Fills tokens, positions, query_start_loc and batch slots."""
+        n, total = len(rows.batch_slots), len(rows.tokens)
         view["tokens"][:total] = rows.tokens
         view["positions"][:total] = rows.positions
         view["query_start_loc"][1 : n + 1] = rows.end_loc
         view["query_start_loc"][n + 1 :] = total
-        view["seats"][:n] = rows.seats
-        view["seats"][n:] = self._input_batch.num_seats
+        view["batch_slots"][:n] = rows.batch_slots
+        view["batch_slots"][n:] = self._input_batch.num_batch_slots
 
     def _fill_slots(self, view: dict[str, np.ndarray], rows: ScheduledRows) -> None:
         """Fills slot_mapping and context_lens."""
-        batch, seats, size = self._input_batch, rows.seats, self._block_size
-        n, total, stop = len(seats), len(rows.positions), rows.stop
-        places = rows.positions - batch.num_dropped[rows.token_seats]
+        batch, batch_slots, size = self._input_batch, rows.batch_slots, self._block_size
+        n, total, stop = len(batch_slots), len(rows.positions), rows.stop
+        places = rows.positions - batch.num_dropped[rows.token_batch_slots]
         view["slot_mapping"][:] = self._num_blocks * size
         for g, group in enumerate(self._groups):
             if group.is_cross:
-                view["context_lens"][g, :n] = batch.num_encoder_tokens[seats]
+                view["context_lens"][g, :n] = batch.num_encoder_tokens[batch_slots]
             else:
-                blocks = batch.block_tables[g][rows.token_seats, places // size]
+                blocks = batch.block_tables[g][rows.token_batch_slots, places // size]
                 assert blocks.min() > 0, "a token would be written to the null block"
                 view["slot_mapping"][g, :total] = blocks * size + places % size
-                view["context_lens"][g, :n] = stop - batch.num_dropped[seats]
+                view["context_lens"][g, :n] = stop - batch.num_dropped[batch_slots]
 
     def _fill_sampling(
         self,
@@ -251,31 +259,31 @@ class BatchBuilder:
         num_rows, tokens_back = len(logits_rows.rows), logits_rows.tokens_back
         view["logits_rows"][:num_rows] = rows.end_loc[logits_rows.rows] - 1 - tokens_back
         positions = rows.stop[logits_rows.rows[:num_drawn]] - tokens_back[:num_drawn]
-        seats = batch.seats_of([sample.seq_id for sample in output.samples])[logits_rows.samples]
+        batch_slots = batch.slots_of([sample.seq_id for sample in output.samples])[logits_rows.samples]
         view["sample_positions"][:num_drawn] = positions
-        view["sample_seats"][:num_drawn] = seats
-        view["sample_seats"][num_drawn:] = batch.num_seats
-        view["count_seats"][:] = batch.num_seats
-        view["count_seats"][:num_drawn] = batch.count_seats[seats]
-        view["sampling"][:num_drawn] = batch.sampling[seats]
+        view["sample_slots"][:num_drawn] = batch_slots
+        view["sample_slots"][num_drawn:] = batch.num_batch_slots
+        view["count_slots"][:] = batch.num_batch_slots
+        view["count_slots"][:num_drawn] = batch.count_slots[batch_slots]
+        view["sampling"][:num_drawn] = batch.sampling[batch_slots]
         view["sampling"][num_drawn:] = self._neutral
-        self._fill_forced(view["forced_tokens"], seats, positions)
-        return seats
+        self._fill_forced(view["forced_tokens"], batch_slots, positions)
+        return batch_slots
 
-    def _check_penalties(self, sample_seats: np.ndarray) -> None:
-        count_seats = self._input_batch.count_seats[sample_seats]
-        counted = count_seats[count_seats < self._input_batch.num_seats]
+    def _check_penalties(self, sample_slots: np.ndarray) -> None:
+        count_slots = self._input_batch.count_slots[sample_slots]
+        counted = count_slots[count_slots < self._input_batch.num_batch_slots]
         assert len(np.unique(counted)) == len(counted), (
             "a sample with penalties has several rows of logits: the tokens drawn from the earlier ones "
             "are not counted yet"
         )
 
-    def _fill_forced(self, forced: np.ndarray, seats: np.ndarray, positions: np.ndarray) -> None:
+    def _fill_forced(self, forced: np.ndarray, batch_slots: np.ndarray, positions: np.ndarray) -> None:
         forced[:] = -1
         given = self._input_batch.forced_tokens
-        for j, seat in enumerate(seats.tolist() if given else ()):
-            if seat in given:
-                prompt_len, token_ids = given[seat]
+        for j, batch_slot in enumerate(batch_slots.tolist() if given else ()):
+            if batch_slot in given:
+                prompt_len, token_ids = given[batch_slot]
                 first = int(positions[j]) - prompt_len
                 part = token_ids[first : first + forced.shape[1]]
                 forced[j, : len(part)] = part
@@ -287,14 +295,18 @@ class BatchBuilder:
             starts = view["query_start_loc"] * (not group.is_cross)
             n, lens, slots = len(output.scheduled), view["context_lens"][g], view["slot_mapping"][g]
             tables = np.zeros((len(lens), self._input_batch.block_tables.shape[2]), np.int32)
-            tables[:n] = self._input_batch.block_tables[g, view["seats"][:n]]
+            tables[:n] = self._input_batch.block_tables[g, view["batch_slots"][:n]]
             ops.check_inputs(self._num_blocks, self._block_size, tables, lens, starts, slots, *copies.T)
 
-    def _bias(self, seats: np.ndarray, bucket: Bucket) -> tuple[np.ndarray | None, np.ndarray | None]:
-        by_seat = self._input_batch.token_rules
-        if not by_seat:
+    def _bias(self, batch_slots: np.ndarray, bucket: Bucket) -> tuple[np.ndarray | None, np.ndarray | None]:
+        by_slot = self._input_batch.token_rules
+        if not by_slot:
             return None, None
-        rules = ((j, by_seat[seat]) for j, seat in enumerate(seats.tolist()) if seat in by_seat)
+        rules = (
+            (j, by_slot[batch_slot])
+            for j, batch_slot in enumerate(batch_slots.tolist())
+            if batch_slot in by_slot
+        )
         biases = {j: rule.bias for j, rule in rules if rule.bias}
         if not biases:
             return None, None
@@ -307,12 +319,16 @@ class BatchBuilder:
         return ids, values
 
     def _token_mask(
-        self, seats: np.ndarray, positions: np.ndarray, given: TokenMasks | None, is_masked: np.ndarray
+        self, batch_slots: np.ndarray, positions: np.ndarray, given: TokenMasks | None, is_masked: np.ndarray
     ) -> np.ndarray | None:
         """Returns the masks of a step, if there are any; notes the rows of logits that have one."""
-        by_seat = self._input_batch.token_rules
-        drawn = enumerate(zip(seats.tolist(), positions.tolist(), strict=True)) if by_seat else ()
-        own = ((j, by_seat[seat].mask_at(position)) for j, (seat, position) in drawn if seat in by_seat)
+        by_slot = self._input_batch.token_rules
+        drawn = enumerate(zip(batch_slots.tolist(), positions.tolist(), strict=True)) if by_slot else ()
+        own = (
+            (j, by_slot[batch_slot].mask_at(position))
+            for j, (batch_slot, position) in drawn
+            if batch_slot in by_slot
+        )
         masked = [(j, mask) for j, mask in own if mask is not None]
         if not masked and given is None:
             return None

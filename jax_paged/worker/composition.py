@@ -274,15 +274,15 @@ class TracedFeatures:
         """Columns of the field processor_args."""
         return logits_processors.num_columns(self.processors) if self.processors else 0
 
-    def processor_states(self, num_seats: int) -> list[tuple[tuple[int, ...], Any]]:
+    def processor_states(self, num_batch_slots: int) -> list[tuple[tuple[int, ...], Any]]:
         """Returns shapes and types of the states of logits processors."""
         if not self.processors:
             return []
-        return [(x.shape, x.dtype) for x in logits_processors.state_shapes(self.processors, num_seats)]
+        return [(x.shape, x.dtype) for x in logits_processors.state_shapes(self.processors, num_batch_slots)]
 
-    def draft_states(self, num_seats: int) -> list[tuple[tuple[int, ...], Any]]:
+    def draft_states(self, num_batch_slots: int) -> list[tuple[tuple[int, ...], Any]]:
         """Returns shapes and types of the states of the drafter."""
-        return [] if self.drafter is None else self.drafter.states(num_seats)
+        return [] if self.drafter is None else self.drafter.states(num_batch_slots)
 
     def module_edits(self, step: TracedStep) -> ModuleEdits:
         """Returns the edits of modules in a forward pass, and what the drafter reads there."""
@@ -319,7 +319,7 @@ class TracedFeatures:
             logits,
             state.processor_states,
             lax.bitcast_convert_type(fields["processor_args"], jnp.float32),
-            fields["sample_seats"],
+            fields["sample_slots"],
             tokens[fields["logits_rows"]],
             batch.position,
         )
@@ -362,7 +362,7 @@ class TracedFeatures:
     ) -> tuple[StepResult[Array], StepState[Array]]:
         """Decodes several tokens of each sequence."""
         result, last, state = multi_step.decode_steps(decode, step, tokens, state)
-        return result, with_last_tokens(state, step.fields["sample_seats"], last)
+        return result, with_last_tokens(state, step.fields["sample_slots"], last)
 
 
 # Stepping
@@ -406,27 +406,27 @@ class StepFields:
         view: dict[str, np.ndarray],
         rows: "ScheduledRows",
         logits_rows: LogitsRows,
-        sample_seats: np.ndarray,
+        sample_slots: np.ndarray,
         output: SchedulerOutput,
         bucket: Bucket,
     ) -> np.ndarray | None:
         """Fills the fields; returns the vectors of token rows, float32 [T, E], if the bucket has them."""
-        batch, n = self.input_batch, len(rows.seats)
+        batch, n = self.input_batch, len(rows.batch_slots)
         if self.num_state_slots:
             rows.fill_state_slots(view["state_slots"], self.num_state_slots)
         if self.has_mrope:
             positions = view["mrope_positions"][:, : len(rows.positions)]
-            fill_mrope(positions, batch, rows.token_seats, rows.positions)
+            fill_mrope(positions, batch, rows.token_batch_slots, rows.positions)
         if batch.hook_args.size:
-            view["hook_args"][:n] = batch.hook_args[rows.seats].view(np.int32)
+            view["hook_args"][:n] = batch.hook_args[rows.batch_slots].view(np.int32)
         if batch.processor_args.size:
-            fill_processor_args(view["processor_args"], batch, sample_seats)
+            fill_processor_args(view["processor_args"], batch, sample_slots)
         if bucket.num_drafts:
             view["num_drafts"][: len(logits_rows.rows)] = logits_rows.num_drafts
         if bucket.num_steps > 1:
-            multi_step.fill(view, batch, rows.seats, rows.start, output.burst, self.block_size)
+            multi_step.fill(view, batch, rows.batch_slots, rows.start, output.burst, self.block_size)
         if bucket.has_adapters:
-            view["adapter_slots"][:n] = batch.adapter_slots[rows.seats]
+            view["adapter_slots"][:n] = batch.adapter_slots[rows.batch_slots]
         if not bucket.has_embeds:
             return None
         return prompt_embeds.step_embeds(batch, view["has_embeds"], output, self.embeds_size)
@@ -621,8 +621,12 @@ class RunnerFeatures:
     def _errors_of_rows(self, output: SchedulerOutput) -> dict[int, str]:
         if not self._image_errors:
             return {}
-        seats = self._batch.seats_of(row.seq_id for row in output.scheduled).tolist()
-        return {i: self._image_errors[seat] for i, seat in enumerate(seats) if seat in self._image_errors}
+        batch_slots = self._batch.slots_of(row.seq_id for row in output.scheduled).tolist()
+        return {
+            i: self._image_errors[batch_slot]
+            for i, batch_slot in enumerate(batch_slots)
+            if batch_slot in self._image_errors
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""The device side of an engine: owns weights, pool and seats, and runs steps on them."""
+"""The device side of an engine: owns weights, pool and batch slots, and runs steps on them."""
 
 import collections
 import dataclasses
@@ -41,7 +41,7 @@ from jax_paged.worker.served_model import NO_PARTS, CallerParts, ServedModel
 from jax_paged.worker.step_result import PendingStep
 from jax_paged.worker.traced_step import StepProgram, buffer_options
 
-_FIELDS_BY_SEAT = [f for f in dataclasses.fields(StepState) if f.name != "kv_cache"]
+_FIELDS_BY_SLOT = [f for f in dataclasses.fields(StepState) if f.name != "kv_cache"]
 
 
 class ModelRunner:
@@ -117,7 +117,7 @@ class ModelRunner:
         return {
             "weights": self._weights,
             "kv_cache": self._state.kv_cache,
-            **{f.name: jax.tree.leaves(getattr(self._state, f.name)) for f in _FIELDS_BY_SEAT},
+            **{f.name: jax.tree.leaves(getattr(self._state, f.name)) for f in _FIELDS_BY_SLOT},
         }
 
     @property
@@ -279,8 +279,8 @@ class ModelRunner:
         result: StepResult[Any],
         row_outputs: RowOutputs | None,
     ) -> PendingStep:
-        seats = self._input_batch.seats_of([sample.seq_id for sample in output.samples])
-        num_top = self._input_batch.num_top_logprobs[seats][logits_rows.samples]
+        batch_slots = self._input_batch.slots_of([sample.seq_id for sample in output.samples])
+        num_top = self._input_batch.num_top_logprobs[batch_slots][logits_rows.samples]
         return PendingStep(
             step_id=output.step_id,
             num_rows=len(output.scheduled),

@@ -1,36 +1,36 @@
 """One int32 buffer per step, moved to the device in one transfer: its fields, and how the device reads them.
 
-The fields lie one after the other (floats as their bits). T token rows, B rows, L rows of logits (B of them,
-but T in steps with drafts), G cache groups, C changes of block tables:
+The fields lie one after the other (floats as their bits). T token rows, B scheduled sequences (rows), L
+logits rows (B of them, but T in steps with drafts), G cache groups, C changes of block tables:
 
     of the token rows:   tokens [T] | positions [T] | slot_mapping [G, T]
-    of the rows:         seats [B] | context_lens [G, B] | query_start_loc [B + 1] | shared_blocks [B]
+    of the rows:         batch_slots [B] | context_lens [G, B] | query_start_loc [B + 1] | shared_blocks [B]
     of the block tables: table_changes [2, C]
-    of the logits rows:  logits_rows [L] | sample_positions [L] | sample_seats [L] | count_seats [L]
+    of the logits rows:  logits_rows [L] | sample_positions [L] | sample_slots [L] | count_slots [L]
                          | sampling [L, 12] | forced_tokens [L, K]
     of hooks:            hook_args [B, A] | processor_args [L, P]
-    of bursts:           max_draws [B] | end_tokens [B, E]
+    of multi-step:       max_draws [B] | end_tokens [B, E]
     of drafts:           num_drafts [L]
     of adapters:         adapter_slots [B]
     of embeddings:       has_embeds [T]
     of states:           state_slots [3, B]
     of M-RoPE:           mrope_positions [3, T]
 
-The block tables themselves lie on the device, by seat (block_tables.py); a row that is not used has a seat
-that does not exist. A token that the host does not know yet is NO_TOKEN, always the last of its row.
-logits_rows holds the token row after which each row of logits stands, sample_positions the position of the
-token that is drawn from it, and sample_seats the seat that gets it. count_seats holds the seat whose token
-counts its penalties read; a row of logits without penalties has a seat that does not exist. The columns of
-`sampling` are FLOATS, then INTS. forced_tokens holds what is chosen whatever is drawn, in each of a burst's K
-steps (K is 1 elsewhere), -1 for what is drawn. hook_args holds, for each row and each hook, whether it is on,
-and its arguments: A columns in all; processor_args the same for each row of logits and each logits processor,
-where 2 stands for one that begins. A row of a burst draws at most max_draws tokens, and none after one of
-its E = MAX_END_TOKENS end tokens, which are padded with -1. num_drafts says of each row of logits behind how
-many drafts it stands: the token rows up to its own, and their rows of logits, are those in front of it.
-adapter_slots holds the slot of each row's
-adapter, 0 for none, and has_embeds which token rows have a vector of their own; only steps that need these
-fields have them. state_slots is that of AttentionMetadata, and empty if no layer keeps a state; so is
-mrope_positions, which only models have whose image tokens stand in rows and columns.
+The block tables themselves lie on the device, by batch slot (block_tables.py); a row that is not used has a
+batch slot that does not exist. A token that the host does not know yet is NO_TOKEN, always the last of its
+row. logits_rows holds the token row after which each row of logits stands, sample_positions the position of
+the token that is drawn from it, and sample_slots the batch slot that gets it. count_slots holds the batch
+slot whose token counts its penalties read; a row of logits without penalties has a batch slot that does not
+exist. The columns of `sampling` are FLOATS, then INTS. forced_tokens holds what is chosen whatever is drawn,
+in each of a burst's K steps (K is 1 elsewhere), -1 for what is drawn. hook_args holds, for each row and each
+hook, whether it is on, and its arguments: A columns in all; processor_args the same for each row of logits
+and each logits processor, where 2 stands for one that begins. A row of a burst draws at most max_draws
+tokens, and none after one of its E = MAX_END_TOKENS end tokens, which are padded with -1. num_drafts says of
+each row of logits behind how many drafts it stands: the token rows up to its own, and their rows of logits,
+are those in front of it. adapter_slots holds the slot of each row's adapter, 0 for none, and has_embeds which
+token rows have a vector of their own; only steps that need these fields have them. state_slots is that of
+AttentionMetadata, and empty if no layer keeps a state; so is mrope_positions, which only models have whose
+image tokens stand in rows and columns.
 """
 
 import dataclasses
@@ -106,15 +106,15 @@ def layout(bucket: Bucket, options: BufferOptions) -> tuple[dict[str, Field], in
         "tokens": (t,),
         "positions": (t,),
         "slot_mapping": (g, t),
-        "seats": (b,),
+        "batch_slots": (b,),
         "context_lens": (g, b),
         "query_start_loc": (b + 1,),
         "shared_blocks": (b,),
         "table_changes": (2, num_step_changes(bucket, g)),
         "logits_rows": (num_logits,),
         "sample_positions": (num_logits,),
-        "sample_seats": (num_logits,),
-        "count_seats": (num_logits,),
+        "sample_slots": (num_logits,),
+        "count_slots": (num_logits,),
         "sampling": (num_logits, NUM_SAMPLING_COLUMNS),
         "forced_tokens": (num_logits, bucket.num_steps),
         "hook_args": (b, options.num_hook_columns),
@@ -199,7 +199,7 @@ def sampling_batch(
         seed=lax.bitcast_convert_type(seed, jnp.uint32),
         position=fields["sample_positions"],
         wants_logprobs=ints["wants_logprobs"] != 0,
-        count_seats=fields["count_seats"],
+        count_slots=fields["count_slots"],
         token_counts=token_counts,
         has_token_mask=ints["has_token_mask"] != 0,
         keeps_draw=ints["has_token_mask"] == KEEPS_DRAW,

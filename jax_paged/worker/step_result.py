@@ -56,7 +56,7 @@ class PendingStep:
         if self.results is None:
             return ModelRunnerOutput(self.step_id, [], [], [], [])
         if self.results.ndim == 3:
-            return self._read_burst(np.asarray(self.results)[:, :, : self.num_samples])
+            return self._read_multi_step(np.asarray(self.results)[:, :, : self.num_samples])
         num_drawn = self.logits_rows.num_drawn
         columns = np.array(self.results)[:, : len(self.logits_rows.rows)]
         outputs = self.row_outputs
@@ -93,7 +93,7 @@ class PendingStep:
             errors=outputs.errors if outputs else {},
         )
 
-    def _read_burst(self, results: np.ndarray) -> ModelRunnerOutput:
+    def _read_multi_step(self, results: np.ndarray) -> ModelRunnerOutput:
         """Returns the result of a burst, whose row i is that of sample i.
 
         Args:

@@ -55,12 +55,12 @@ class DrawnTokens(NamedTuple):
     """Sequences that go on after a step, and from where.
 
     Args:
-        sample_seats: int32 [L], the batch slot that takes the token of each logits row; S for none.
-        count_seats: int32 [L], the batch slot in whose token counts it is counted; S for none.
+        sample_slots: int32 [L], the batch slot that takes the token of each logits row; S for none.
+        count_slots: int32 [L], the batch slot in whose token counts it is counted; S for none.
     """
 
-    sample_seats: Int[Array, " l"]
-    count_seats: Int[Array, " l"]
+    sample_slots: Int[Array, " l"]
+    count_slots: Int[Array, " l"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +127,10 @@ class TracedStep:
 
 def known_tokens(fields: dict[str, Array], last_tokens: Int[Array, " s"]) -> Int[Array, " t"]:
     """Returns the tokens of a step, with the last drawn token of a batch slot in place of its NO_TOKEN."""
-    tokens, first, seats = fields["tokens"], fields["query_start_loc"], fields["seats"]
+    tokens, first, batch_slots = fields["tokens"], fields["query_start_loc"], fields["batch_slots"]
     rows = jnp.where(first[1:] > first[:-1], first[1:] - 1, len(tokens))  # unused rows: none
     last = tokens.at[rows].get(mode="clip")
-    drawn = last_tokens.at[seats].get(mode="clip")
+    drawn = last_tokens.at[batch_slots].get(mode="clip")
     return tokens.at[rows].set(jnp.where(last == NO_TOKEN, drawn, last), mode="drop")
 
 
@@ -156,7 +156,7 @@ def open_step(
     """Unpacks the inputs of a step; returns it, and the block tables of all batch slots after its changes."""
     fields = unpack(inputs.packed, bucket, buffer_options(context))
     block_tables = write_changes(block_tables, fields["table_changes"])
-    tables = tables_of(block_tables, fields["seats"])
+    tables = tables_of(block_tables, fields["batch_slots"])
     return TracedStep(context, bucket, weights, inputs, fields, tables), block_tables
 
 
@@ -181,7 +181,7 @@ def traced_step(
     padding = 0 if bucket.is_decode else context.max_num_batched_tokens - bucket.num_tokens
     hidden: Any = result.hidden
     result = dataclasses.replace(result, hidden=jnp.pad(hidden, ((0, padding), (0, 0))))
-    return result, with_last_tokens(state, rows.sample_seats, drawn.token_ids)
+    return result, with_last_tokens(state, rows.sample_slots, drawn.token_ids)
 
 
 def decode(
@@ -201,10 +201,10 @@ def decode(
     batch = step.sampling_batch(tokens, state.token_counts)
     processed, state = features.process(step, logits, tokens, batch, state)
     drawn = context.sampling.sample(logits, batch, processed=processed, forced=fields["forced_tokens"][:, 0])
-    rows = DrawnTokens(fields["sample_seats"], batch.count_seats)
+    rows = DrawnTokens(fields["sample_slots"], batch.count_slots)
     if step.bucket.num_drafts:
-        rows = features.accept(step, tokens, drawn.token_ids, batch.count_seats)
-    token_counts = add_tokens(state.token_counts, rows.count_seats, drawn.token_ids)
+        rows = features.accept(step, tokens, drawn.token_ids, batch.count_slots)
+    token_counts = add_tokens(state.token_counts, rows.count_slots, drawn.token_ids)
     state = dataclasses.replace(state, token_counts=token_counts)
     state = features.observe(step, model, metadata, tokens, edits, rows, state)
     results, details = packed_results(drawn)
@@ -229,10 +229,10 @@ def forward(
 
 
 def with_last_tokens(
-    state: StepState[Array], seats: Int[Array, " l"], tokens: Int[Array, " l"]
+    state: StepState[Array], batch_slots: Int[Array, " l"], tokens: Int[Array, " l"]
 ) -> StepState[Array]:
     """Returns the state with the tokens that some batch slots have drawn last."""
-    last_tokens = state.last_tokens.at[seats].set(tokens, mode="drop")
+    last_tokens = state.last_tokens.at[batch_slots].set(tokens, mode="drop")
     return dataclasses.replace(state, last_tokens=last_tokens)
 
 

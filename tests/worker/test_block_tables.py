@@ -88,7 +88,7 @@ def test_a_long_table_takes_its_seat_and_grows() -> None:
         )
         fields = unpack(jnp.asarray(inputs.packed), bucket, BufferOptions(1))
         device = write_changes(device, fields["table_changes"])
-        got = tables_of(device, fields["seats"])
+        got = tables_of(device, fields["batch_slots"])
         assert got[0, 0, : len(table)].tolist() == table
         assert not got[0, 1].any()
     assert num_ahead == [8_192 - num_step_changes(bucket, 1), *[0] * 40]

@@ -33,20 +33,23 @@ class Encoder:
 
 
 class Batch(SimpleNamespace):
-    """Seats in which all that is needed is missing."""
+    """Batch slots in which all that is needed is missing."""
 
     def missing_stand_ins(self, needed: list[tuple[int, StandIn]]) -> list[tuple[int, StandIn]]:
         return needed
 
 
-def needs(seat: int, *values: int) -> list[tuple[int, StandIn]]:
+def needs(batch_slot: int, *values: int) -> list[tuple[int, StandIn]]:
     one, half = np.full(3, 0.5, np.float32), np.full(3, 1.0, np.float32)
     tiles = [Tile(np.full((3, 2, 2), value, np.uint8), one, half) for value in values]
-    return [(seat, StandIn(5 * i, 5 * i + 3, str(t.pixels[0, 0, 0]), t)) for i, t in enumerate(tiles)]
+    return [(batch_slot, StandIn(5 * i, 5 * i + 3, str(t.pixels[0, 0, 0]), t)) for i, t in enumerate(tiles)]
 
 
 def vectors(batch: Batch) -> dict[int, dict[int, float]]:
-    return {seat: {i: float(x[0, 0]) for i, x in given.items()} for seat, given in batch.embeds.items()}
+    return {
+        batch_slot: {i: float(x[0, 0]) for i, x in given.items()}
+        for batch_slot, given in batch.embeds.items()
+    }
 
 
 def test_each_tile_is_encoded_once() -> None:

@@ -105,7 +105,7 @@ def plan_invariant_buckets(
     return list({bucket.is_decode: bucket for bucket in buckets}.values())
 
 
-def plan_bursts(buckets: list[Bucket], burst_size: int) -> list[Bucket]:
+def plan_multi_step(buckets: list[Bucket], burst_size: int) -> list[Bucket]:
     """Returns the shapes of bursts, in ascending order: those of decode steps, none for a burst size of 1."""
     decode = [b for b in buckets if b.is_decode and not b.has_embeds and burst_size > 1]
     return [dataclasses.replace(bucket, num_steps=burst_size) for bucket in decode]

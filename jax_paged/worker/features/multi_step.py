@@ -42,7 +42,7 @@ def decode_steps(
         token of each sequence, and the state.
     """
     context, fields, k = step.context, step.fields, step.bucket.num_steps
-    num_seats = len(state.token_counts)
+    num_batch_slots = len(state.token_counts)
     is_cross = jnp.array([group.is_cross for group in context.layout.groups])[:, None]
     size, no_slot = context.block_size, state.kv_cache[0].shape[0] * context.block_size
 
@@ -56,13 +56,13 @@ def decode_steps(
         blocks = jnp.take_along_axis(step.tables, (places // size)[:, :, None], axis=2)[:, :, 0]
         slots = jnp.where(is_live & ~is_cross, blocks * size + places % size, no_slot)
         moved = {
-            "seats": jnp.where(is_live, fields["seats"], num_seats),
+            "batch_slots": jnp.where(is_live, fields["batch_slots"], num_batch_slots),
             "positions": jnp.where(is_live, fields["positions"] + i, 0),
             "slot_mapping": slots,
             "state_slots": jnp.where(is_live, fields["state_slots"], context.num_state_slots),
             "context_lens": jnp.where(is_live, lens, 0),
             "sample_positions": fields["sample_positions"] + i,
-            "count_seats": jnp.where(is_live, fields["count_seats"], num_seats),
+            "count_slots": jnp.where(is_live, fields["count_slots"], num_batch_slots),
             "forced_tokens": lax.dynamic_slice_in_dim(fields["forced_tokens"], i, 1, axis=1),
         }
         if context.features.has_mrope:
@@ -95,17 +95,17 @@ def decode_steps(
 def fill(
     view: dict[str, np.ndarray],
     batch: InputBatch,
-    seats: np.ndarray,
+    batch_slots: np.ndarray,
     start: np.ndarray,
     max_draws: tuple[int, ...],
     block_size: int,
 ) -> None:
     """Fills max_draws and end_tokens; asserts that every sequence has the blocks for all its tokens."""
-    n = len(seats)
+    n = len(batch_slots)
     assert len(max_draws) == n, "every sequence of a multi-step draws"
     view["max_draws"][:n] = max_draws
-    view["end_tokens"][:n] = batch.end_tokens[seats]
-    places = start - batch.num_dropped[seats]
+    view["end_tokens"][:n] = batch.end_tokens[batch_slots]
+    places = start - batch.num_dropped[batch_slots]
     last = (places + np.array(max_draws, np.int32) - 1) // block_size
     for tables, is_cross in zip(batch.block_tables, batch.is_cross, strict=True):
-        assert is_cross or tables[seats, last].min() > 0, "a decode step would write to the null block"
+        assert is_cross or tables[batch_slots, last].min() > 0, "a decode step would write to the null block"

@@ -48,9 +48,9 @@ def embed_edits(
 def step_embeds(batch: InputBatch, has_embeds: np.ndarray, output: SchedulerOutput, size: int) -> np.ndarray:
     """Returns the vectors of a step, float32 [T, size]; sets has_embeds for the token rows with one."""
     embeds, first = np.zeros((len(has_embeds), size), np.float32), 0
-    seats = batch.seats_of(row.seq_id for row in output.scheduled).tolist()
-    for row, seat in zip(output.scheduled, seats, strict=True):
-        for position, vectors in batch.embeds.get(seat, {}).items():
+    batch_slots = batch.slots_of(row.seq_id for row in output.scheduled).tolist()
+    for row, batch_slot in zip(output.scheduled, batch_slots, strict=True):
+        for position, vectors in batch.embeds.get(batch_slot, {}).items():
             start = max(row.start, position)
             stop = min(row.start + row.num_tokens, position + len(vectors))
             if start < stop:

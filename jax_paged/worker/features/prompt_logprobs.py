@@ -88,9 +88,9 @@ def row_targets(output: SchedulerOutput, batch: InputBatch) -> dict[int, tuple[l
         targets = {s.row: (rows[s.row].token_ids[1:], 0) for s in output.samples if s.num_logits > 1}
     if not batch.prompts:
         return targets
-    for i, seat in enumerate(batch.seats_of([row.seq_id for row in rows]).tolist()):
-        if seat in batch.prompts:
-            prompt, num_top = batch.prompts[seat]
+    for i, batch_slot in enumerate(batch.slots_of([row.seq_id for row in rows]).tolist()):
+        if batch_slot in batch.prompts:
+            prompt, num_top = batch.prompts[batch_slot]
             if tokens := targets_of(rows[i], prompt):
                 targets[i] = tokens, num_top
     return targets

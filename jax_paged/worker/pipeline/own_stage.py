@@ -4,10 +4,10 @@
     process 1                                     `--> layers --> hidden states
     process 2                                                     `--> layers, norm, logits, sampler
       ^                                                                             |
-      `------------ results, and the tokens that were drawn last, of all seats -----'
+      `------------ results, and the tokens that were drawn last, of all batch slots -----'
 
 All processes call the same programs in the same order, each with its own part of the pool and its own arrays
-by seat. The first one waits for a step of an engine before it begins the engine's next, which reads the
+by batch slot. The first one waits for a step of an engine before it begins the engine's next, which reads the
 tokens of the one before: the stages work on steps of other engines meanwhile.
 """
 

@@ -4,11 +4,11 @@
     stage 1                                     `--> layers --> hidden states
     stage 2                                                     `--> layers, norm, logits, sampler --> results
       ^                                                                             |
-      `----------------- the tokens that were drawn last, of all seats -------------'
+      `----------------- the tokens that were drawn last, of all batch slots -------------'
 
-Every stage has its layers' part of the pool, the block tables of all seats, and reads the step's buffer from
-the host; hidden states go from device to device. A step is dispatched to all stages at once: each begins as
-soon as it has what the one before makes, and works on the step of another engine until then.
+Every stage has its layers' part of the pool, the block tables of all batch slots, and reads the step's buffer
+from the host; hidden states go from device to device. A step is dispatched to all stages at once: each begins
+as soon as it has what the one before makes, and works on the step of another engine until then.
 """
 
 import dataclasses

@@ -17,8 +17,8 @@ WORKER = [
     ),
     Mutation(
         "worker/batch_builder.py",
-        'view["context_lens"][g, :n] = stop - batch.num_dropped[seats]\n',
-        'view["context_lens"][g, :n] = stop - batch.num_dropped[seats] - 1\n',
+        'view["context_lens"][g, :n] = stop - batch.num_dropped[batch_slots]\n',
+        'view["context_lens"][g, :n] = stop - batch.num_dropped[batch_slots] - 1\n',
         "own tokens not attended to",
     ),
     Mutation(
@@ -29,25 +29,25 @@ WORKER = [
     ),
     Mutation(
         "worker/input_batch.py",
-        "self.block_tables[g, seat, index] = block\n",
+        "self.block_tables[g, batch_slot, index] = block\n",
         "pass\n",
         "a replaced block is not taken in",
     ),
     Mutation(
         "worker/input_batch.py",
-        "self._write(g, seat, int(self.num_table_blocks[g, seat]), blocks)",
-        "self._write(g, seat, 0, blocks)",
+        "self._write(g, batch_slot, int(self.num_table_blocks[g, batch_slot]), blocks)",
+        "self._write(g, batch_slot, 0, blocks)",
         "new blocks stand at the wrong place",
     ),
     Mutation(
         "worker/features/multi_step.py",
-        'view["end_tokens"][:n] = batch.end_tokens[seats]',
+        'view["end_tokens"][:n] = batch.end_tokens[batch_slots]',
         'view["end_tokens"][:n] = -1',
         "a burst goes on after an end token",
     ),
     Mutation(
         "worker/input_batch.py",
-        "            self._changed_places.append(self._place(g, seat, index))\n",
+        "            self._changed_places.append(self._place(g, batch_slot, index))\n",
         "",
         "the device is not told of a replaced block",
     ),
@@ -65,7 +65,7 @@ WORKER = [
     ),
     Mutation(
         "worker/batch_builder.py",
-        '        view["seats"][n:] = self._input_batch.num_seats\n',
+        '        view["batch_slots"][n:] = self._input_batch.num_batch_slots\n',
         "",
         "rows that are not used read the table of seat 0",
     ),

@@ -188,17 +188,17 @@ class ImageEncoder:
         output: SchedulerOutput,
         batch: InputBatch,
     ) -> dict[int, str]:
-        """Gives the seats of a step the vectors of all tokens that it computes.
+        """Gives the batch slots of a step the vectors of all tokens that it computes.
 
         Args:
             run: Runs a program.
             weights: Of the model.
             output: The step.
-            batch: The seats; updated.
+            batch: The batch slots; updated.
 
         Returns:
-            Error messages by the seats of sequences that an image could not be encoded for: they have to end.
-            What the step computes for them means nothing.
+            Error messages by the batch slots of sequences that an image could not be encoded for: they have
+            to end. What the step computes for them means nothing.
         """
         needed = batch.missing_stand_ins(output)
         if not needed:
@@ -213,11 +213,11 @@ class ImageEncoder:
                 failed[digest] = f"an image could not be encoded: {_shown(result)}"
             else:
                 found[digest] = result
-        for seat, stand_in in needed:
+        for batch_slot, stand_in in needed:
             if stand_in.digest in failed:
-                errors[seat] = failed[stand_in.digest]
+                errors[batch_slot] = failed[stand_in.digest]
             else:
-                batch.embeds.setdefault(seat, {})[stand_in.start] = found[stand_in.digest]
+                batch.embeds.setdefault(batch_slot, {})[stand_in.start] = found[stand_in.digest]
         self._keep(found)
         return errors
 

@@ -36,7 +36,7 @@ def mrope_positions(stand_ins: tuple[StandIn, ...]) -> tuple[Int[np.ndarray, "3 
 def fill_mrope(
     filled: Int[np.ndarray, "3 t"],
     batch: InputBatch,
-    token_seats: Int[np.ndarray, " t"],
+    token_batch_slots: Int[np.ndarray, " t"],
     positions: Int[np.ndarray, " t"],
 ) -> None:
     """Fills the rotary positions of token rows.
@@ -44,11 +44,11 @@ def fill_mrope(
     Args:
         filled: The field mrope_positions.
         batch: The batch slots.
-        token_seats: The batch slot of each token row.
+        token_batch_slots: The batch slot of each token row.
         positions: The position of each token in its sequence.
     """
-    filled[:] = positions + batch.mrope_offsets[token_seats]
-    is_known = positions < batch.mrope_stops[token_seats]  # none in steps that decode
-    for seat in np.unique(token_seats[is_known]).tolist():
-        rows = np.flatnonzero(is_known & (token_seats == seat))
-        filled[:, rows] = batch.mrope[seat][:, positions[rows]]
+    filled[:] = positions + batch.mrope_offsets[token_batch_slots]
+    is_known = positions < batch.mrope_stops[token_batch_slots]  # none in steps that decode
+    for batch_slot in np.unique(token_batch_slots[is_known]).tolist():
+        rows = np.flatnonzero(is_known & (token_batch_slots == batch_slot))
+        filled[:, rows] = batch.mrope[batch_slot][:, positions[rows]]

@@ -120,9 +120,9 @@ def plan_pooling(output: SchedulerOutput, batch: InputBatch, context: TraceConte
     weights, first = packed[1].view(np.float32), 0
     places: dict[int, int] = {}
     whole: dict[int, tuple[int, int]] = {}
-    seats = batch.seats_of([row.seq_id for row in output.scheduled]).tolist()
-    for i, (row, seat) in enumerate(zip(output.scheduled, seats, strict=True)):
-        kind, prompt_len = batch.pooling.get(seat, (None, 0))
+    batch_slots = batch.slots_of([row.seq_id for row in output.scheduled]).tolist()
+    for i, (row, batch_slot) in enumerate(zip(output.scheduled, batch_slots, strict=True)):
+        kind, prompt_len = batch.pooling.get(batch_slot, (None, 0))
         end = first + row.num_tokens
         rows = slice(first, end)
         first = end

@@ -36,7 +36,7 @@ class DraftModel:
     layout: KVCacheLayout
     paths: tuple[str, ...] = ()
 
-    def states(self, num_seats: int) -> list[tuple[tuple[int, ...], Any]]:
+    def states(self, num_batch_slots: int) -> list[tuple[tuple[int, ...], Any]]:
         return []
 
     def draft(

@@ -26,24 +26,25 @@ class TracedModels(NamedTuple):
         weights: Of all models; those of the one that drafts come last.
         target: The model that is drafted for.
         metadata: Of its pass; in steps that verify, the token rows are the rows of logits.
-        seats: int32 [B], of the rows; a row that is not used, or computes nothing, has one that is not there.
+        batch_slots: int32 [B], of the rows; a row that is not used, or computes nothing, has one that is not
+            there.
     """
 
     weights: list[Array]
     target: LanguageModel
     metadata: AttentionMetadata
-    seats: Int[Array, " b"]
+    batch_slots: Int[Array, " b"]
 
 
 class LastRows(NamedTuple):
     """Where sequences go on after a step.
 
     Args:
-        seats: int32 [n], each seat once at most; those that are not there are padding.
+        batch_slots: int32 [n], each batch slot once at most; those that are not there are padding.
         rows: int32 [n], the token row of the last token that a sequence has computed, and that counts.
     """
 
-    seats: Int[Array, " n"]
+    batch_slots: Int[Array, " n"]
     rows: Int[Array, " n"]
 
 
@@ -60,8 +61,8 @@ class Drafter(Protocol):
         """The modules of the model whose outputs it reads."""
         ...
 
-    def states(self, num_seats: int) -> list[tuple[tuple[int, ...], Any]]:
-        """Returns shapes and types of what it keeps by seat; they begin as zeros."""
+    def states(self, num_batch_slots: int) -> list[tuple[tuple[int, ...], Any]]:
+        """Returns shapes and types of what it keeps by batch slot; they begin as zeros."""
         ...
 
     def draft(
@@ -79,7 +80,7 @@ class Drafter(Protocol):
             traced: The step.
             tokens: Of all token rows; those behind the first of a row are replaced.
             kv_cache: The pool.
-            states: What it keeps by seat.
+            states: What it keeps by batch slot.
             batch: Of the rows of logits; a padding row has no effects.
             options: Of the sampler.
 
@@ -106,7 +107,7 @@ class Drafter(Protocol):
             tokens: Of all token rows.
             outputs: Of the modules at `paths`.
             kv_cache: The pool.
-            states: What it keeps by seat.
+            states: What it keeps by batch slot.
             last: Where sequences go on.
             has_drafted: Whether it drafted in this step.
 
@@ -139,9 +140,9 @@ def observe(
 ) -> StepState[Array]:
     """Lets the drafter read what the model has computed; returns the state."""
     has_drafted, fields = step.bucket.num_drafts > 0, step.fields
-    last = LastRows(fields["seats"], fields["query_start_loc"][1:] - 1)
+    last = LastRows(fields["batch_slots"], fields["query_start_loc"][1:] - 1)
     if has_drafted:
-        last = LastRows(rows.sample_seats, fields["logits_rows"])
+        last = LastRows(rows.sample_slots, fields["logits_rows"])
     kv_cache, draft_states = drafter.follow(
         _traced_models(step, model, metadata),
         tokens,
@@ -157,7 +158,7 @@ def observe(
 def _traced_models(step: TracedStep, model: LanguageModel, metadata: AttentionMetadata) -> TracedModels:
     # The drafter reads a text, whose positions are those of its tokens.
     metadata = dataclasses.replace(metadata, mrope_positions=None)
-    return TracedModels(step.weights, model, metadata, step.fields["seats"])
+    return TracedModels(step.weights, model, metadata, step.fields["batch_slots"])
 
 
 class OnePass[T](Protocol):

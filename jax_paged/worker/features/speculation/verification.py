@@ -14,7 +14,7 @@ def drafts_before(step: TracedStep, tokens: Int[Array, " t"], vocab_size: int) -
 
 
 def accept(
-    step: TracedStep, tokens: Int[Array, " t"], drawn: Int[Array, " l"], count_seats: Int[Array, " l"]
+    step: TracedStep, tokens: Int[Array, " t"], drawn: Int[Array, " l"], count_slots: Int[Array, " l"]
 ) -> DrawnTokens:
     """Returns the batch slots that take and count drawn tokens: those of the logits rows that count.
 
@@ -22,7 +22,7 @@ def accept(
     neighbours, so the row before that of a draft has drawn the token that the draft is compared with. A
     sequence goes on from the last of its rows that count.
     """
-    fields, num_seats = step.fields, step.context.max_num_seqs
+    fields, num_batch_slots = step.fields, step.context.max_num_seqs
     behind = fields["num_drafts"]
     drafts = tokens[fields["logits_rows"]]
     is_wrong = (behind > 0) & (jnp.roll(drawn, 1) != drafts)
@@ -31,6 +31,6 @@ def accept(
     counts = num_wrong == num_wrong[first]
     has_successor = jnp.concatenate([((behind > 0) & counts)[1:], jnp.zeros(1, bool)])
     return DrawnTokens(
-        sample_seats=jnp.where(counts & ~has_successor, fields["sample_seats"], num_seats),
-        count_seats=jnp.where(counts, count_seats, num_seats),
+        sample_slots=jnp.where(counts & ~has_successor, fields["sample_slots"], num_batch_slots),
+        count_slots=jnp.where(counts, count_slots, num_batch_slots),
     )

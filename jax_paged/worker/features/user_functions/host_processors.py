@@ -62,7 +62,7 @@ class RedrawProgram(Program):
         def draw(
             logits: Array, processed: Array, sampling: Array, position: Array, *rows: Array
         ) -> tuple[Array, Array]:
-            fields = {"sampling": sampling, "sample_positions": position, "count_seats": position * 0}
+            fields = {"sampling": sampling, "sample_positions": position, "count_slots": position * 0}
             batch = sampling_batch(fields, jnp.zeros_like(logits, jnp.int32), *rows)
             return packed_results(context.sampling.sample(logits, batch, processed=processed))
 
@@ -92,7 +92,7 @@ def redraw(
         compiled: Gets the programs when they are needed first.
         weights: Of the model.
         hidden: The hidden states of the step, which is a mixed one.
-        batch: The seats.
+        batch: The batch slots.
         fields: Of the step's buffer.
         inputs: Of the step.
 
@@ -103,13 +103,13 @@ def redraw(
     row_logits, drawing = RowLogitsProgram(hidden.shape[1]), RedrawProgram()
     for program in (row_logits, drawing):
         compiled.add(program)
-    for j, seat in enumerate(fields["sample_seats"].tolist()):
-        functions = batch.functions.get(seat)
+    for j, batch_slot in enumerate(fields["sample_slots"].tolist()):
+        functions = batch.functions.get(batch_slot)
         if functions is None:
             continue
         row, position = fields["logits_rows"][j : j + 1], fields["sample_positions"][j : j + 1]
         logits = run(row_logits, weights, hidden, row)
-        prompt, output = batch.known_tokens[seat].before(int(position[0]))
+        prompt, output = batch.known_tokens[batch_slot].before(int(position[0]))
         changed = _applied(functions, prompt, output, np.asarray(logits)[0].copy())
         sampling = inputs.bias_ids, inputs.bias_values, inputs.token_mask
         rows = [np.asarray(x)[j : j + 1] for x in sampling]

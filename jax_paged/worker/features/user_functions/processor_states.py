@@ -1,4 +1,4 @@
-"""The states of logits processors while their sequences have no seat."""
+"""The states of logits processors while their sequences have no batch slot."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from jax_paged.worker.input_batch import InputBatch, SlotChanges
 
 
 class KeptStates:
-    """Keeps states of preempted sequences in host memory, by the ids that they had in their seats."""
+    """Keeps states of preempted sequences in host memory, by the ids that they had in their batch slots."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, list[np.ndarray]] = {}
@@ -43,7 +43,7 @@ class KeptStates:
             self._by_id.pop(seq_id, None)
         left = [x for x in changes.released_processors if x[0] not in output.ended_seq_ids]
         if states and left:
-            rows = [np.asarray(leaf)[[seat for _, seat in left]] for leaf in states]
+            rows = [np.asarray(leaf)[[batch_slot for _, batch_slot in left]] for leaf in states]
             self._by_id |= {seq_id: [leaf[i] for leaf in rows] for i, (seq_id, _) in enumerate(left)}
         return self._bring_back(output, batch, states, place)
 
@@ -66,25 +66,25 @@ class KeptStates:
         if not back:
             return states
         host = [np.array(leaf) for leaf in states]
-        seats = batch.seats_of([new.seq_id for new in back]).tolist()
-        for new, seat in zip(back, seats, strict=True):
+        batch_slots = batch.slots_of([new.seq_id for new in back]).tolist()
+        for new, batch_slot in zip(back, batch_slots, strict=True):
             for leaf, row in zip(host, self._by_id.pop(new.former_id), strict=True):
-                leaf[seat] = row
+                leaf[batch_slot] = row
         return list(place(*host))
 
 
-def fill_processor_args(filled: np.ndarray, batch: InputBatch, seats: np.ndarray) -> None:
+def fill_processor_args(filled: np.ndarray, batch: InputBatch, batch_slots: np.ndarray) -> None:
     """Fills the field processor_args for drawn rows; the processors of new sequences begin.
 
     Args:
         filled: int32 [L, P], bits of float32.
-        batch: The batch slots; those of `seats` are not new any more.
-        seats: The batch slot of each drawn row.
+        batch: The batch slots; those of `batch slots` are not new any more.
+        batch_slots: The batch slot of each drawn row.
     """
-    args = batch.processor_args[seats]
-    if batch.new_seats:
-        is_new = np.array([seat in batch.new_seats for seat in seats.tolist()], bool)
+    args = batch.processor_args[batch_slots]
+    if batch.new_slots:
+        is_new = np.array([batch_slot in batch.new_slots for batch_slot in batch_slots.tolist()], bool)
         modes = np.cumsum([0, *(1 + n for n in batch.processors.values())])[:-1]
         args[np.ix_(is_new, modes)] *= BEGINS
-        batch.new_seats.difference_update(seats.tolist())
-    filled[: len(seats)] = args.view(np.int32)
+        batch.new_slots.difference_update(batch_slots.tolist())
+    filled[: len(batch_slots)] = args.view(np.int32)
