@@ -16,21 +16,28 @@ logits rows (B of them, but T in steps with drafts), G cache groups, C changes o
     of states:           state_slots [3, B]
     of M-RoPE:           mrope_positions [3, T]
 
-The block tables themselves lie on the device, by batch slot (block_tables.py); a row that is not used has a
-batch slot that does not exist. A token that the host does not know yet is NO_TOKEN, always the last of its
-row. logits_rows holds the token row after which each row of logits stands, sample_positions the position of
-the token that is drawn from it, and sample_slots the batch slot that gets it. count_slots holds the batch
-slot whose token counts its penalties read; a row of logits without penalties has a batch slot that does not
-exist. The columns of `sampling` are FLOATS, then INTS. forced_tokens holds what is chosen whatever is drawn,
-in each of a burst's K steps (K is 1 elsewhere), -1 for what is drawn. hook_args holds, for each row and each
-hook, whether it is on, and its arguments: A columns in all; processor_args the same for each row of logits
-and each logits processor, where 2 stands for one that begins. A row of a burst draws at most max_draws
-tokens, and none after one of its E = MAX_END_TOKENS end tokens, which are padded with -1. num_drafts says of
-each row of logits behind how many drafts it stands: the token rows up to its own, and their rows of logits,
-are those in front of it. adapter_slots holds the slot of each row's adapter, 0 for none, and has_embeds which
-token rows have a vector of their own; only steps that need these fields have them. state_slots is that of
-AttentionMetadata, and empty if no layer keeps a state; so is mrope_positions, which only models have whose
-image tokens stand in rows and columns.
+The block tables stay on the device, by batch slot (block_tables.py). An unused row has a batch slot that does
+not exist.
+
+    tokens            NO_TOKEN for a token that the host does not know yet, always the last one of its row
+    logits_rows       the token row after which a logits row stands
+    sample_positions  the position of the token that is drawn from it
+    sample_slots      the batch slot that gets this token
+    count_slots       the batch slot whose token counts its penalties read; without penalties, a slot that does
+                      not exist
+    sampling          the columns FLOATS, then INTS
+    forced_tokens     tokens that replace the drawn ones in each of the K decode steps, -1 for none; K is 1
+                      without multi-step decoding
+    hook_args         for each hook, whether it is on, and its arguments: A columns in all
+    processor_args    the same for each logits processor; 2 in place of 1 if its state begins
+    max_draws         the maximum number of tokens that a sequence draws in multi-step decoding
+    end_tokens        E = MAX_END_TOKENS tokens after which it draws no more, padded with -1
+    num_drafts        the number of drafts that precede a logits row: the token rows up to its own, and their
+                      logits rows
+    adapter_slots     the slot of a sequence's adapter, 0 for none
+    has_embeds        whether a token row has a vector in place of its token
+    state_slots       that of AttentionMetadata; empty if no layer has a recurrent state
+    mrope_positions   only for models whose image tokens have positions in rows and columns
 """
 
 import dataclasses

@@ -94,7 +94,7 @@ class PendingStep:
         )
 
     def _read_multi_step(self, results: np.ndarray) -> ModelRunnerOutput:
-        """Returns the result of a burst, whose row i is that of sample i.
+        """Returns the result of multi-step decoding, whose row i is that of sample i.
 
         Args:
             results: int32 [K, 5, num_samples].

@@ -13,12 +13,12 @@ from jax_paged.worker.pipeline.own_stage import lower_part
 from jax_paged.worker.traced_step import StepProgram
 
 
-def step_bytes(context: TraceContext, burst_size: int, verifying: list[Bucket]) -> int:
+def step_bytes(context: TraceContext, num_steps: int, verifying: list[Bucket]) -> int:
     """Returns the memory that an engine needs beside weights and pool; the largest step tells.
 
     Args:
         context: With a small pool: its size does not matter.
-        burst_size: Decode steps of a burst, whose results lie beside those of a step; 1 for no bursts.
+        num_steps: Decode steps of multi-step decoding, whose results take memory beside a step's; 1 without.
         verifying: Shapes of steps with drafts.
     """
     buckets = plan_buckets(context.max_num_seqs, context.max_num_batched_tokens)
@@ -38,8 +38,8 @@ def step_bytes(context: TraceContext, burst_size: int, verifying: list[Bucket]) 
     programs: list[Program] = [StepProgram(bucket) for bucket in largest.values()]
     programs += image_programs(context)[-1:]
     step = max(_program_bytes(program, context) for program in programs)
-    burst_rows = burst_size * context.max_num_seqs if burst_size > 1 else 0
-    return step + sampling_inputs + state + 4 * burst_rows * (6 + 2 * context.sampling.max_logprobs)
+    num_drawn = num_steps * context.max_num_seqs if num_steps > 1 else 0
+    return step + sampling_inputs + state + 4 * num_drawn * (6 + 2 * context.sampling.max_logprobs)
 
 
 def _program_bytes(program: Program, context: TraceContext) -> int:
