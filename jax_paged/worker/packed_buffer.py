@@ -23,7 +23,7 @@ not exist.
     logits_rows       the token row after which a logits row stands
     sample_positions  the position of the token that is drawn from it
     sample_slots      the batch slot that gets this token
-    count_slots       the batch slot whose token counts its penalties read; without penalties, a slot that does
+    count_slots       the batch slot whose token counts its penalties read; without penalties, one that does
                       not exist
     sampling          the columns FLOATS, then INTS
     forced_tokens     tokens that replace the drawn ones in each of the K decode steps, -1 for none; K is 1
