@@ -77,7 +77,7 @@ def engine(llm: LLM) -> LLMEngine:
 
 
 def encoder_of(engine: LLMEngine) -> ImageEncoder:
-    return engine.executor.runner.image_encoder  # pyright: ignore[reportAttributeAccessIssue]
+    return engine.executor.runner.features.image_encoder  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def prompt(text: str, *pictures: Any) -> dict[str, Any]:
