@@ -181,7 +181,7 @@ def test_an_llm_that_can_not_be_made(checkpoint, leftovers, monkeypatch, at):
     elif at == "programs":
         monkeypatch.setattr(model_runner.ServedModel, "compiled", fail_when_compiled)
     else:
-        monkeypatch.setattr("jax_paged.engine.request_engine.with_end_token", fail_when_compiled)
+        monkeypatch.setattr("jax_paged.engine.composition.with_end_token", fail_when_compiled)
     with pytest.raises((ValueError, RuntimeError)) as kept:
         LLM(str(checkpoint), **settings)
     leftovers.check()

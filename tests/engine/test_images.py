@@ -287,7 +287,7 @@ def test_an_image_that_can_not_be_encoded_ends_its_own_request(
         set_prefix_caching(engine, True)
         with monkeypatch.context() as patch:
             patch.setattr(runner, "_run", fail)
-            patch.setattr(engine._loop, "max_in_flight", 1 + is_async)
+            patch.setattr(engine._core, "max_in_flight", 1 + is_async)
             failed, *others = run(engine, prompts, SHORT)
         (completion,) = failed.outputs
         assert (completion.finish_reason, list(completion.token_ids)) == ("abort", [])
@@ -364,7 +364,7 @@ def test_the_check_of_batch_invariance_has_no_images(
         monkeypatch.setattr(invariance.random, "Random", Placeholders)
     problems = ""
     try:
-        invariance.check_invariance(engine)
+        invariance.check_invariance(engine._core, engine.input_processor)
     except ValueError as error:
         problems = str(error)
     assert not problems or "batch_invariant is True" in problems  # the engine was not made for it

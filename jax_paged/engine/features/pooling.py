@@ -58,17 +58,6 @@ def resolved(params: PoolingParams, task: PoolingTask | None, config: EngineConf
     return params
 
 
-def with_default_prompt(prompt: Any, spec: PoolingSpec | None) -> Any:
-    """Returns a prompt of a pooling request with the model's default prompt in front of its text."""
-    if spec is None or not spec.text.prompt:
-        return prompt
-    if isinstance(prompt, str) and prompt:
-        return spec.text.prompt + prompt
-    if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None and prompt.get("prompt"):
-        return {**prompt, "prompt": spec.text.prompt + str(prompt["prompt"])}
-    return prompt
-
-
 def has_text_limit(config: EngineConfig) -> bool:
     """Returns whether the checkpoint names a number of tokens that longer texts are truncated to.
 
@@ -81,6 +70,90 @@ def has_text_limit(config: EngineConfig) -> bool:
 def is_truncated(params: PoolingParams, config: EngineConfig) -> bool:
     """Returns whether the text of a pooling request is truncated if it is too long."""
     return params.truncate_prompt_tokens is not None or has_text_limit(config)
+
+
+class PoolingRequests:
+    """Checks the pooling requests of an engine.
+
+    Args:
+        config: Settings of the engine; say what the model pools, if anything.
+        tokenizer: The engine's; None if prompts come as token ids only.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+
+    def is_truncated(self, params: PoolingParams) -> bool:
+        """Returns whether the text of a request is truncated if it is too long."""
+        return is_truncated(params, self._config)
+
+    def with_default_prompt(self, prompt: Any) -> Any:
+        """Returns a prompt with the model's default prompt in front of its text."""
+        spec = self._config.pooling
+        if spec is None or not spec.text.prompt:
+            return prompt
+        if isinstance(prompt, str) and prompt:
+            return spec.text.prompt + prompt
+        if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None and prompt.get("prompt"):
+            return {**prompt, "prompt": spec.text.prompt + str(prompt["prompt"])}
+        return prompt
+
+    def sampling_params(self, params: PoolingParams) -> SamplingParams:
+        """Returns the parameters that the engine runs a request with: its prompt, and a token.
+
+        Raises:
+            ValueError: If the model can't do it, or cached prefixes can't be read.
+        """
+        params, spec = self.resolved(params)
+        kind = "ALL" if params.task == "token_embed" else spec.type
+        skips = params.skip_reading_prefix_cache
+        allowed = "None or True, unless the last token is pooled: cached tokens have no hidden states"
+        check(skips is not False or kind == "LAST", "skip_reading_prefix_cache", skips, allowed)
+        return SamplingParams(
+            temperature=0,
+            max_tokens=1,
+            ignore_eos=True,
+            detokenize=False,
+            truncate_prompt_tokens=params.truncate_prompt_tokens,
+            skip_reading_prefix_cache=kind != "LAST" if skips is None else skips,
+            pooling=kind,
+            second_text=params.second_text,
+        )
+
+    def resolved(self, params: PoolingParams) -> tuple[PoolingParams, PoolingSpec]:
+        """Returns a checked copy of parameters with their task, and what the model pools.
+
+        Raises:
+            ValueError: As the function `resolved`.
+        """
+        params, spec = resolved(params, None, self._config), self._config.pooling
+        assert spec is not None, "it can pool"
+        return params, spec
+
+    def data_of(self, output: RequestOutput, params: PoolingParams, spec: PoolingSpec) -> np.ndarray:
+        """Returns what a request has pooled, as the function `data_of` does."""
+        return data_of(output, params, spec)
+
+    def truncate(self, token_ids: list[int], num_tokens: int | None) -> None:
+        """Truncates a prompt in place.
+
+        Args:
+            token_ids: The prompt.
+            num_tokens: truncate_prompt_tokens of the request.
+        """
+        spec, most = self._config.pooling, self._config.max_model_len
+        assert spec is not None, "it can pool"
+        frame = self._tokenizer.frame if self._tokenizer else ([], [])
+        if num_tokens in (None, -1) and has_text_limit(self._config):
+            limit = spec.text.max_seq_length or most
+            token_ids[:] = truncated(token_ids, limit, spec.text.truncation_side, frame)
+        elif num_tokens is not None:
+            num_tokens = most if num_tokens == -1 else num_tokens
+            if spec.is_encoder:
+                token_ids[:] = truncated(token_ids, num_tokens, "right", frame)
+            else:
+                del token_ids[:-num_tokens]
 
 
 def truncated(
@@ -103,32 +176,6 @@ def truncated(
     room = max(0, num_tokens - num_before - (len(token_ids) - end))
     kept = slice(num_before, num_before + room) if side == "right" else slice(end - room, end)
     return (token_ids[:num_before] + token_ids[kept] + token_ids[end:])[:num_tokens]
-
-
-def as_sampling(params: PoolingParams, spec: PoolingSpec) -> SamplingParams:
-    """Returns the parameters under which the engine runs a pooling request: its prompt, and a token.
-
-    Args:
-        params: As `resolved` returns them.
-        spec: Of the model.
-
-    Raises:
-        ValueError: If cached prefixes can't be read.
-    """
-    kind = "ALL" if params.task == "token_embed" else spec.type
-    skips = params.skip_reading_prefix_cache
-    allowed = "None or True, unless the last token is pooled: cached tokens have no hidden states"
-    check(skips is not False or kind == "LAST", "skip_reading_prefix_cache", skips, allowed)
-    return SamplingParams(
-        temperature=0,
-        max_tokens=1,
-        ignore_eos=True,
-        detokenize=False,
-        truncate_prompt_tokens=params.truncate_prompt_tokens,
-        skip_reading_prefix_cache=kind != "LAST" if skips is None else skips,
-        pooling=kind,
-        second_text=params.second_text,
-    )
 
 
 def data_of(output: RequestOutput, params: PoolingParams, spec: PoolingSpec) -> np.ndarray:

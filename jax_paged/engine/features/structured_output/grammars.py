@@ -285,9 +285,15 @@ class Grammars:
             warnings += _warnings_of(root)
         except ValueError as error:
             raise ValueError(f"structured_outputs.{params.kind} can't be used: {error}") from error
-        num_words = -(-self._ll_tokenizer.vocab_size // 32)
-        tokenizers = self._tokenizer, self._ll_tokenizer
-        grammar = Grammar(root, self._end_token_ids, num_words, params, *tokenizers, warnings)
+        grammar = Grammar(
+            root,
+            self._end_token_ids,
+            -(-self._ll_tokenizer.vocab_size // 32),
+            params,
+            self._tokenizer,
+            self._ll_tokenizer,
+            warnings,
+        )
         for warning in warnings:
             _LOGGER.warning("structured_outputs.%s: %s", params.kind, warning)
         with self._lock:
