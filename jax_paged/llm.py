@@ -94,12 +94,9 @@ class LLM(PoolingMethods):
         num_steps = 1 if is_single else NUM_SCHEDULER_STEPS
         engine_args = {"num_scheduler_steps": num_steps, **engine_args}
         args = EngineArgs(model=plain(model), tokenizer=plain(tokenizer), **engine_args)
-        custom_parts: dict[str, Any] = {"loaded": loaded, "attend": attend, "sampler": sampler}
-        custom_parts = {name: part for name, part in custom_parts.items() if part is not None}
-        if hooks:
-            custom_parts["hooks"] = hooks
-        if logits_processors:
-            custom_parts["logits_processors"] = logits_processors
+        parts: dict[str, Any] = {"loaded": loaded, "attend": attend, "sampler": sampler}
+        parts |= {"hooks": hooks or None, "logits_processors": logits_processors or None}
+        custom_parts = {name: part for name, part in parts.items() if part is not None}
         if custom_parts:
             own = "`loaded`, `hooks`, `attend`, `sampler` and `logits_processors`"
             check(executor is None, "executor", executor, f"None beside {own}")
@@ -203,11 +200,8 @@ class LLM(PoolingMethods):
         is_list = isinstance(priorities, list | tuple)
         check(is_list and len(priorities) == len(listed), "priority", priority, f"{len(listed)} integers")
         adapters = _one_each("lora_request", lora_request, len(listed))
-        rows = enumerate(zip(listed, params, priorities, adapters, strict=True))
-        requests = [
-            self._check(i, prompt, own_params, own_priority, adapter)
-            for i, (prompt, own_params, own_priority, adapter) in rows
-        ]
+        rows = range(len(listed))
+        requests = [self._check(i, listed[i], params[i], priorities[i], adapters[i]) for i in rows]
         return self._run(requests, use_tqdm)
 
     def chat(
@@ -306,15 +300,8 @@ class LLM(PoolingMethods):
             for beam in output.outputs:
                 tokens = [*request.prompt_token_ids, *beam.token_ids]
                 text = str(engine.tokenizer.hf.decode(tokens)) if engine.tokenizer else None
-                beams.append(
-                    BeamSearchSequence(
-                        tokens=tokens,
-                        cum_logprob=beam.cumulative_logprob,
-                        text=text,
-                        finish_reason=beam.finish_reason,
-                        stop_reason=beam.stop_reason,
-                    )
-                )
+                score, reason = beam.cumulative_logprob, beam.finish_reason
+                beams.append(BeamSearchSequence(tokens, score, text, reason, beam.stop_reason))
             outputs.append(BeamSearchOutput(beams))
         return outputs
 

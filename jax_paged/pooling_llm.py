@@ -123,9 +123,9 @@ class PoolingMethods(Serialized, abc.ABC):
                 )
                 for (a, x), (b, y) in zip(found[::2], found[1::2], strict=True)
             ]
-        params = pooling.resolved(params, "score", config)
-        tokenizer = self.llm_engine.tokenizer
-        prompts = [pooling.pair_prompt(pair, params, config, tokenizer) for pair in pairs]
+        requests = self.llm_engine.input_processor.pooling
+        params = requests.resolved(params, "score")
+        prompts = [requests.pair_prompt(pair, params) for pair in pairs]
         texts, each = [text for text, _ in prompts], [params for _, params in prompts]
         found = self._pool("score", texts, each, truncate_prompt_tokens, use_tqdm)
         return [_made(ScoringRequestOutput, o, ScoringOutput(float(data[0]))) for o, data in found]
@@ -138,22 +138,20 @@ class PoolingMethods(Serialized, abc.ABC):
         truncate_prompt_tokens: int | None,
         use_tqdm: UseTqdm,
     ) -> list[tuple[RequestOutput, np.ndarray]]:
-        listed, engine = as_prompts(prompts), self.llm_engine
+        listed, pooling_requests = as_prompts(prompts), self.llm_engine.input_processor.pooling
         default = PoolingParams() if pooling_params is None else pooling_params
         each = list(default) if isinstance(default, list | tuple) else [default] * len(listed)
         ok = len(each) == len(listed)
         check(ok, "the number of pooling_params", len(each), f"{len(listed)}, one per prompt")
-        params = [pooling.resolved(p, task, engine.config) for p in each]  # pyright: ignore[reportArgumentType]
+        params = [pooling_requests.resolved(p, task) for p in each]  # pyright: ignore[reportArgumentType]
         if truncate_prompt_tokens is not None:
             changes = {"truncate_prompt_tokens": truncate_prompt_tokens}
             params = [dataclasses.replace(p, **changes) for p in params]
-        spec = engine.config.pooling
         check(bool(listed), "prompts", prompts, "at least one prompt")
-        assert spec is not None, "checked with the parameters"
         pairs = enumerate(zip(listed, params, strict=True))
         requests = [self._check(i, prompt, request_params) for i, (prompt, request_params) in pairs]
         outputs = self._run(requests, use_tqdm)
-        return [(o, pooling.data_of(o, p, spec)) for o, p in zip(outputs, params, strict=True)]
+        return [(o, pooling_requests.data_of(o, p)) for o, p in zip(outputs, params, strict=True)]
 
     @abc.abstractmethod
     def _check(self, index: int, prompt: Prompt, params: Any) -> CheckedRequest:

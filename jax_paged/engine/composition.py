@@ -33,7 +33,7 @@ from jax_paged.engine.features.structured_output.grammars import Grammars
 from jax_paged.engine.features.structured_output.step_masks import forced_tokens, with_token_masks
 from jax_paged.engine.features.weights.sleeping import Sleeping
 from jax_paged.engine.features.weights.weight_updates import WeightUpdates
-from jax_paged.engine.input_processor import InputProcessor, RequestFeatures
+from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.engine.prompt_reader import PromptReader
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.models.checkpoint import resolve_model_dir
@@ -48,35 +48,25 @@ __all__ = ["EngineState", "begin_with_passing_backends", "check_invariance", "co
 CustomScheduler = type[Scheduler] | Callable[[SequenceGroup], Any]
 
 
-@dataclasses.dataclass(frozen=True)
 class EngineFeatures:
-    """What an engine does besides running requests; LLMEngine has methods for each."""
+    """What an engine does besides running requests; LLMEngine has methods for each of them.
 
-    pinned_prefixes: PinnedPrefixes
-    weight_updates: WeightUpdates
-    sleeping: Sleeping
-    scoring: Scoring
-    step_plans: StepPlans
-    request_edits: RequestEdits
-    kv_access: KVAccess
-    recordings: Recordings
-    snapshots: Snapshots
+    Args:
+        core: Runs the requests.
+        inputs: Checks the requests.
+        args: The arguments that the engine was made from.
+    """
 
-
-def make_features(core: EngineCore, inputs: InputProcessor, args: EngineArgs) -> EngineFeatures:
-    """Makes the features of an engine."""
-    prefixes = PinnedPrefixes(core, inputs)
-    return EngineFeatures(
-        pinned_prefixes=prefixes,
-        weight_updates=WeightUpdates(core, prefixes.forget_cached),
-        sleeping=Sleeping(core, prefixes.forget_cached),
-        scoring=Scoring(core, inputs),
-        step_plans=StepPlans(core),
-        request_edits=RequestEdits(core),
-        kv_access=KVAccess(core),
-        recordings=Recordings(core),
-        snapshots=Snapshots(core, inputs, args),
-    )
+    def __init__(self, core: EngineCore, inputs: InputProcessor, args: EngineArgs) -> None:
+        self.pinned_prefixes = PinnedPrefixes(core, inputs)
+        self.weight_updates = WeightUpdates(core, self.pinned_prefixes.forget_cached)
+        self.sleeping = Sleeping(core, self.pinned_prefixes.forget_cached)
+        self.scoring = Scoring(core, inputs)
+        self.step_plans = StepPlans(core)
+        self.request_edits = RequestEdits(core)
+        self.kv_access = KVAccess(core)
+        self.recordings = Recordings(core)
+        self.snapshots = Snapshots(core, inputs, args)
 
 
 def make_core(
@@ -88,11 +78,7 @@ def make_core(
     """Makes the core of an engine, which runs requests."""
     config = with_end_token(executor.config, tokenizer)
     make = functools.partial(make_scheduler, config, custom_scheduler)
-    features = StepFeatures(
-        with_adapters=with_adapters,
-        with_token_masks=with_token_masks,
-        forced_tokens=forced_tokens,
-    )
+    features = StepFeatures(with_adapters, with_token_masks, forced_tokens)
     return EngineCore(config, tokenizer, executor, make, features, seed=args.seed)
 
 
@@ -105,12 +91,14 @@ def make_input_processor(config: EngineConfig, tokenizer: Tokenizer | None) -> I
     if tokenizer is not None and config.pooling is not None and config.pooling.text.lower_case:
         tokenizer.lower_texts()
     images = ImageReader(config.images, tokenizer) if config.images else None
-    features = RequestFeatures(
+    return InputProcessor(
+        config,
+        tokenizer,
+        PromptReader(config, tokenizer, images),
         adapters=Adapters(config),
         grammars=tokenizer and Grammars(tokenizer, config.vocab_size, config.eos_token_ids),
         pooling=PoolingRequests(config, tokenizer),
     )
-    return InputProcessor(config, tokenizer, PromptReader(config, tokenizer, images), features)
 
 
 def make_scheduler(config: EngineConfig, custom: CustomScheduler | None = None) -> Scheduler:

@@ -172,7 +172,7 @@ class EngineCore:
         """
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         state = request_state(request_id, request, arrival_time, self.new_seed, self.tokenizer)
-        if request.given:
+        if request.prior_outputs:
             state.take_delta()  # the caller has these outputs
         with deferred_interrupt():
             try:

@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from jax_paged.arguments.plain_values import plain
 from jax_paged.arguments.suggestions import suggestion
@@ -12,7 +12,7 @@ from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.kv_cache.cache_group import blocks_of
 from jax_paged.core.sequence import PromptEmbeds, StandIn
 from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, one_salt, with_soft_prompt
-from jax_paged.engine.replicas.prior_outputs import GivenOutput
+from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.text.stop_strings import StopStrings
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_list
@@ -49,7 +49,7 @@ class CheckedRequest:
         adapter: The adapter of its lora_request; None if there is none.
         embeds: Vectors in place of the first tokens of the prompt, which are placeholders then.
         stand_ins: The images of the prompt, in order; their tokens are placeholders.
-        given: Outputs that another engine has begun, each with a token or more; empty for a new request.
+        prior_outputs: Outputs that another engine has begun, each with a token or more; empty if it is new.
     """
 
     prompt: str | None
@@ -65,7 +65,7 @@ class CheckedRequest:
     adapter: "Adapter | None" = None
     embeds: PromptEmbeds | None = None
     stand_ins: tuple[StandIn, ...] = ()
-    given: tuple[GivenOutput, ...] = ()
+    prior_outputs: tuple[PriorOutput, ...] = ()
 
     @property
     def adapter_key(self) -> str:
@@ -76,21 +76,6 @@ class CheckedRequest:
     def num_seqs(self) -> int:
         """Sequences that the request grows to at most."""
         return self.beam_params.beam_width if self.beam_params else self.params.best_of or self.params.n
-
-
-@dataclasses.dataclass(frozen=True)
-class RequestFeatures:
-    """The features that take part in checking requests; each is called only for requests that use it.
-
-    Args:
-        adapters: The LoRA adapters of the engine.
-        grammars: Compiles structured outputs; None without a tokenizer.
-        pooling: Checks pooling requests.
-    """
-
-    adapters: "Adapters"
-    grammars: "Grammars | None"
-    pooling: "PoolingRequests"
 
 
 # Text before a word that tokenizers keep apart from it.
@@ -104,7 +89,9 @@ class InputProcessor:
         config: Limits of the model and of the pool.
         tokenizer: None if prompts come as token ids only.
         prompts: Reads the prompts.
-        features: The features that take part.
+        adapters: The LoRA adapters of the engine.
+        grammars: Compiles structured outputs; None without a tokenizer.
+        pooling: Checks pooling requests.
 
     Raises:
         ValueError: If the model's defaults for sampling (its generation_config.json) can't be used.
@@ -115,14 +102,17 @@ class InputProcessor:
         config: EngineConfig,
         tokenizer: Tokenizer | None,
         prompts: PromptReader,
-        features: RequestFeatures,
+        *,
+        adapters: "Adapters",
+        grammars: "Grammars | None",
+        pooling: "PoolingRequests",
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._prompts = prompts
-        self.adapters = features.adapters
-        self.pooling = features.pooling
-        self._grammars = features.grammars
+        self.adapters = adapters
+        self.pooling = pooling
+        self._grammars = grammars
         try:
             self._default_params = SamplingParams(**config.sampling_defaults)
         except (TypeError, ValueError) as error:
@@ -165,14 +155,13 @@ class InputProcessor:
         assert checked_params is not None, "there was no problem"
         assert prompts is not None, "there was no problem"
         encoder, decoder = prompts
-        is_plain = (
-            (params is None or isinstance(params, SamplingParams)) and adapter is None and decoder.is_plain
-        )
+        is_plain = _is_sampling(params) and adapter is None and decoder.is_plain
         if not is_plain:
-            self._check_combination(checked_params, params, adapter, decoder)
-        self._truncate(encoder or decoder, checked_params)
-        if adapter is not None and adapter.prompt is not None:
-            decoder = with_soft_prompt(decoder, adapter.prompt)
+            decoder = self._combined(checked_params, params, adapter, encoder, decoder)
+        num_tokens = checked_params.truncate_prompt_tokens
+        if num_tokens is not None and checked_params.pooling is None:
+            most = self._config.max_model_len - 1
+            del (encoder or decoder).token_ids[: -(most if num_tokens == -1 else num_tokens)]
         self._fit_max_tokens(len(decoder.token_ids), checked_params)
         request = CheckedRequest(
             prompt=decoder.text,
@@ -184,18 +173,33 @@ class InputProcessor:
             stop=StopStrings(checked_params.stop_strings) if checked_params.stop_strings else None,
         )
         if not is_plain or encoder is not None or checked_params.structured_outputs is not None:
-            request = dataclasses.replace(
-                request,
-                encoder_prompt=encoder.text if encoder else None,
-                encoder_token_ids=encoder.token_ids if encoder else [],
-                beam_params=_beam_params(params, checked_params),
-                grammar=self.grammar_of(checked_params),
-                adapter=adapter,
-                embeds=decoder.embeds,
-                stand_ins=decoder.stand_ins,
-            )
+            request = self._with_features(request, params, adapter, encoder, decoder)
         self._check_length(request)
         return request
+
+    def _with_features(
+        self,
+        request: CheckedRequest,
+        params: RequestParams,
+        adapter: "Adapter | None",
+        encoder: TokenizedPrompt | None,
+        decoder: TokenizedPrompt,
+    ) -> CheckedRequest:
+        """Returns a request with everything that a request for plain text does not have."""
+        beams, max_tokens = None, request.params.max_tokens
+        if isinstance(params, BeamSearchParams):
+            assert max_tokens is not None, "it was filled in"
+            beams = dataclasses.replace(params, max_tokens=max_tokens)
+        return dataclasses.replace(
+            request,
+            encoder_prompt=encoder.text if encoder else None,
+            encoder_token_ids=encoder.token_ids if encoder else [],
+            beam_params=beams,
+            grammar=self.grammar_of(request.params),
+            adapter=adapter,
+            embeds=decoder.embeds,
+            stand_ins=decoder.stand_ins,
+        )
 
     def grammar_of(self, params: SamplingParams) -> "Grammar | None":
         """Returns the compiled structured_outputs of a request; None if there are none.
@@ -218,38 +222,35 @@ class InputProcessor:
     def _read(self, prompt: Prompt, params: RequestParams) -> tuple[TokenizedPrompt | None, TokenizedPrompt]:
         """Returns what an encoder reads, None without one, and the decoder's prompt."""
         if isinstance(params, PoolingParams):
-            prompt = self.pooling.with_default_prompt(prompt)
-            return self._prompts.read(prompt, is_truncated=self.pooling.is_truncated(params))
-        params = self._default_params if params is None else params
-        is_truncated = getattr(params, "truncate_prompt_tokens", None) is not None
+            prompt, is_truncated = self.pooling.prepared(prompt, params)
+        else:
+            params = self._default_params if params is None else params
+            is_truncated = getattr(params, "truncate_prompt_tokens", None) is not None
         return self._prompts.read(prompt, is_truncated=is_truncated)
-
-    def _truncate(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
-        num_tokens = params.truncate_prompt_tokens
-        if params.pooling is not None:
-            self.pooling.truncate(prompt.token_ids, num_tokens)
-        elif num_tokens is not None:
-            del prompt.token_ids[: -(self._config.max_model_len - 1 if num_tokens == -1 else num_tokens)]
 
     # The parameters.
 
     def _checked_params(self, params: RequestParams) -> SamplingParams:
         """Returns a checked copy of a request's parameters, as the sampling parameters that it runs with."""
+        if not (_is_sampling(params) and self._generates):
+            return self._special_params(params)
+        params = (self._default_params if params is None else params).clone()
+        params.validate()
+        self._resolve(params)
+        self._check_limits(params)
+        return params
+
+    def _special_params(self, params: RequestParams) -> SamplingParams:
+        """Returns the sampling parameters that a pooling request or a beam search runs with."""
         if isinstance(params, PoolingParams):
             return self.pooling.sampling_params(params)
         if not self._generates:
             shown, name = "None" if params is None else type(params).__name__, self._config.architecture
             raise ValueError(f"sampling_params is {shown}; allowed: PoolingParams, as {name} draws no tokens")
-        if isinstance(params, BeamSearchParams):
-            return self._params_of_beams(params)
-        params = self._default_params if params is None else params
-        ok = isinstance(params, SamplingParams)
+        ok = isinstance(params, BeamSearchParams)
         check(ok, "sampling_params", params, "SamplingParams or BeamSearchParams")
-        params = params.clone()
-        params.validate()
-        self._resolve(params)
-        self._check_limits(params)
-        return params
+        assert isinstance(params, BeamSearchParams), "just checked"
+        return self._params_of_beams(params)
 
     def _params_of_beams(self, beams: BeamSearchParams) -> SamplingParams:
         """Returns the sampling parameters under which a beam search runs."""
@@ -324,25 +325,29 @@ class InputProcessor:
 
     # Both together.
 
-    def _check_combination(
+    def _combined(
         self,
         params: SamplingParams,
         request_params: RequestParams,
         adapter: "Adapter | None",
-        prompt: TokenizedPrompt,
-    ) -> None:
-        """Checks what adapters and vectors in place of tokens have no meaning for."""
+        encoder: TokenizedPrompt | None,
+        decoder: TokenizedPrompt,
+    ) -> TokenizedPrompt:
+        """Checks what adapters and vectors in place of tokens exclude; returns the decoder's whole prompt."""
         if adapter is not None and params.pooling is not None:
             raise ValueError("lora_request is given; allowed for pooling: None")
-        if prompt.stand_ins:
+        if decoder.stand_ins:
             allowed = "None with images, whose tokens stay together"
             for name in ("truncate_prompt_tokens", "pooling"):
                 check(getattr(params, name) is None, name, getattr(params, name), allowed)
-        is_soft = adapter is not None and adapter.prompt is not None
-        if is_soft and prompt.embeds is not None:
+        if params.pooling is not None:
+            self.pooling.truncate((encoder or decoder).token_ids, params.truncate_prompt_tokens)
+        soft_prompt = None if adapter is None else adapter.prompt
+        is_soft = soft_prompt is not None
+        if is_soft and decoder.embeds is not None:
             raise ValueError("prompt_embeds is given beside a soft prompt; allowed: one of them")
-        if not is_soft and prompt.embeds is None:
-            return
+        if not is_soft and decoder.embeds is None:
+            return decoder
         problems, what = Problems(), "a soft prompt" if is_soft else "prompt_embeds"
         allowed = f"SamplingParams with {what}: hypotheses are returned with the tokens of their prompt"
         beams = request_params if isinstance(request_params, BeamSearchParams) else None
@@ -359,6 +364,7 @@ class InputProcessor:
             value, ok = getattr(params, name), getattr(params, name) in (neutral, [])
             problems.note(check, ok, name, value, f"{neutral} with {what}, whose tokens have no ids")
         problems.raise_if_any()
+        return decoder if soft_prompt is None else with_soft_prompt(decoder, soft_prompt)
 
     def _fit_max_tokens(self, num_tokens: int, params: SamplingParams) -> None:
         """Cuts max_tokens to what max_model_len has room for, and checks that there is room."""
@@ -394,12 +400,8 @@ class InputProcessor:
             )
 
 
-def _beam_params(params: RequestParams, checked_params: SamplingParams) -> BeamSearchParams | None:
-    """Returns the parameters of a beam search, as checked_params say how long it is; None for others."""
-    if not isinstance(params, BeamSearchParams):
-        return None
-    assert checked_params.max_tokens is not None, "it was filled in"
-    return dataclasses.replace(params, max_tokens=checked_params.max_tokens)
+def _is_sampling(params: RequestParams) -> TypeGuard[SamplingParams | None]:
+    return params is None or isinstance(params, SamplingParams)
 
 
 def _resolved_args(

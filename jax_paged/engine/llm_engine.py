@@ -95,7 +95,7 @@ class LLMEngine(Serialized):
             self._core = composition.make_core(args, self.tokenizer, executor, self._custom_scheduler)
             self.config = self._core.config
             self.input_processor = composition.make_input_processor(self.config, self.tokenizer)
-            self._features = composition.make_features(self._core, self.input_processor, args)
+            self._features = composition.EngineFeatures(self._core, self.input_processor, args)
             if self.config.batch_invariant:
                 composition.check_invariance(self._core, self.input_processor)
         except BaseException:

@@ -65,8 +65,8 @@ def request_state(
     settings = OutputSettings(tokenizer if params.detokenize else None, request.stop, request.grammar)
     state = RequestState(group, request.prompt, settings, request.encoder_prompt)
     state.adapter = request.adapter
-    if request.given:
-        state.continue_from(request.given)
+    if request.prior_outputs:
+        state.continue_from(request.prior_outputs)
     return state
 
 
@@ -91,12 +91,11 @@ def _sequences(request: CheckedRequest, params: SamplingParams) -> list[Sequence
     Prior outputs are computed again as those of a preempted request. Each draw depends on the seed and the
     position alone, and prior tokens count as output, so the sequences continue as they would have there.
     """
-    token_ids, stand_ins = request.prompt_token_ids, request.stand_ins
-    if not request.given:
-        return [Sequence(token_ids, seed=params.seed or 0, stand_ins=stand_ins)]
+    if not request.prior_outputs:
+        return [Sequence(request.prompt_token_ids, seed=params.seed or 0, stand_ins=request.stand_ins)]
     return [
         Sequence(
-            token_ids,
+            request.prompt_token_ids,
             index,
             params.seed_of(index),
             list(prior.token_ids),
@@ -104,13 +103,13 @@ def _sequences(request: CheckedRequest, params: SamplingParams) -> list[Sequence
             stop_reason=prior.stop_reason,
             # Log-probabilities are known only if they were requested; nothing reads these sums.
             cumulative_logprobs=[0.0] * len(prior.token_ids),
-            stand_ins=stand_ins,
+            stand_ins=request.stand_ins,
         )
-        for index, prior in enumerate(request.given)
+        for index, prior in enumerate(request.prior_outputs)
     ]
 
 
-def given_output(request: CheckedRequest, request_id: str, tokenizer: Tokenizer | None) -> RequestOutput:
+def prior_output(request: CheckedRequest, request_id: str, tokenizer: Tokenizer | None) -> RequestOutput:
     """Returns what there is of a request that another engine has begun, as an engine would have told it."""
     output = request_state(request_id, request, time.monotonic(), lambda: 0, tokenizer).take_delta()
     # The first part has told them, if they were asked for: they are in no later one.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from jax_paged.core.sequence import Sequence, SequenceGroup
-from jax_paged.engine.replicas.prior_outputs import GivenOutput
+from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.sample_output import (
     OutputSettings,
     SampleState,
@@ -63,7 +63,7 @@ class RequestState:
         self._captured: dict[int, list[tuple[str, int, np.ndarray]]] = {}
         self._pooled: np.ndarray | None = None
 
-    def continue_from(self, prior: tuple[GivenOutput, ...]) -> None:
+    def continue_from(self, prior: tuple[PriorOutput, ...]) -> None:
         """Adds the outputs that another engine has begun, one per sequence."""
         self._samples = [self._sample(seq) for seq in self.group.sequences]
         for sample, output in zip(self._samples, prior, strict=True):

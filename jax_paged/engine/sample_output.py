@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
-from jax_paged.engine.replicas.prior_outputs import GivenOutput
+from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.text.detokenizer import Detokenizer
 from jax_paged.engine.text.stop_strings import StopStrings
 from jax_paged.engine.text.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ class SampleState:
                 state._detokenizer.append(token_id)
         return state
 
-    def continue_from(self, prior: GivenOutput) -> None:
+    def continue_from(self, prior: PriorOutput) -> None:
         """Adds the output that another engine has begun; without its text if the output has ended."""
         if self._logprobs is not None:
             self._logprobs += prior.logprobs or ()

@@ -286,7 +286,7 @@ def test_the_process_that_tries_grammars_ends_with_its_engine(scripted, leftover
     schema = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]})
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
     engine.check_request("abc?", params)
-    trials = [x for x in gc.get_objects() if type(x).__name__ == "FormTrial" and x._process is not None]
+    trials = [x for x in gc.get_objects() if type(x).__name__ == "CompileSandbox" and x._process is not None]
     processes = [trial._process for trial in trials]
     leftovers.watch(engine, *trials)
     del engine, trials

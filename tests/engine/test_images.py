@@ -38,7 +38,7 @@ from jax_paged.engine.features.multimodal.image_reader import (
     is_data_url,
     num_jpeg_scans,
 )
-from jax_paged.engine.replicas.prior_outputs import GivenOutput
+from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.models.families.idefics3 import Idefics3Config
 from jax_paged.models.features.multimodal import ImageSpec
@@ -334,8 +334,8 @@ def test_a_model_may_draw_placeholders(engine: LLMEngine) -> None:
     assert [[list(x.token_ids) for x in output.outputs] for output in together] == tokens
     reschedule(engine)
     for each, output in zip(prompts, alone, strict=True):
-        begun = tuple(GivenOutput(x.token_ids[:9], x.logprobs[:9]) for x in output.outputs if x.logprobs)
-        checked = dataclasses.replace(engine.check_request(each, params), given=begun)
+        begun = tuple(PriorOutput(x.token_ids[:9], x.logprobs[:9]) for x in output.outputs if x.logprobs)
+        checked = dataclasses.replace(engine.check_request(each, params), prior_outputs=begun)
         engine.add_request("a", checked)
         last = drain(engine)["a"]
         assert [list(x.token_ids) for x in last.outputs] == [list(x.token_ids) for x in output.outputs]

@@ -139,13 +139,13 @@ class RequestMethods(abc.ABC):
             EngineDeadError: If the engine has failed or is closed.
         """
         pooling = self.engine.input_processor.pooling
-        params, spec = pooling.resolved(pooling_params)
+        params = pooling.resolved(pooling_params)
         stream = await self.submit(prompt, params, request_id, priority=priority, whole=True)
         try:
             async for output in stream:
                 yield PoolingRequestOutput(
                     request_id=request_id,
-                    outputs=PoolingOutput(pooling.data_of(output, params, spec)),
+                    outputs=PoolingOutput(pooling.data_of(output, params)),
                     prompt_token_ids=output.prompt_token_ids,
                     num_cached_tokens=output.num_cached_tokens,
                 )
