@@ -13,7 +13,7 @@ from jax_paged.core.sequence import RequestMetrics
 from jax_paged.engine.async_engine.request_stream import RequestStream
 from jax_paged.engine.errors import NOT_RUNNING, EngineAsleepError, EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
-from jax_paged.engine.new_request import given_output
+from jax_paged.engine.new_request import prior_output
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
@@ -189,8 +189,8 @@ class RequestRunner:
                     request_id, given, stream = f"{call.head['id']}-{i}", None, None
                     if call.journal is not None:
                         checked = call.journal.begun(i, call.num_outputs, checked)
-                    if checked.given:
-                        given = given_output(checked, request_id, self._engine.engine.tokenizer)
+                    if checked.prior_outputs:
+                        given = prior_output(checked, request_id, self._engine.engine.tokenizer)
                     if given is None or not given.finished:
                         stream = await self._engine.submit(checked, None, request_id, whole=whole)
                     facts = checked, call.num_outputs, waited_s, self._metrics, call.record

@@ -147,7 +147,7 @@ def test_bursts_and_two_steps_in_flight(checkpoint: Path, always: None, backend:
     ):
         run(engine, requests[:2])
         for depth in (1, 2):
-            engine._loop.max_in_flight = depth
+            engine._core.max_in_flight = depth
             assert check((engine, plain), requests + ending) > 1000
 
 

@@ -104,10 +104,10 @@ def in_turns(
     engine: LLMEngine, requests: list[Request], **settings: Any
 ) -> tuple[list[RequestOutput], list[RequestOutput]]:
     """Returns the outputs without drafts, one step at a time, and with them."""
-    depth, engine._loop.max_in_flight = engine._loop.max_in_flight, 1
+    depth, engine._core.max_in_flight = engine._core.max_in_flight, 1
     reschedule(reset(engine), speculation=None, burst_size=1)
     expected = run(engine, requests)
-    engine._loop.max_in_flight = depth
+    engine._core.max_in_flight = depth
     reschedule(engine, **settings)
     return expected, run(engine, requests)
 
@@ -132,7 +132,7 @@ def engine(request: Any, checkpoint: Path, other_draft: Path) -> Iterator[LLMEng
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_requests(engine: LLMEngine, depth: int) -> None:
-    engine._loop.max_in_flight = depth
+    engine._core.max_in_flight = depth
     assert_same(*in_turns(engine, random_requests(depth, 10)))
     drafts = engine.scheduler.drafts
     assert drafts.num_rows > 20
@@ -232,7 +232,7 @@ def test_three_hundred_random_requests(
     with speculating(checkpoint, draft, config, num_scheduler_steps=8) as engine:
         pools = itertools.cycle([{}, {"num_blocks": 60, "preemption_mode": "swap"}, {"num_blocks": 60}])
         for seed, pool in zip(range(25), pools, strict=False):
-            engine._loop.max_in_flight = 1 + seed % 2
+            engine._core.max_in_flight = 1 + seed % 2
             requests = random_requests(100 + seed, 12)
             if pool:
                 requests = [r for r in requests if r.beams is None]
@@ -248,7 +248,7 @@ def test_what_a_form_leaves_no_choice_about_is_drafted(checkpoint: Path, adaptiv
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=70, structured_outputs=form)
     requests = [Request([5, 6], params), Request([7, 8, 9], dataclasses.replace(params, n=3))]
     with speculating(checkpoint, checkpoint, config, async_scheduling=depth > 1) as engine:
-        assert engine._loop.max_in_flight == depth
+        assert engine._core.max_in_flight == depth
         lines: list[str] = []
         engine.record(lines.append)
         assert_same(*in_turns(engine, requests))
@@ -320,7 +320,7 @@ def test_drafts_by_hand_are_not_counted(engine: LLMEngine) -> None:
     add(engine, [Request([5, 6, 7], params)])
     while not engine.step()[0].outputs[0].token_ids:
         pass
-    engine._loop.settle()
+    engine._core.settle()
     seq = next(iter(engine.scheduler.queues.running.values())).sequences[0]
     right = list(expected.outputs[0].token_ids)[len(seq.output_token_ids) :][:9]
     before = engine.scheduler.drafts.num_drafts

@@ -9,7 +9,7 @@ import uuid
 from typing import Self
 
 from jax_paged.engine.input_processor import CheckedRequest
-from jax_paged.engine.replicas.prior_outputs import GivenOutput, joined
+from jax_paged.engine.replicas.prior_outputs import PriorOutput, joined
 from jax_paged.outputs import RequestOutput
 
 
@@ -44,7 +44,7 @@ class AnswerPart:
     """
 
     body: bytes
-    outputs: tuple[tuple[int, GivenOutput], ...] = ()
+    outputs: tuple[tuple[int, PriorOutput], ...] = ()
     is_last: bool = False
 
 
@@ -66,7 +66,7 @@ class Progress:
     created: int
     seed: int
     num_events: int = 0
-    outputs: dict[int, list[GivenOutput]] = dataclasses.field(default_factory=dict)
+    outputs: dict[int, list[PriorOutput]] = dataclasses.field(default_factory=dict)
     is_whole: bool = False
     asked: list[str] = dataclasses.field(default_factory=list)
 
@@ -92,7 +92,7 @@ class Journal:
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
-        self._new: list[tuple[int, GivenOutput]] = []
+        self._new: list[tuple[int, PriorOutput]] = []
         self._is_last = False
 
     @property
@@ -111,7 +111,7 @@ class Journal:
             if output.token_ids or output.finish_reason:
                 logprobs = None if output.logprobs is None else tuple(output.logprobs)
                 ending = output.finish_reason, output.stop_reason
-                new = GivenOutput(tuple(output.token_ids), logprobs, *ending)
+                new = PriorOutput(tuple(output.token_ids), logprobs, *ending)
                 self._new.append((first + output.index, new))
 
     def end(self) -> None:
@@ -141,7 +141,7 @@ class Journal:
         if not any(output.token_ids for output in given):
             return dataclasses.replace(request, params=params)
         params.prompt_logprobs = None  # they stood in the first event
-        return dataclasses.replace(request, params=params, given=given)
+        return dataclasses.replace(request, params=params, prior_outputs=given)
 
 
 @dataclasses.dataclass(frozen=True)
