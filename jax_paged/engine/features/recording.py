@@ -25,7 +25,7 @@ def replay(loop: "StepLoop", config: "EngineConfig", lines: Iterable[str]) -> "R
     """Computes the steps of a recording again; see LLMEngine.replay."""
     _check_idle(loop)
     check_not_recorded(loop)
-    from jax_paged.lab.recording import tell
+    from jax_paged.lab.recording import replay_events
 
     lines = list(lines)
     for event in map(json.loads, lines):
@@ -38,7 +38,7 @@ def replay(loop: "StepLoop", config: "EngineConfig", lines: Iterable[str]) -> "R
             form is None, "structured_outputs of a recorded request", form, "None, as masks are not recorded"
         )
     try:
-        return tell(lines, loop.executor).replay()
+        return replay_events(lines, loop.executor).replay()
     finally:
         loop.scheduler = loop.make_scheduler()  # the pool holds what was replayed
 
