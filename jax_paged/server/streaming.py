@@ -79,8 +79,8 @@ class RequestRunner:
     ) -> AsyncGenerator[bytes, BodyWriter | None]:
         """Runs all requests of a call; yields server-sent events: a chunk per part of an output, and the end.
 
-        The first event comes with the first part of an output: until then the answer has no status yet. A
-        writer that is sent in return writes what comes of a single request, up to its end.
+        The first event comes with the first part of an output: until then the response has no status yet. If
+        the caller sends a writer, the rest of a call with a single request goes to the writer.
 
         Args:
             call: What to run.
@@ -91,56 +91,26 @@ class RequestRunner:
         Raises:
             ApiError: If a request fails before the first event; a later failure becomes an event.
         """
-        n = call.num_outputs
-        head = b"data: " + orjson.dumps(call.head)[:-1]
-        begun: set[int] = set()
-        ended: set[int] = set()
-
-        def chunk(
-            choice: dict[str, Any], part: RequestOutput, num_tokens: int, more: dict[str, Any] | None = None
-        ) -> bytes:
-            event = b'%b,"choices":[%b]' % (head, orjson.dumps(choice))
-            if more:
-                event += b"," + orjson.dumps(more)[1:-1]
-            if include_usage:
-                counts = usage([part], num_tokens * call.counts_output) if continuous_usage else None
-                event += b',"usage":' + orjson.dumps(counts)
-            return event + b"}\n\n"
-
-        def chunks(i: int, part: RequestOutput) -> bytes:
-            found = b""
-            for completion in part.outputs:
-                index = i * n + completion.index
-                if index not in ended and (completion.token_ids or completion.finish_reason):
-                    num_tokens = requests[i].num_tokens[completion.index]
-                    for one in self.with_end_apart(completion, call.requests[i].params):
-                        choice = call.choice(index, one, part) | call.output_ids(one)
-                        if index not in begun:
-                            choice |= call.prompt_ids("choice", part)
-                            begun.add(index)
-                        found += chunk(
-                            choice, part, num_tokens - (one.finish_reason != completion.finish_reason)
-                        )
-                if completion.finish_reason:
-                    ended.add(index)
-            return found
-
+        encoder = _ChunkEncoder(
+            call, self.with_end_apart, include_usage=include_usage, continuous_usage=continuous_usage
+        )
         journal, has_begun = call.journal, call.has_begun
         try:
             async with self._running(call) as requests, contextlib.aclosing(_merged(requests)) as parts:
                 async for i, part in parts:
-                    event = chunks(i, part)
+                    event = encoder.chunks(i, part, requests[i].num_tokens)
                     if part is requests[i].given:
                         continue  # the client has it
                     if journal is not None:
-                        journal.note(i * n, part)
+                        journal.note(i * call.num_outputs, part)
                     if not has_begun:
                         has_begun = True
-                        ids = call.prompt_ids("answer", part)
-                        event = b"".join(chunk(choice, part, 0, ids) for choice in first) + event
+                        event = encoder.first_chunks(first, part) + event
                     writer = (yield event) if event else None
                     if writer is not None and len(requests) == 1 and not part.finished:
-                        await requests[0].write_rest(writer, lambda part: chunks(0, part))
+                        await requests[0].write_rest(
+                            writer, lambda part: encoder.chunks(0, part, requests[0].num_tokens)
+                        )
                         break
             end = _DONE
             if include_usage:
@@ -148,7 +118,7 @@ class RequestRunner:
         except ApiError as error:
             if not has_begun or call.moves_on(error):
                 raise
-            end = _event(error.body())  # and nothing behind it: the answer is not whole
+            end = _event(error.body())  # without _DONE: the answer is not whole
         if journal is not None:
             journal.end()
         yield end
@@ -242,6 +212,82 @@ class RequestRunner:
         task = asyncio.create_task(_exhaust(request))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
+
+
+class _ChunkEncoder:
+    """Encodes the parts of a call's outputs as chunks: server-sent events with one choice each.
+
+    Args:
+        call: The call.
+        with_end_apart: See RequestRunner.with_end_apart.
+        include_usage: See RequestRunner.events.
+        continuous_usage: See RequestRunner.events.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        with_end_apart: Callable[[CompletionOutput, SamplingParams], Sequence[CompletionOutput]],
+        *,
+        include_usage: bool,
+        continuous_usage: bool,
+    ) -> None:
+        self._call = call
+        self._with_end_apart = with_end_apart
+        self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        self._head = b"data: " + orjson.dumps(call.head)[:-1]
+        self._begun: set[int] = set()  # indices of choices
+        self._ended: set[int] = set()
+
+    def first_chunks(self, choices: Sequence[dict[str, Any]], part: RequestOutput) -> bytes:
+        """Returns chunks of choices that come before the first part of an output."""
+        ids = self._call.prompt_ids("answer", part)
+        return b"".join(self._chunk(choice, part, 0, ids) for choice in choices)
+
+    def chunks(self, i: int, part: RequestOutput, num_tokens: Sequence[int]) -> bytes:
+        """Returns the chunks of a part; none for outputs that it adds nothing to.
+
+        Args:
+            i: Index of the request.
+            part: The part.
+            num_tokens: Tokens of each output of the request so far.
+        """
+        found = b""
+        for completion in part.outputs:
+            index = i * self._call.num_outputs + completion.index
+            if index not in self._ended and (completion.token_ids or completion.finish_reason):
+                found += self._of_completion(i, index, completion, part, num_tokens[completion.index])
+            if completion.finish_reason:
+                self._ended.add(index)
+        return found
+
+    def _of_completion(
+        self, i: int, index: int, completion: CompletionOutput, part: RequestOutput, num_tokens: int
+    ) -> bytes:
+        call, found = self._call, b""
+        for one in self._with_end_apart(completion, call.requests[i].params):
+            choice = call.choice(index, one, part) | call.output_ids(one)
+            if index not in self._begun:
+                choice |= call.prompt_ids("choice", part)
+                self._begun.add(index)
+            # The end, which is apart, has one token.
+            is_before_end = one.finish_reason != completion.finish_reason
+            found += self._chunk(choice, part, num_tokens - is_before_end, {})
+        return found
+
+    def _chunk(
+        self, choice: dict[str, Any], part: RequestOutput, num_tokens: int, more: dict[str, Any]
+    ) -> bytes:
+        event = b'%b,"choices":[%b]' % (self._head, orjson.dumps(choice))
+        if more:
+            event += b"," + orjson.dumps(more)[1:-1]
+        if self._include_usage:
+            counts = None
+            if self._continuous_usage:
+                counts = usage([part], num_tokens * self._call.counts_output)
+            event += b',"usage":' + orjson.dumps(counts)
+        return event + b"}\n\n"
 
 
 class _RunningRequest:
