@@ -17,13 +17,13 @@ from jax_paged.engine.new_request import given_output
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
-from jax_paged.server.generation_call import Call
+from jax_paged.server.generation_call import GenerationCall
 from jax_paged.server.http.http_protocol import BodyWriter
 from jax_paged.server.observability.access import RequestRecord
 from jax_paged.server.observability.metrics import Metrics
 from jax_paged.server.protocol.logprobs import prompt_logprobs
 from jax_paged.server.protocol.responses import ApiError, asleep_error, request_error, usage
-from jax_paged.server.waiting_queue import WaitingRoom
+from jax_paged.server.waiting_queue import WaitingQueue
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -33,17 +33,17 @@ class RequestRunner:
 
     Args:
         engine: Computes the outputs.
-        room: Where requests wait until the engine takes them.
+        waiting_queue: Where requests wait until the engine takes them.
         metrics: Counts every request that ends, aborted ones included.
     """
 
-    def __init__(self, engine: ServingEngine, room: WaitingRoom, metrics: Metrics) -> None:
+    def __init__(self, engine: ServingEngine, waiting_queue: WaitingQueue, metrics: Metrics) -> None:
         self._engine = engine
-        self._room = room
+        self._waiting_queue = waiting_queue
         self._metrics = metrics
         self._leaving: set[asyncio.Task[None]] = set()  # an event loop does not keep its tasks alive
 
-    async def answer(self, call: Call) -> dict[str, Any]:
+    async def answer(self, call: GenerationCall) -> dict[str, Any]:
         """Runs all requests of a call to their end, and returns the body of the answer.
 
         Raises:
@@ -71,7 +71,7 @@ class RequestRunner:
 
     async def events(
         self,
-        call: Call,
+        call: GenerationCall,
         *,
         first: Sequence[dict[str, Any]] = (),
         include_usage: bool = False,
@@ -123,7 +123,7 @@ class RequestRunner:
             journal.end()
         yield end
 
-    async def parts(self, call: Call, *, whole: bool = False) -> AsyncGenerator[RequestOutput]:
+    async def parts(self, call: GenerationCall, *, whole: bool = False) -> AsyncGenerator[RequestOutput]:
         """Runs a call of one request; yields its output part by part, or at its end as a `whole`.
 
         The first part of a request that another replica has begun is what the client has of it.
@@ -138,7 +138,9 @@ class RequestRunner:
                 yield part
 
     @contextlib.asynccontextmanager
-    async def _running(self, call: Call, *, whole: bool = False) -> AsyncIterator[list["_RunningRequest"]]:
+    async def _running(
+        self, call: GenerationCall, *, whole: bool = False
+    ) -> AsyncIterator[list["_RunningRequest"]]:
         """Starts the requests of a call when their turn has come; at the end, aborts those that still run.
 
         Args:
@@ -152,7 +154,7 @@ class RequestRunner:
         num_seqs = sum(request.num_seqs for request in call.requests)
         start = time.monotonic()
         turn = call.client, call.requests[0].priority
-        async with self._room.place(num_seqs, *turn, has_begun=call.has_begun):
+        async with self._waiting_queue.admission(num_seqs, *turn, has_begun=call.has_begun):
             waited_s = time.monotonic() - start
             try:
                 for i, checked in enumerate(call.requests):
@@ -226,7 +228,7 @@ class _ChunkEncoder:
 
     def __init__(
         self,
-        call: Call,
+        call: GenerationCall,
         with_end_apart: Callable[[CompletionOutput, SamplingParams], Sequence[CompletionOutput]],
         *,
         include_usage: bool,
@@ -464,7 +466,7 @@ async def _exhaust(request: _RunningRequest) -> None:
             pass
 
 
-def _usage(call: Call, requests: Sequence[_RunningRequest]) -> dict[str, Any]:
+def _usage(call: GenerationCall, requests: Sequence[_RunningRequest]) -> dict[str, Any]:
     num_output_tokens = sum(sum(request.num_tokens) for request in requests) * call.counts_output
     return usage([request.output for request in requests], num_output_tokens)
 
