@@ -36,7 +36,7 @@ class Recordings:
         self._check_idle()
         core = self._core
         check_not_recorded(core)
-        from jax_paged.lab.recording import tell
+        from jax_paged.lab.recording import replay_events
 
         lines = list(lines)
         for event in map(json.loads, lines):
@@ -45,7 +45,7 @@ class Recordings:
             elif event["event"] == "add":
                 _check_replayable(event)
         try:
-            return tell(lines, core.executor).replay()
+            return replay_events(lines, core.executor).replay()
         finally:
             core.scheduler = core.make_scheduler()  # the pool holds what was replayed
 

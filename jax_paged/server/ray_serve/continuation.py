@@ -14,7 +14,7 @@ from jax_paged.outputs import RequestOutput
 
 
 @dataclasses.dataclass(frozen=True)
-class AnswerBegin:
+class ResponseStart:
     """The begin of an answer.
 
     Args:
@@ -34,7 +34,7 @@ class AnswerBegin:
 
 
 @dataclasses.dataclass(frozen=True)
-class AnswerPart:
+class ResponsePart:
     """Bytes of an answer; of a stream, whole events.
 
     Args:
@@ -75,7 +75,7 @@ class Progress:
         """Returns that of an answer of which its client has nothing."""
         return cls(uuid.uuid4().hex, int(time.time()), secrets.randbits(63))
 
-    def add(self, part: AnswerPart) -> None:
+    def add(self, part: ResponsePart) -> None:
         """Notes that the client gets a part of a stream."""
         self.num_events += part.body.count(b"\n\n")
         for index, output in part.outputs:
@@ -118,10 +118,10 @@ class Journal:
         """Notes that the next event is the last."""
         self._is_last = True
 
-    def take(self, body: bytes) -> AnswerPart:
+    def take(self, body: bytes) -> ResponsePart:
         """Returns some bytes with all that was noted for them."""
         outputs, self._new = tuple(self._new), []
-        return AnswerPart(body, outputs, self._is_last)
+        return ResponsePart(body, outputs, self._is_last)
 
     def begun(self, i: int, num_outputs: int, request: CheckedRequest) -> CheckedRequest:
         """Returns a request as it goes on here: with its seed, and what the client has of its outputs.

@@ -18,7 +18,7 @@ from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.pooling_params import PoolingParams, PoolingTask
-from jax_paged.server.generation_call import Call
+from jax_paged.server.generation_call import GenerationCall
 from jax_paged.server.http.event_stream import until_gone
 from jax_paged.server.protocol.parts import Integer
 from jax_paged.server.protocol.requests import Body, Prompts, within
@@ -237,7 +237,7 @@ class PoolingRoutes(TextRoutes):
             return _Pooled(output, self._engine.engine.input_processor.pooling.data_of(output, params))
 
         head, record = {"id": f"pool-{uuid.uuid4().hex}"}, request.state.record
-        call = Call(requests, 1, head, pooled, record, client_of(request), counts_output=False)
+        call = GenerationCall(requests, 1, head, pooled, record, client_of(request), counts_output=False)
         try:
             return (await self._runner.answer(call))["choices"]
         except ValueError as error:

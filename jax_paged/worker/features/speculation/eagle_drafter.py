@@ -24,7 +24,7 @@ from jax_paged.models.families.eagle import EagleHead
 from jax_paged.models.families.llama import LlamaForCausalLM
 from jax_paged.models.forward_context import ForwardContext
 from jax_paged.models.kv_location import Place
-from jax_paged.models.paged_attention import paged_attention, write_kv
+from jax_paged.models.paged_attention import PagedKVCache, paged_attention, write_kv
 from jax_paged.worker.features.speculation.drafter import LastRows, TracedModels, draw_drafts
 from jax_paged.worker.kv_cache import KVCacheLayout
 from jax_paged.worker.loading.weights import FlatModel
@@ -159,10 +159,10 @@ class EagleDrafter:
 
     def _context(self, head: EagleHead, metadata: AttentionMetadata, pools: list[Array]) -> ForwardContext:
         """Returns the context of a pass that writes to `pools`, a list of one."""
-        spec = head.kv_cache_spec(self.window)
+        cache = PagedKVCache([head.kv_cache_spec(self.window)], pools, metadata)
 
         def attend(layer: int, q: Array, k: Any, v: Any, **options: Any) -> Array:
-            return paged_attention(0, spec, q, k, v, pools, metadata, **options)
+            return paged_attention(cache, 0, q, k, v, **options)
 
         return head.context(metadata.positions, attend, metadata.grid)
 
