@@ -251,7 +251,7 @@ class BlockManager:
     def keep(self, seq: Sequence, places: list[int]) -> None:
         """Takes away all of a sequence's blocks but those at some places of its tables, in order.
 
-        Nothing can tell the executor to take blocks away, so the sequence takes another seat.
+        Nothing can tell the executor to take blocks away, so the sequence takes another batch slot.
         """
         is_here = seq in self.block_tables
         pool, held = (self.pool, self.block_tables) if is_here else (self.swap_pool, self.swapped_tables)

@@ -7,12 +7,12 @@ from jax_paged.checks import check_choice, check_int, check_number
 
 
 def check_limits(
+    *,
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
     burst_size: int,
     max_loras: int,
-    *,
     chunks: bool,
 ) -> None:
     """Checks how much a scheduler may do at a time; the names are those of its arguments.

@@ -251,7 +251,7 @@ class StepLoop:
                 status = SequenceStatus.FINISHED_STOPPED
                 self.scheduler.finish(group, seq, status, now, stop, num_output_tokens=num_output_tokens)
                 ended[group.request_id] = None
-        if self.scheduler.drafts.takes_expected:
+        if self.scheduler.drafts is not None and self.scheduler.drafts.takes_expected:
             self._expect_forced(update.new_tokens)
         request_ids = [*output.ended, *(group.request_id for group in update.changed)]
         self.changed |= dict.fromkeys(self.requests[request_id] for request_id in request_ids)
