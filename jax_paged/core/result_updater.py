@@ -1,6 +1,7 @@
 """What the tokens of a step do to sequences: they grow, fork, end, and give back their blocks."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax_paged.core.batch_slots import BatchSlots
@@ -29,6 +30,7 @@ class DrawnTokens(NamedTuple):
         drafts: Draft tokens that the step has verified: token i was drawn after drafts[:i].
         num_computed: Tokens of the sequence that the step has computed, without drafts.
         num_drawn: Tokens that were pending for the sequence because of this step.
+        failures: Requests that fail in the middle of a multi-step, with the stop reason.
     """
 
     token_ids: list[list[int]]
@@ -36,6 +38,7 @@ class DrawnTokens(NamedTuple):
     drafts: list[list[int]]
     num_computed: list[int]
     num_drawn: list[int]
+    failures: Mapping[SequenceGroup, str]
 
 
 class NewTokens(NamedTuple):
@@ -113,27 +116,23 @@ class ResultUpdater:
         2. Abort the requests whose rows have errors or logits that are not finite.
         3. Collect prompt log-probabilities and captured arrays.
         4. Count the tokens of rows that draw nothing, such as chunks of prompts.
-        5. Accept the tokens of each sample, up to the token that ends its sequence.
+        5. Normalize what was drawn, and accept the tokens of each sample up to the one that ends it.
         6. Abort the requests that fail in the middle of a multi-step.
         7. Advance beam searches.
         """
         assert result.step_id == output.step_id, (result.step_id, output.step_id)
         assert len(result.token_ids) == len(output.samples), "a list of tokens per sample"
-        changes, by_id = _Changes(), self.batch_slots.by_id
-        multi_step = self._multi_step if output.burst else None
+        changes = _Changes()
         self.block_manager.end_step(output.step_id)
         self._abort_failed_rows(output, result, changes, now)
         prompt_logprobs = self._prompt_logprobs(output, result)
         captured = self._captured(output, result)
         self._count_rows_without_samples(output)
-        if multi_step is None:
-            self._accept_all(output, _drawn(output, result), changes, now)
-        else:
-            failures = multi_step.failures(output, result, by_id)
-            self._accept_all(output, multi_step.drawn(output, result, by_id, failures), changes, now)
-            for group, failure in failures.items():
-                self.end_group(group, SequenceStatus.FINISHED_ABORTED, now, failure.reason)
-                changes.ended[group] = None
+        drawn = self._drawn(output, result)
+        self._accept_all(output, drawn, changes, now)
+        for group, reason in drawn.failures.items():
+            self.end_group(group, SequenceStatus.FINISHED_ABORTED, now, reason)
+            changes.ended[group] = None
         for group, candidates in changes.beams.items():
             if self._beam_search.advance(group, candidates):
                 self.end_group(group, SequenceStatus.FINISHED_LENGTH_CAPPED, now)
@@ -185,6 +184,20 @@ class ResultUpdater:
             if slot is not None and slot.seq.status is SequenceStatus.RUNNING:
                 slot.seq.num_in_flight -= row.num_tokens
                 self._note_computed(slot.group, slot.seq, row.start, row.start + row.num_tokens)
+
+    def _drawn(self, output: SchedulerOutput, result: ModelRunnerOutput) -> DrawnTokens:
+        scheduled, samples, drafts = output.scheduled, output.samples, result.drafts
+        if output.burst and self._multi_step is not None:
+            return self._multi_step.drawn(output, result, self.batch_slots.by_id)
+        ones = [1] * len(samples)
+        if output.num_batched_tokens == len(scheduled):  # all rows have one token: there are no drafts
+            return DrawnTokens(result.token_ids, result.logprobs, [[]] * len(samples), ones, ones, {})
+        # Drafts are the last tokens of a row; they are not tokens of the sequence yet.
+        num_computed = [len(scheduled[row].token_ids) + 1 - num_logits for row, _, num_logits in samples]
+        if not drafts:
+            pairs = zip(samples, num_computed, strict=True)
+            drafts = [scheduled[sample.row].token_ids[n:] for sample, n in pairs]
+        return DrawnTokens(result.token_ids, result.logprobs, drafts, num_computed, ones, {})
 
     def _accept_all(self, output: SchedulerOutput, drawn: DrawnTokens, changes: _Changes, now: float) -> None:
         """Appends the tokens that were drawn to their sequences, and ends those that are done."""
@@ -302,17 +315,3 @@ class ResultUpdater:
             group.metrics.finished_time = now
         if group.beam_params and status is SequenceStatus.FINISHED_LENGTH_CAPPED:
             self._beam_search.finish(group, seqs)
-
-
-def _drawn(output: SchedulerOutput, result: ModelRunnerOutput) -> DrawnTokens:
-    """Returns what a step other than a multi-step has drawn."""
-    scheduled, samples = output.scheduled, output.samples
-    ones = [1] * len(samples)
-    if output.num_batched_tokens == len(scheduled):  # all rows have one token: there are no drafts
-        return DrawnTokens(result.token_ids, result.logprobs, [[]] * len(samples), ones, ones)
-    # Drafts are the last tokens of a row; they are not tokens of the sequence yet.
-    num_computed = [len(scheduled[row].token_ids) + 1 - num_logits for row, _, num_logits in samples]
-    drafts = result.drafts or [
-        scheduled[sample.row].token_ids[n:] for sample, n in zip(samples, num_computed, strict=True)
-    ]
-    return DrawnTokens(result.token_ids, result.logprobs, drafts, num_computed, ones)

@@ -4,15 +4,16 @@ Pure logic: no arrays, clock or I/O.
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from jax_paged.checks import check_choice, check_int, check_number
 from jax_paged.core import composition
 from jax_paged.core.admission import Admission, AdmissionResult
 from jax_paged.core.batch_slots import BatchSlots
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.limits import check_limits, check_order
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.preemption import Preemption, PreemptionMode
 from jax_paged.core.request_queues import RequestQueues
@@ -102,7 +103,7 @@ class Scheduler:
         speculation: "Speculation | None" = None,
         max_loras: int = 0,
     ) -> None:
-        check_limits(
+        _check_limits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
@@ -110,7 +111,7 @@ class Scheduler:
             max_loras=max_loras,
             chunks=enable_chunked_prefill,
         )
-        check_order(policy, preemption_mode, watermark, delay_factor)
+        _check_order(policy, preemption_mode, watermark, delay_factor)
         self.block_manager = block_manager
         # Every running sequence has a token in every step.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
@@ -464,3 +465,42 @@ class Scheduler:
             step_rows = step.longer_rows if num_tokens > 1 else step.rows_of_one
             step_rows.append((group, seq, num_tokens, samples))
             step.budget -= num_tokens
+
+
+def _check_limits(
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    burst_size: int,
+    max_loras: int,
+    chunks: bool,
+) -> None:
+    """Checks how much a scheduler may do at a time; the names are those of its arguments.
+
+    Args:
+        chunks: Whether a prompt may be computed in parts.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+    check_int("max_num_seqs", max_num_seqs, 1)
+    check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
+    check_int("max_model_len", max_model_len, 1)
+    check_int("burst_size", burst_size, 1)
+    check_int("max_loras", max_loras, 0)
+    if not chunks:
+        check_int("max_num_batched_tokens without chunked prefill", max_num_batched_tokens, max_model_len)
+
+
+def _check_order(policy: Any, preemption_mode: Any, watermark: float, delay_factor: float) -> None:
+    """Checks who goes first and who gives way; the names are those of a scheduler's arguments.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+    check_number("watermark", watermark, 0, 1)
+    if not callable(policy):
+        check_choice("policy", policy, ("fcfs", "priority"))
+    check_choice("preemption_mode", preemption_mode, (None, "recompute", "swap"))
+    check_number("delay_factor", delay_factor, 0, math.inf)

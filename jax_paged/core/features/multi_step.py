@@ -85,7 +85,24 @@ class MultiStepPlanner:
         step.budget -= len(rows)
         return True
 
-    def failures(
+    def drawn(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int, BatchSlot]
+    ) -> DrawnTokens:
+        """Returns what a multi-step has drawn, for each request up to its failure."""
+        token_ids, logprobs, num_tokens = result.token_ids, result.logprobs, list(output.burst)
+        failures = self._failures(output, result, slots)
+        if failures:
+            token_ids = list(token_ids)
+            for i, sample in enumerate(output.samples):
+                slot = slots.get(sample.seq_id)
+                failure = None if slot is None else failures.get(slot.group)
+                if failure is not None:
+                    token_ids[i] = token_ids[i][: failure.num_steps + (i < failure.num_samples)]
+            logprobs = [entries[: len(ids)] for ids, entries in zip(token_ids, logprobs, strict=True)]
+        reasons = {group: failure.reason for group, failure in failures.items()}
+        return DrawnTokens(token_ids, logprobs, [[]] * len(token_ids), num_tokens, num_tokens, reasons)
+
+    def _failures(
         self, output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int, BatchSlot]
     ) -> dict[SequenceGroup, Failure]:
         """Returns the requests that end as a whole in a step: no token is allowed, or logits are NaN."""
@@ -101,26 +118,6 @@ class MultiStepPlanner:
                     failure = Failure(len(token_ids), -1, NON_FINITE)
                 failures[slot.group] = min(failures.get(slot.group, failure), failure)
         return failures
-
-    def drawn(
-        self,
-        output: SchedulerOutput,
-        result: ModelRunnerOutput,
-        slots: Mapping[int, BatchSlot],
-        failures: Mapping[SequenceGroup, Failure],
-    ) -> DrawnTokens:
-        """Returns what a multi-step has drawn, for each request up to its failure."""
-        token_ids, logprobs = result.token_ids, result.logprobs
-        if failures:
-            token_ids = list(token_ids)
-            for i, sample in enumerate(output.samples):
-                slot = slots.get(sample.seq_id)
-                failure = None if slot is None else failures.get(slot.group)
-                if failure is not None:
-                    token_ids[i] = token_ids[i][: failure.num_steps + (i < failure.num_samples)]
-            logprobs = [entries[: len(ids)] for ids, entries in zip(token_ids, logprobs, strict=True)]
-        num_tokens = list(output.burst)
-        return DrawnTokens(token_ids, logprobs, [[]] * len(token_ids), num_tokens, num_tokens)
 
 
 def is_allowed(group: SequenceGroup, stop_conditions: StopConditions) -> bool:

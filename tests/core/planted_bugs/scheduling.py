@@ -225,8 +225,8 @@ SCHEDULING = [
     ),
     Mutation(
         "core/features/multi_step.py",
-        "[[]] * len(token_ids), num_tokens, num_tokens)",
-        "[[]] * len(token_ids), [1] * len(token_ids), num_tokens)",
+        "[[]] * len(token_ids), num_tokens, num_tokens, reasons)",
+        "[[]] * len(token_ids), [1] * len(token_ids), num_tokens, reasons)",
         "tokens of a burst stay in flight",
     ),
     Mutation(
