@@ -54,8 +54,9 @@ class BlockManager:
         self.block_tables: dict[Sequence, BlockTables] = {}
         self.swapped_tables: dict[Sequence, BlockTables] = {}
         self.pinned: dict[str, PinnedPrefix] = {}
-        slots = num_state_slots, num_swap_state_slots, block_size
-        self.states = StateSlots(*slots, keeps_checkpoints=enable_prefix_caching)
+        self.states = StateSlots(
+            num_state_slots, num_swap_state_slots, block_size, keeps_checkpoints=enable_prefix_caching
+        )
         self.prefixes = PrefixCache(self.pool, groups, block_size, self.states)
         # Sequences that have lost their blocks on the device since the executor was told last, and ...
         self.lost: list[Sequence] = []

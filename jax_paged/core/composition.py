@@ -1,6 +1,12 @@
-"""The features of the scheduler, one function each. No other module of core imports from core/features/.
+"""The features of the scheduler. No other module of core imports from core/features/.
 
-A function returns None if its feature is switched off.
+- lora: device slots of LoRA adapters.
+- multi_step: several decode steps in one.
+- speculation: steps that verify draft tokens.
+- beam_search: the continuations that go on after each step of a beam search.
+- interactive: edits of requests between two steps, and of steps before they are computed.
+
+Features that are always available are classes; a function returns None if its feature is switched off.
 """
 
 from typing import TYPE_CHECKING
@@ -15,13 +21,21 @@ from jax_paged.core.features.speculation import draft_planner
 from jax_paged.core.features.speculation.draft_planner import DraftPlanner
 
 if TYPE_CHECKING:
-    from jax_paged.core.batch_slots import BatchSlots
     from jax_paged.core.block_manager import BlockManager
     from jax_paged.core.features.speculation.num_drafts import Speculation
-    from jax_paged.core.preemption import Preemption
     from jax_paged.core.request_queues import RequestQueues
     from jax_paged.core.sequence import SequenceGroup
     from jax_paged.core.stop_conditions import StopConditions
+
+__all__ = [
+    "BeamSearch",
+    "RequestEditor",
+    "StepEditor",
+    "build_adapter_slots",
+    "build_draft_planner",
+    "build_multi_step",
+    "set_request_flags",
+]
 
 
 def build_adapter_slots(max_loras: int, queues: "RequestQueues") -> AdapterSlots | None:
@@ -29,20 +43,13 @@ def build_adapter_slots(max_loras: int, queues: "RequestQueues") -> AdapterSlots
     return AdapterSlots(max_loras, queues) if max_loras else None
 
 
-def build_beam_search(block_manager: "BlockManager", stop_conditions: "StopConditions") -> BeamSearch:
-    """Returns what advances beam searches; a request chooses beam search for itself."""
-    return BeamSearch(block_manager, stop_conditions)
-
-
 def build_multi_step(
     block_manager: "BlockManager", queues: "RequestQueues", stop_conditions: "StopConditions", num_steps: int
 ) -> MultiStepPlanner | None:
     """Returns what plans multi-step decoding and reads its results."""
-    return (
-        MultiStepPlanner(block_manager, queues, stop_conditions, num_steps=num_steps)
-        if num_steps > 1
-        else None
-    )
+    if num_steps == 1:
+        return None
+    return MultiStepPlanner(block_manager, queues, stop_conditions, num_steps=num_steps)
 
 
 def build_draft_planner(
@@ -56,18 +63,6 @@ def build_draft_planner(
     if speculation is None:
         return None
     return DraftPlanner(block_manager, queues, stop_conditions, speculation, max_num_batched_tokens)
-
-
-def build_request_editor(
-    block_manager: "BlockManager", queues: "RequestQueues", preemption: "Preemption", max_num_seqs: int
-) -> RequestEditor:
-    """Returns what forks, rolls back and trims requests between two steps."""
-    return RequestEditor(block_manager, queues, preemption, max_num_seqs)
-
-
-def build_step_editor(batch_slots: "BatchSlots", block_manager: "BlockManager") -> StepEditor:
-    """Returns what drops and re-orders rows of a step that was scheduled."""
-    return StepEditor(batch_slots, block_manager)
 
 
 def set_request_flags(

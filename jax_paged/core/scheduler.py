@@ -149,7 +149,7 @@ class Scheduler:
             self._batch_slots,
             stops,
             multi_step=multi_step,
-            beam_search=composition.build_beam_search(manager, stops),
+            beam_search=composition.BeamSearch(manager, stops),
         )
         self._preemption = Preemption(manager, queues, self._updater, self.preemption_mode)
         self._admission = Admission(
@@ -165,8 +165,8 @@ class Scheduler:
         self._token_planner = TokenPlanner(
             manager, queues, self._admission, self._preemption, stops, self.enable_chunked_prefill
         )
-        self.editor = composition.build_request_editor(manager, queues, self._preemption, self.max_num_seqs)
-        self._step_editor = composition.build_step_editor(self._batch_slots, manager)
+        self.editor = composition.RequestEditor(manager, queues, self._preemption, self.max_num_seqs)
+        self._step_editor = composition.StepEditor(self._batch_slots, manager)
         if self.enable_chunked_prefill:
             self._phases = [Phase(self._admission.first)]
         else:  # a step computes either whole prompts or decodes

@@ -72,8 +72,8 @@ SCHEDULING = [
     ),
     Mutation(
         "core/features/beam_search.py",
-        "            if seq not in parents:\n                self._manager.free(seq)\n",
-        "",
+        "                self._manager.free(seq)\n",
+        "                pass\n",
         "blocks of dropped beams kept",
     ),
     Mutation(

@@ -24,18 +24,6 @@ class DraftState:
         index: N-grams of its tokens, for the method "ngram".
     """
 
-    __slots__ = (
-        "_expected",
-        "_expected_position",
-        "_forced",
-        "_forced_acceptance",
-        "_forced_position",
-        "_num_matched",
-        "_speculation",
-        "acceptance",
-        "index",
-    )
-
     def __init__(self, speculation: Speculation) -> None:
         self.acceptance = Acceptance()
         self.index = NgramIndex(speculation.min_match, speculation.max_match)
