@@ -366,7 +366,7 @@ def _check_equal(step: str, decided: dict[str, Any], recorded: dict[str, Any]) -
 
 
 def _settings(scheduler: Scheduler) -> dict[str, dict[str, Any]]:
-    manager, speculation = scheduler.block_manager, scheduler.drafts.speculation
+    manager, speculation = scheduler.block_manager, scheduler.speculation
     return {
         "block_manager": {
             "num_blocks": manager.pool.num_blocks,
