@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup serve test test-slow test-browser test-server test-ray lint format bench bench-peers bench-server paper gpu-check \
+.PHONY: setup serve test test-all test-slow test-browser test-server test-ray lint format bench bench-peers bench-server paper gpu-check \
 	kernels-compile devices-compile devices-check kernels-emulate native-sanitize clean
 
 setup: $(READY)
@@ -29,6 +29,10 @@ serve: setup
 JOBS ?= 2
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+
+# Also the tests marked as thorough.
+test-all: setup
+	$(BIN)/python -m pytest -m 'not slow and not gpu and not server' --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout=3600 $(ARGS)

@@ -1,5 +1,6 @@
 """Fixtures around one real engine (compiling it is most of what these tests cost) and a scripted one."""
 
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,12 @@ from jax_paged.worker.compilation.compiler import use_persistent_cache
 
 # Before there is a backend: an engine's model may be divided among several devices, which a CPU can be, too.
 jax.config.update("jax_num_cpu_devices", 4)
+# By default, engines in tests compile only the largest step of each kind. Tests that need all steps pass
+# max_compile_s=None.
+inspect.unwrap(EngineArgs.__init__).__defaults__ = tuple(
+    0 if parameter.name == "max_compile_s" else parameter.default
+    for parameter in inspect.signature(EngineArgs).parameters.values()
+)
 # What one test has compiled, the next one finds, and the next run: before any engine is made, too.
 use_persistent_cache()
 
@@ -34,18 +41,26 @@ def dense(checkpoint: Path) -> DenseModel:
     return DenseModel(checkpoint)
 
 
+LARGE_ENGINE = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 16000}
+
+
 @pytest.fixture(scope="session")
 def session_engine(checkpoint: Path) -> Iterator[LLMEngine]:
-    with make_engine(
-        checkpoint, max_num_seqs=16, max_num_batched_tokens=128, num_gpu_blocks_override=16000
-    ) as engine:
+    with make_engine(checkpoint, **LARGE_ENGINE) as engine:
+        engine.executor.wait_until_compiled()
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def session_engine_of_all_buckets(checkpoint: Path) -> Iterator[LLMEngine]:
+    with make_engine(checkpoint, max_compile_s=None, **LARGE_ENGINE) as engine:
         engine.executor.wait_until_compiled()
         yield engine
 
 
 @pytest.fixture(name="engine")
 def idle_engine(session_engine: LLMEngine) -> LLMEngine:
-    """An engine with all its buckets, idle and with nothing cached, whatever the test before did."""
+    """An engine with a large pool, idle and with nothing cached, whatever the test before did."""
     return reset(session_engine)
 
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 PROGRAM = pathlib.Path(__file__).parent.parent / "benchmarks" / "gpu_check.py"
 slow = pytest.mark.slow
 

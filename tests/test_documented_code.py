@@ -21,6 +21,8 @@ from jax_paged.arguments.command_line import Parser
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.server.launch.cli import make_batch_parser, make_parser
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
     [

@@ -8,6 +8,8 @@ from pathlib import Path
 import jupytext
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 

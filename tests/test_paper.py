@@ -24,6 +24,8 @@ from jax_paged import BeamSearchParams, LLMEngine, SamplingParams
 from jax_paged.core.sequence import Sequence
 from jax_paged.lab.simulator import Request, simulate
 
+pytestmark = pytest.mark.thorough
+
 
 @given(st.integers(1, 300), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
@@ -52,6 +54,7 @@ def test_regions_never_overlap_and_merge_again(num_units: int, rng: random.Rando
     assert {size: starts for size, starts in buddies.free.items() if starts} == whole
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("reserve", ["max", "pow2", "oracle"])
 @given(st.randoms(use_true_random=False), st.sampled_from([1, 4, 16]))
 @settings(max_examples=25, deadline=None)
@@ -104,6 +107,7 @@ def test_a_buddy_manager_keeps_its_books(reserve: str, rng: random.Random, block
     assert manager.buddies.free[512] == {0}
 
 
+@pytest.mark.quick
 def test_the_parts_of_the_memory_sum_to_all_of_it() -> None:
     trace = draw_trace(SHAREGPT, 2.0, 60)
     for system, reserve in ORCAS.items():
@@ -114,6 +118,7 @@ def test_the_parts_of_the_memory_sum_to_all_of_it() -> None:
         assert any(usage.internal for usage in usages) == (reserve != "oracle")
 
 
+@pytest.mark.quick
 def test_what_the_baselines_reserve() -> None:
     def reserved(reserve: str) -> list[int]:
         manager = BuddyManager(129, 16, reserve, 2048, lambda seq: Demand(1))
@@ -251,6 +256,7 @@ def test_a_rate_is_found_between_two_runs() -> None:
     assert max(below) <= found["rate"] <= min(above)
 
 
+@pytest.mark.quick
 def test_errors_are_counted_from_the_paper() -> None:
     assert Row("", "", 11.0, 10.0).error == pytest.approx(0.1)
     assert Row("", "", 9.0, (10.0, 12.0)).error == pytest.approx(-0.1)
@@ -276,6 +282,7 @@ def test_the_stored_figures_are_complete(name: str) -> None:
     assert f"](paper/figure-{name}.svg)" in (DOCS / "paper.md").read_text()
 
 
+@pytest.mark.quick
 def test_the_stored_figures_hold_what_they_must() -> None:
     store = Store(RESULTS)
     check_figure_13(figures.rows(13, store))

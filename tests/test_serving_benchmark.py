@@ -15,6 +15,8 @@ from serving.figures import Figures, figures_of
 from serving.runner import Answer, drive
 from serving.workloads import SCENARIOS, Request
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parent.parent
 TINY = "ours:max_num_seqs=1:max_num_batched_tokens=16"
 

@@ -80,9 +80,9 @@ class RunningAhead(Simulation):
         counts["swaps"] += bool(output.blocks_to_swap_out)
         counts["copies"] += len(output.blocks_to_copy)
         counts["short"] += sched._is_short
-        drafts = sched.drafts
-        counts["verified"], counts["drafts"] = drafts.num_rows, drafts.num_drafts
-        counts["accepted"] = sum(drafts.num_accepted)
+        if (drafts := sched.drafts) is not None:
+            counts["verified"], counts["drafts"] = drafts.num_rows, drafts.num_drafts
+            counts["accepted"] = sum(drafts.num_accepted)
         return output
 
     def edit(self, output: SchedulerOutput) -> SchedulerOutput:
@@ -158,6 +158,7 @@ def test_random_requests_in_a_tiny_pool(depth: int) -> None:
     assert {name: total(runs, name) for name, n in least.items() if total(runs, name) < n} == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_random_requests_in_bursts(depth: int) -> None:
     runs = [RunningAhead(seed, depth, burst_size=8).run() for seed in range(40)]
@@ -173,6 +174,7 @@ def test_random_requests_in_bursts(depth: int) -> None:
     assert {name: total(runs, name) for name, n in least.items() if total(runs, name) < n} == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_random_requests_whose_steps_are_edited(depth: int) -> None:
     """Every output is that of a request that is alone, whatever was dropped on the way; no block is lost."""
@@ -185,6 +187,7 @@ def test_random_requests_whose_steps_are_edited(depth: int) -> None:
     assert {name: total(runs, name) for name, n in least.items() if total(runs, name) < n} == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "groups", [pytest.param((FULL,), marks=pytest.mark.slow), (FULL, WINDOW), (FULL, CROSS)]
 )

@@ -14,6 +14,8 @@ from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.weights import load_model
 from jax_paged.outputs import RequestOutput, TokenLogprobDict
 
+pytestmark = pytest.mark.thorough
+
 FIXTURES = sorted((Path(__file__).parents[1] / "models" / "fixtures").iterdir())
 # Enough for every day: one of each family, and of the relatives of Llama those that differ most from it. What
 # the others differ in the dense tests of tests/models show too.
@@ -40,6 +42,7 @@ EVERY_DAY = {
     "qwen3_5_two_layers",
     "t5_gated_untied",
 }
+QUICK = {"gemma3_old_config", "gpt2_variants"}
 MAX_LEN = 128
 # All prompts with their outputs are 80 blocks of each group of layers.
 NUM_BLOCKS = 26
@@ -59,8 +62,9 @@ SETTINGS: dict[str, Any] = {
 
 def fixtures() -> list[Any]:
     assert {f.name for f in FIXTURES} >= EVERY_DAY
-    slow = pytest.mark.slow
-    return [pytest.param(f, id=f.name, marks=() if f.name in EVERY_DAY else slow) for f in FIXTURES]
+    quick, slow = pytest.mark.quick, pytest.mark.slow
+    marks = {f.name: quick if f.name in QUICK else () if f.name in EVERY_DAY else slow for f in FIXTURES}
+    return [pytest.param(f, id=f.name, marks=marks[f.name]) for f in FIXTURES]
 
 
 def read_cases(folder: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,8 @@ from jax_paged.core.scheduler_output import ScheduledSequence
 from jax_paged.engine.replicas.replicated_engine import ReplicatedEngine
 from jax_paged.worker import executor
 
+pytestmark = pytest.mark.thorough
+
 type Backends = tuple[str, str]
 USUAL = {"attention_backend": "native", "matmul_backend": "onednn"}
 
@@ -101,6 +103,7 @@ def test_auto_chooses_backends_that_pass(
     assert maker.num_open == 0
 
 
+@pytest.mark.quick
 def test_a_named_backend_is_kept() -> None:
     maker = Maker(("native", "onednn"))
     with make_engine(maker, batch_invariant=True, matmul_backend="onednn") as engine:

@@ -14,6 +14,8 @@ from jax_paged.pallas_kernels.native import products
 from jax_paged.worker.compilation import plan_steps
 from jax_paged.worker.compilation.buckets import Bucket
 
+pytestmark = pytest.mark.thorough
+
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
 LIMITS: dict[str, Any] = {
     "batch_invariant": True,
@@ -136,6 +138,7 @@ def test_kernels_that_divide_their_work_by_the_batch_are_refused() -> None:
         LLM(batch_invariant=True, attention_backend="pallas_interpret")
 
 
+@pytest.mark.quick
 def test_the_check_at_the_start_finds_steps_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     buckets = [Bucket(True, 16, 16), Bucket(False, 64, 16)]  # XLA adds up 16 rows in another order than 64
     monkeypatch.setattr(plan_steps, "plan_invariant_buckets", lambda *args, **kwargs: buckets)

@@ -25,6 +25,8 @@ from jax_paged.pallas_kernels import native
 from jax_paged.worker import packed_buffer
 from jax_paged.worker.features import cascade
 
+pytestmark = pytest.mark.thorough
+
 SIZES = {"block_size": 4, "max_num_seqs": 24, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 2000}
 BACKENDS = [
     pytest.param("xla", marks=pytest.mark.slow),
@@ -119,6 +121,7 @@ def test_rows_that_dropped_blocks_attend_by_themselves(engines: tuple[LLMEngine,
     assert found[0] == found[1]
 
 
+@pytest.mark.quick
 def test_samples_and_beams(engines: tuple[LLMEngine, LLMEngine]) -> None:
     """They share their prompt, and what they have generated together; they copy blocks, and come and go."""
     (one, *rest) = shared_requests(3, 5, logprobs=1)
@@ -144,7 +147,7 @@ def test_bursts_and_two_steps_in_flight(checkpoint: Path, always: None, backend:
     ):
         run(engine, requests[:2])
         for depth in (1, 2):
-            engine._loop.max_in_flight = depth
+            engine._core.max_in_flight = depth
             assert check((engine, plain), requests + ending) > 1000
 
 

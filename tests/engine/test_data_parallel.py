@@ -23,6 +23,8 @@ from jax_paged.engine.list_runner import ListRunner
 from jax_paged.lora_request import LoRARequest
 from jax_paged.worker.compilation import plan_steps
 
+pytestmark = pytest.mark.thorough
+
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "attention_backend": "xla",
@@ -84,6 +86,7 @@ def facts(outputs: list[RequestOutput]) -> list[Any]:
     return [(output.request_id, output.prompt_token_ids, own(output)) for output in outputs]
 
 
+@pytest.mark.quick
 def test_two_engines_give_the_outputs_of_one(one: LLM, two: LLM) -> None:
     prompts = [[i + j for j in range(5 + i % 17)] for i in range(3 * len(KINDS))]
     params = [KINDS[i % len(KINDS)] for i in range(len(prompts))]
@@ -118,6 +121,7 @@ def test_beams_and_texts(one: LLM, two: LLM) -> None:
     assert [[s.tokens for s in output.sequences] for output in found] == tokens
 
 
+@pytest.mark.quick
 def test_each_engine_has_devices_of_its_own_and_a_fair_share(two: LLM) -> None:
     devices = []
     for engine in two._replicas:
@@ -197,6 +201,7 @@ def requests_of(engine: LLMEngine, num: int) -> list[Any]:
     return [engine.check_request(f"text number {i}, that is to be written?", LONG) for i in range(num)]
 
 
+@pytest.mark.quick
 def test_engines_step_at_the_same_time(engines: list[LLMEngine]) -> None:
     together = threading.Barrier(3, timeout=120)
     for engine in engines:
@@ -235,6 +240,7 @@ def test_ctrl_c_ends_all_engines(engines: list[LLMEngine], monkeypatch: pytest.M
     assert len(runner.run(requests_of(engines[0], 4), use_tqdm=False)) == 4
 
 
+@pytest.mark.quick
 def test_an_error_of_one_engine_ends_all(engines: list[LLMEngine]) -> None:
     def fail(output: object) -> None:
         raise RuntimeError("device lost")

@@ -21,6 +21,8 @@ from jax_paged.sampling_params import StructuredOutputsParams
 from jax_paged.worker import model_runner
 from jax_paged.worker.executor import LocalExecutor
 
+pytestmark = pytest.mark.thorough
+
 TINY = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 40}
 XLA = {"dtype": "float32", "attention_backend": "xla", "matmul_backend": "xla", "skip_tokenizer_init": True}
 PROMPT = {"prompt_token_ids": [11, 12, 13, 14, 15]}
@@ -137,6 +139,7 @@ def test_an_llm_that_is_dropped_at_some_stage(checkpoint, leftovers, do):
     leftovers.check()
 
 
+@pytest.mark.quick
 def test_the_memory_is_free_at_once_without_garbage_collection(checkpoint, leftovers):
     """Objects that refer to each other would stay until Python looks for them, which may take for ever."""
     gc.disable()
@@ -181,7 +184,7 @@ def test_an_llm_that_can_not_be_made(checkpoint, leftovers, monkeypatch, at):
     elif at == "programs":
         monkeypatch.setattr(model_runner.ServedModel, "compiled", fail_when_compiled)
     else:
-        monkeypatch.setattr("jax_paged.engine.request_engine.with_end_token", fail_when_compiled)
+        monkeypatch.setattr("jax_paged.engine.composition.with_end_token", fail_when_compiled)
     with pytest.raises((ValueError, RuntimeError)) as kept:
         LLM(str(checkpoint), **settings)
     leftovers.check()
@@ -255,6 +258,7 @@ def async_stopped(engine: AsyncLLMEngine) -> None:
     engine.shutdown()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "do",
     [async_idle, async_used, async_left, async_failed, async_asleep, async_stopped],
@@ -268,6 +272,7 @@ def test_an_async_engine_that_is_dropped_without_shutdown(scripted, leftovers, d
     leftovers.check()
 
 
+@pytest.mark.quick
 def test_an_async_engine_stays_while_a_stream_of_it_is_read(scripted, leftovers):
     async def use() -> str:
         engine = AsyncLLMEngine(*scripted())
@@ -286,7 +291,7 @@ def test_the_process_that_tries_grammars_ends_with_its_engine(scripted, leftover
     schema = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]})
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
     engine.check_request("abc?", params)
-    trials = [x for x in gc.get_objects() if type(x).__name__ == "FormTrial" and x._process is not None]
+    trials = [x for x in gc.get_objects() if type(x).__name__ == "CompileSandbox" and x._process is not None]
     processes = [trial._process for trial in trials]
     leftovers.watch(engine, *trials)
     del engine, trials

@@ -13,6 +13,8 @@ from helpers.real_model import TOLERANCE, Request, log_softmax, make_engine, run
 from jax_paged import SamplingParams
 from jax_paged.models.weights import load_model
 
+pytestmark = pytest.mark.thorough
+
 REFERENCE = Path(__file__).parents[1] / "models" / "dynamic_rope.json"
 SETTINGS: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
@@ -49,6 +51,7 @@ def test_served_texts_equal_transformers(length: int, tmp_path: Path) -> None:
             assert row.max() - row[token_id] < TOLERANCE
 
 
+@pytest.mark.quick
 def test_lengths_that_may_be_asked_for(tmp_path: Path) -> None:
     folder = dynamic_checkpoint(tmp_path)
     with make_engine(folder, few_buckets=True, max_model_len=None, **SETTINGS) as engine:

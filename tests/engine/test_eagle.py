@@ -42,6 +42,8 @@ from jax_paged.outputs import RequestOutput
 from jax_paged.worker.compilation import plan_steps
 from jax_paged.worker.compilation.buckets import plan_verifying
 
+pytestmark = pytest.mark.thorough
+
 K = 4
 # Float32 sums in another order move the logits of these heads by less; a lead below it may be lost.
 LEAD = 1e-3
@@ -145,7 +147,7 @@ def module_engine(checkpoint: Path, random_head: Path) -> Iterator[LLMEngine]:
 @pytest.fixture
 def eagle(module_engine: LLMEngine) -> LLMEngine:
     """An engine with a random head, idle; its scheduler has no bursts."""
-    module_engine._loop.max_in_flight = 1
+    module_engine._core.max_in_flight = 1
     watched(reset(module_engine)).drafted.clear()
     schedule(module_engine)
     return module_engine
@@ -231,6 +233,7 @@ def test_drafts_of_a_head_that_is_often_right(eagle: LLMEngine, checkpoint: Path
     assert_drafts_right(eagle, checkpoint, trained_head, outputs)
 
 
+@pytest.mark.quick
 def test_drafts_behind_bursts(eagle: LLMEngine, checkpoint: Path, random_head: Path) -> None:
     """Entries and features that bursts have left are those of the formulas, too."""
     schedule(eagle, enable_prefix_caching=False, burst_size=8)
@@ -246,6 +249,7 @@ def test_drafts_behind_bursts(eagle: LLMEngine, checkpoint: Path, random_head: P
     assert_drafts_right(eagle, checkpoint, random_head, list(outputs.values()))
 
 
+@pytest.mark.quick
 def test_drafts_do_not_depend_on_who_had_the_seat(eagle: LLMEngine) -> None:
     """Behind a cached prefix the feature of its last token, at position 11, is not known.
 
@@ -330,7 +334,7 @@ def in_turns(engine: LLMEngine) -> list[RequestOutput]:
 def test_outputs_are_those_without_drafts(
     eagle: LLMEngine, trained_head: Path, expected: list[list[list[int]]], name: str, in_flight: int
 ) -> None:
-    eagle._loop.max_in_flight = in_flight
+    eagle._core.max_in_flight = in_flight
     runner, num_bursts = watched(eagle).runner, watched(eagle).num_bursts
     with head_of(eagle, trained_head):
         runner.fill_kv_cache(np.nan)
@@ -466,6 +470,7 @@ def test_forms_of_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
     assert load_head(tmp_path / "whole", load_model(checkpoint, "bfloat16")).fc.kernel.dtype == jnp.bfloat16
 
 
+@pytest.mark.quick
 def test_layers_that_are_read() -> None:
     def paths(num_layers: int, **values: Any) -> tuple[str, ...]:
         config = {k: v for k, v in CONFIG.items() if k != "eagle_aux_hidden_state_layer_ids"}

@@ -29,6 +29,8 @@ from jax_paged.engine.features.snapshot import EngineState
 from jax_paged.outputs import RequestOutput
 from jax_paged.sampling_params import RequestOutputKind
 
+pytestmark = pytest.mark.thorough
+
 RNG = np.random.default_rng(4)
 # So small that requests are recomputed and swapped out.
 SETTINGS: dict[str, Any] = {
@@ -226,6 +228,7 @@ def test_an_llm_of_another_family_is_restored(family: str, tmp_path: Path) -> No
     }
 
 
+@pytest.mark.quick
 def test_what_goes_on_elsewhere_is_the_same(engines: tuple[LLMEngine, LLMEngine], tmp_path: Path) -> None:
     """Stopped again and again, in every kind of state, and moved to and fro through files."""
     add(engines[0], all_kinds())
@@ -257,6 +260,7 @@ def test_requests_to_come_get_the_same_seeds(engines: tuple[LLMEngine, LLMEngine
     assert outputs[0]["a"][-1] == outputs[1]["a"][-1]
 
 
+@pytest.mark.quick
 def test_cached_and_pinned_prefixes_stay(engines: tuple[LLMEngine, LLMEngine]) -> None:
     first, second = engines
     pinned, cached = prompt(20), prompt(16)
@@ -369,6 +373,7 @@ def test_packed_weights_by_value() -> None:
         LLM.restore(EngineState(state.values | {"weights": other}, state.arrays))
 
 
+@pytest.mark.quick
 def test_mistakes_are_errors(engines: tuple[LLMEngine, LLMEngine], tmp_path: Path) -> None:
     first, second = engines
     first.add_request("a", prompt(5), SamplingParams(max_tokens=6))

@@ -33,7 +33,6 @@ from jax_paged import LLMEngine
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.worker.batch_builder import StepInputs
 from jax_paged.worker.compilation.buckets import Bucket
-from jax_paged.worker.packed_buffer import layout, views
 from jax_paged.worker.sampling.logits_rows import LogitsRows
 
 # Of this seed's requests every token leads by more than TOLERANCE, so no rounding can change one.
@@ -86,17 +85,28 @@ def test_batched_with_prefix_caching(engine: LLMEngine, expected: list[list[int]
     assert [o.num_cached_tokens for o in warm] == [(len(r.prompt) - 1) // 16 * 16 for r in REQUESTS]
 
 
+@pytest.mark.thorough
 def test_alone(engine: LLMEngine, expected: list[list[int]]) -> None:
     set_prefix_caching(engine, False)
     assert tokens_of(run_alone(engine, REQUESTS)) == expected
 
 
+@pytest.mark.thorough
+def test_all_buckets(session_engine_of_all_buckets: LLMEngine, expected: list[list[int]]) -> None:
+    engine = reset(session_engine_of_all_buckets)
+    assert tokens_of(run(engine, REQUESTS)) == expected
+    reset(engine)
+    assert tokens_of(run_alone(engine, REQUESTS[:50])) == expected[:50]
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("budget", [16, 64])
 def test_token_budget(engine: LLMEngine, expected: list[list[int]], budget: int) -> None:
     engine.scheduler.max_num_batched_tokens = budget
     assert tokens_of(run(engine, REQUESTS)) == expected
 
 
+@pytest.mark.thorough
 def test_block_size_32(checkpoint: Path, expected: list[list[int]]) -> None:
     settings = {"block_size": 32, "max_num_seqs": 16, "max_num_batched_tokens": 64}
     with make_engine(checkpoint, few_buckets=True, num_gpu_blocks_override=1500, **settings) as engine:
@@ -195,13 +205,12 @@ def test_a_mistake_in_the_batch_is_noticed(
     engine: LLMEngine, expected: list[list[int]], damage: Damage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = engine.executor.runner
-    builder, context = runner.builder, runner.context
+    builder = runner.builder
     build = builder.build
 
     def build_wrongly(output: SchedulerOutput, logits_rows: LogitsRows, bucket: Bucket) -> StepInputs:
         inputs = build(output, logits_rows, bucket)
-        fields, _ = layout(bucket, len(context.layout.groups))
-        damage(views(inputs.packed, fields), output)
+        damage(inputs.fields, output)
         return inputs
 
     monkeypatch.setattr(builder, "build", build_wrongly)

@@ -13,6 +13,8 @@ from jax_paged import LLM, Hook, SamplingParams
 from jax_paged.models.features.hooks import dense
 from jax_paged.models.weights import load_model
 
+pytestmark = pytest.mark.thorough
+
 # Float32 sums in another order move activations of this model by a few 1e-6 of the largest, about 20.
 TOLERANCE = 1e-3
 RNG = np.random.default_rng(0)
@@ -77,6 +79,7 @@ def close(got: Any, want: Any) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.quick
 def test_requests_that_ask_for_nothing_get_what_they_get_without_hooks(llm: LLM, plain: LLM) -> None:
     outputs = generate(llm, PROMPTS, params(), params(hook_args={"steer": 3.0}))
     wants = generate(plain, PROMPTS, params())
@@ -86,6 +89,7 @@ def test_requests_that_ask_for_nothing_get_what_they_get_without_hooks(llm: LLM,
     assert [tokens(outputs[i]) != tokens(wants[i]) for i in (1, 3)] == [True, True]
 
 
+@pytest.mark.quick
 def test_what_is_generated_and_captured_is_what_the_dense_call_computes(llm: LLM, checkpoint: Path) -> None:
     model = load_model(checkpoint, "float32").model
     args = {"steer": [2.0], "read": [], "up": [0.5, -0.1], "sum": []}
@@ -278,6 +282,7 @@ def test_one_token_per_step_captures_what_bursts_do(llm: LLM, checkpoint: Path) 
             )
 
 
+@pytest.mark.quick
 def test_prefixes_are_shared_only_by_requests_of_equal_arguments(llm: LLM) -> None:
     prompt = RNG.integers(8, 300, 30).tolist()
 

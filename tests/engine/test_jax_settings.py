@@ -16,6 +16,8 @@ from jax_paged.pallas_kernels import native
 from jax_paged.worker.executor import LocalExecutor
 from jax_paged.worker.features.user_functions.logits_processors import LogitsProcessor
 
+pytestmark = pytest.mark.thorough
+
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
 # A decoder, and an encoder-decoder model.
 EVERY_DAY = {"gqa4_llama3", "t5_tied"}
@@ -97,6 +99,7 @@ def test_the_same_bits(name: str, backend: str) -> None:
         assert generated(llm) == expected, "changed before the engine was made"
 
 
+@pytest.mark.quick
 def test_every_method_of_the_executor_has_the_settings() -> None:
     """Also of methods that are added later: a decorator of the class covers them."""
     public = [f for name, f in vars(LocalExecutor).items() if callable(f) and not name.startswith("_")]

@@ -23,6 +23,8 @@ from helpers.windowed_model import write_windowed_checkpoint
 
 from jax_paged import SamplingParams
 
+pytestmark = pytest.mark.thorough
+
 __all__ = ["idle_engine", "session_engine"]  # fixtures
 SIZE = SIZES["block_size"]
 PROMPT = np.random.default_rng(1).integers(8, VOCAB_SIZE, 30).tolist()

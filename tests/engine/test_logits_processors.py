@@ -12,6 +12,8 @@ from helpers.real_model import VOCAB_SIZE, DenseModel, finished_outputs, resched
 
 from jax_paged import LLM, ExtraArgs, LogitsProcessor, SamplingParams
 
+pytestmark = pytest.mark.thorough
+
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(8, 300, n).tolist() for n in (3, 30, 11, 17, 5, 9)]
 BANNED = np.flatnonzero(RNG.random(VOCAB_SIZE) < 0.5)
@@ -120,7 +122,7 @@ def test_states_outlive_a_sleep(llm: LLM, level: int) -> None:
     alone = [generate(llm, [p], [params(name)])[0] for p, name in zip(PROMPTS, names, strict=False)]
     for i, name in enumerate(names):
         engine.add_request(str(i), {"prompt_token_ids": PROMPTS[i]}, params(name))
-    states = [engine._loop.requests[str(i)] for i in range(3)]
+    states = [engine._core.requests[str(i)] for i in range(3)]
     while not all(state.group.sequences[0].output_token_ids for state in states):
         engine.step()
     assert not any(state.is_finished for state in states)
@@ -146,6 +148,7 @@ def test_as_a_rerun_in_numpy(llm: LLM, dense: DenseModel, num_blocks: int, mode:
     assert engine.executor.runner.compiled.num_traces == num_traces  # pyright: ignore
 
 
+@pytest.mark.quick
 def test_neighbours_are_unchanged(llm: LLM, checkpoint: Path) -> None:
     with LLM(str(checkpoint), **SETTINGS) as plain:
         free = params(None, temperature=1.0, seed=3)
@@ -155,6 +158,7 @@ def test_neighbours_are_unchanged(llm: LLM, checkpoint: Path) -> None:
     assert tokens(got[0]) == tokens(wanted[0])
 
 
+@pytest.mark.quick
 def test_samples_have_states_of_their_own(llm: LLM, dense: DenseModel) -> None:
     (output,) = generate(llm, PROMPTS[:1], [params("guided", n=3, temperature=1.0, seed=7)])
     drawn = tokens(output)
@@ -209,6 +213,7 @@ def test_a_processor_that_breaks_logits_ends_its_request_alone(checkpoint: Path)
     assert good.outputs[0].finish_reason == "length"
 
 
+@pytest.mark.quick
 def test_python_functions(llm: LLM, dense: DenseModel) -> None:
     """vLLM's old form: slow, and the same as the processor in JAX; with samples, masks and neighbours."""
     seen: list[tuple[list[int], list[int]]] = []

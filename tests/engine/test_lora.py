@@ -16,9 +16,11 @@ from helpers.real_model import make_engine, reschedule, reset, steps_of
 from helpers.wrapped_executor import WrappedExecutor
 
 from jax_paged import LLM, BeamSearchParams, LLMEngine, LoRARequest, SamplingParams
-from jax_paged.engine import request_engine
+from jax_paged.engine import engine_core
 from jax_paged.models.weights import load_model
 from jax_paged.outputs import RequestOutput
+
+pytestmark = pytest.mark.thorough
 
 BASE = FIXTURES / "gqa4_llama3"
 # Of different ranks, with patterns and without.
@@ -120,6 +122,7 @@ def check(outputs: list[RequestOutput], requests: list[Asked]) -> None:
         np.testing.assert_allclose(logprobs(output), asked.logprobs, atol=TOLERANCE)
 
 
+@pytest.mark.quick
 def test_eight_adapters_a_soft_prompt_and_the_model_alone_in_one_batch_are_what_peft_computes(
     engine: LLMEngine,
 ) -> None:
@@ -144,6 +147,7 @@ def test_rows_of_the_model_alone_are_the_same_to_the_bit_beside_adapters(engine:
     assert same == [asked.adapter is None for asked in requests]
 
 
+@pytest.mark.quick
 def test_the_slots_change_nothing(engine: LLMEngine) -> None:
     requests = [asked for asked in all_cases() if asked.adapter is not None][:16]
     first = run(engine, requests)
@@ -200,19 +204,21 @@ def check_that_nothing_is_shared(engine: LLMEngine) -> None:
     assert tokens(again) == tokens(first)
 
 
+@pytest.mark.quick
 def test_the_prefix_cache_shares_nothing_between_adapters(engine: LLMEngine) -> None:
     check_that_nothing_is_shared(engine)
 
 
+@pytest.mark.quick
 def test_the_test_notices_a_missing_salt(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = request_engine.request_state
+    make = engine_core.request_state
 
     def without_salt(*args: Any) -> Any:
         state = make(*args)
         state.group.cache_salt = ""
         return state
 
-    monkeypatch.setattr(request_engine, "request_state", without_salt)
+    monkeypatch.setattr(engine_core, "request_state", without_salt)
     with pytest.raises(AssertionError):
         check_that_nothing_is_shared(engine)
 

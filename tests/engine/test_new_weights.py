@@ -20,6 +20,8 @@ from jax_paged.lab.recording import replay
 from jax_paged.models.weights import load_model, save_model
 from jax_paged.pallas_kernels.native import products
 
+pytestmark = pytest.mark.thorough
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 PROMPT = np.random.default_rng(0).integers(8, 300, 21).tolist()
 OTHER = np.random.default_rng(1).integers(8, 300, 9).tolist()
@@ -104,6 +106,7 @@ def test_a_training_step_under_a_served_module_is_an_error_until_it_is_handed_ov
             assert values(generate(own)) == after
 
 
+@pytest.mark.quick
 def test_a_training_step_between_two_steps_of_a_request_is_an_error_and_no_harm(model: Any) -> None:
     with make(model) as llm:
         engine = llm.llm_engine
@@ -142,6 +145,7 @@ def test_a_function_that_only_reads_the_module_is_no_change(model: Any) -> None:
         assert values(generate(llm)) == before
 
 
+@pytest.mark.quick
 def test_weights_that_were_donated_are_noticed(model: Any) -> None:
     state = nnx.state(model)
     with make(model, matmul_backend="xla") as llm:
@@ -303,7 +307,7 @@ def dense_logprobs(model: Any, output: Any) -> np.ndarray:
 def serve_ten_versions(llm: LLM, model: Any) -> None:
     """Trains a model ten times; after each, an engine that goes on running has to say what the model does."""
     runner = llm.llm_engine.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
-    num_traces, first = runner.compiled.num_traces, llm.llm_engine._loop.num_weight_updates
+    num_traces, first = runner.compiled.num_traces, llm.llm_engine._core.num_weight_updates
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     for i in range(10):
         if not llm.llm_engine.has_unfinished_requests():
@@ -367,7 +371,7 @@ def test_outputs_name_the_weights_that_drew_them(served: tuple[LLM, Any, LLM], m
         llm.update_weights(other, weight_version="")
     llm.update_weights(other)
     output = generate(llm)
-    assert output.weight_version == str(llm.llm_engine._loop.num_weight_updates)
+    assert output.weight_version == str(llm.llm_engine._core.num_weight_updates)
 
 
 def test_weights_of_older_versions_take_no_memory(

@@ -12,6 +12,8 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceGroup
 from jax_paged.worker.sampling.sampler import SamplingBatch
 
+pytestmark = pytest.mark.thorough
+
 PROMPTS = ["a", "The cat sat on the mat and looked at", "one two three four five six seven eight"]
 
 
@@ -26,6 +28,7 @@ def finished_in_order(llm: LLM, lengths: list[int]) -> list[int]:
     return ended
 
 
+@pytest.mark.quick
 def test_the_shortest_job_first() -> None:
     def shortest_first(request: SequenceGroup) -> int:
         return request.sampling_params.max_tokens or 0
@@ -131,6 +134,7 @@ def test_attention_that_sees_only_the_last_token() -> None:
     assert a.outputs[0].token_ids == b.outputs[0].token_ids, "the last token is all that counts"
 
 
+@pytest.mark.quick
 def test_a_sampler_of_ones_own() -> None:
     def second_best(logits: jax.Array, batch: SamplingBatch) -> jax.Array:
         return jax.lax.top_k(logits, 2)[1][:, 1]

@@ -8,6 +8,8 @@ from helpers.real_model import Request, make_engine, run
 
 from jax_paged import SamplingParams
 
+pytestmark = pytest.mark.thorough
+
 
 # Beside a rounding step, a sum in another order takes a quantised number to the other side.
 @pytest.mark.parametrize(

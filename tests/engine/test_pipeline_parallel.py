@@ -26,6 +26,8 @@ from jax_paged.worker.compilation import plan_steps
 from jax_paged.worker.features.user_functions.logits_processors import ExtraArgs, LogitsProcessor
 from jax_paged.worker.sampling.sampler import SamplingBatch
 
+pytestmark = pytest.mark.thorough
+
 WHOLE = ("gemma4_shared", "gemma4_hub_images")  # whose layers share keys and values
 STATES = ("lfm2", "qwen3_5")  # which are not divided into stages
 DECODERS = [name for name in NAMES if not name.startswith(("t5", *STATES)) and name not in WHOLE]
@@ -185,6 +187,7 @@ def two(checkpoint: Path) -> Iterator[LLM]:
             assert_no_block_lost(engine)
 
 
+@pytest.mark.quick
 def test_seeds_and_every_kind_of_request(one: LLM, two: LLM) -> None:
     prompts = [[i + j for j in range(5 + i % 17)] for i in range(2 * len(KINDS))]
     params = [KINDS[i % len(KINDS)] for i in range(len(prompts))]
@@ -266,6 +269,7 @@ def test_who_asks_a_server_is_answered_by_all_engines_together(one: LLM, checkpo
     assert min(counts) > 0
 
 
+@pytest.mark.quick
 def test_every_stage_has_its_part_alone(two: LLM) -> None:
     first, second = two._replicas
     devices = jax.devices()[:2]

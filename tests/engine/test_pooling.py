@@ -11,6 +11,8 @@ import pytest
 from jax_paged import LLM, PoolingParams, SamplingParams
 from jax_paged.models.registry import POOLING_MODELS
 
+pytestmark = pytest.mark.thorough
+
 FIXTURES = Path(__file__).parent.parent / "models" / "pooling_fixtures"
 RERANKER = {"classifier_from_token": ["no", "yes"], "is_original_qwen3_reranker": True}
 OVERRIDES: dict[str, Any] = {
@@ -59,6 +61,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
+@pytest.mark.quick
 def test_every_pooling_model_has_a_fixture() -> None:
     configs = [json.loads((FIXTURES / name / "config.json").read_text()) for name in NAMES]
     found = {config["architectures"][0] for config in configs}
@@ -80,6 +83,7 @@ def test_equals_transformers_alone_and_together(make: Callable[..., LLM], name: 
         np.testing.assert_allclose(alone, found, rtol=0, atol=1e-6)
 
 
+@pytest.mark.quick
 def test_embeddings_and_their_sizes(make: Callable[..., LLM]) -> None:
     llm, cases = make("qwen3_embedder"), cases_of("qwen3_embedder")
     prompts = [case["token_ids"] for case in cases]
@@ -133,6 +137,7 @@ def test_all_hidden_states(make: Callable[..., LLM]) -> None:
         np.testing.assert_allclose(output.outputs.data.mean(0), case["pooled"], atol=1e-5)
 
 
+@pytest.mark.quick
 def test_classes_and_scores(make: Callable[..., LLM]) -> None:
     cases = cases_of("llama_classifier")
     outputs = make("llama_classifier").classify([c["token_ids"] for c in cases], use_tqdm=False)

@@ -16,6 +16,8 @@ from jax_paged.config.engine_args import EngineConfig
 from jax_paged.models import causal_lm
 from jax_paged.pallas_kernels.quantization import DTYPES, dequantize, quantize, rows_of
 
+pytestmark = pytest.mark.thorough
+
 KINDS = sorted(DTYPES)
 ONE_QUICK = ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.slow)]
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
@@ -53,6 +55,7 @@ def test_scores_are_those_of_a_dense_call_with_rounded_keys_and_values(
     assert error.max() < change.max() < {"int8": 0.5, "fp8_e4m3": 2}[kind]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", ONE_QUICK)
 def test_kv_is_what_the_numbers_were_rounded_to(kind: str, checkpoint: Path) -> None:
     """The keys and values of the first layer depend on no cache, so an engine of floats has them too."""
@@ -143,6 +146,7 @@ def test_nearly_twice_the_blocks_fit(kind: str) -> None:
     assert (floats.num_swap_blocks, bytes_.num_swap_blocks) == (64, 126)
 
 
+@pytest.mark.quick
 def test_what_is_not_supported_is_an_error() -> None:
     with pytest.raises(
         ValueError, match=r"`kv_cache_dtype` must be one of 'auto', 'fp8_e4m3', 'int8'.*got 'fp8'"

@@ -24,11 +24,13 @@ from helpers.real_model import (
 
 from jax_paged import LLM, EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from jax_paged.models.quantization.quantize import kernel_places, quantized
-from jax_paged.models.quantization.quantized_linear import SmallKernel
+from jax_paged.models.quantization.quantized_linear import QuantizedWeight
 from jax_paged.models.weights import load_model, random_checkpoint, save_model
 from jax_paged.outputs import RequestOutput
 from jax_paged.worker.compilation import plan_steps
 from jax_paged.worker.executor import LocalExecutor
+
+pytestmark = pytest.mark.thorough
 
 SIZES: dict[str, Any] = {
     "few_buckets": True,
@@ -67,7 +69,7 @@ def write_floats(base: Path, out: Path, kind: Any) -> None:
     """Writes the floats that kernels mean which are made small on the fly."""
     model, small = load_model(base, "float32").model, quantized(load_model(base, "float32").model, kind)
     for place, made in zip(kernel_places(model), kernel_places(small), strict=True):
-        if isinstance(made.kernel, SmallKernel):
+        if isinstance(made.kernel, QuantizedWeight):
             place.kernel.set_value(made.kernel.dense("float32"))
     save_model(model, out, json.loads((base / "config.json").read_text()))
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -206,6 +208,7 @@ def test_experts_on_two_devices(name: str, other: dict[str, Any], by_expert: boo
             check_greedy(served(engine, prompts()), DenseModel(floats, 160))
 
 
+@pytest.mark.quick
 def test_groups_that_devices_can_not_share_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     write_quantized("fp8_block", checkpoint, tmp_path / "blocks")
     with pytest.raises(
@@ -219,6 +222,7 @@ def test_groups_that_devices_can_not_share_are_refused(checkpoint: Path, tmp_pat
         make_engine(tmp_path / "groups", tensor_parallel_size=4, **SIZES)
 
 
+@pytest.mark.quick
 def test_new_weights_are_made_small_too(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

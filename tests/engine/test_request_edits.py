@@ -19,6 +19,8 @@ from jax_paged import BeamSearchParams, SamplingParams
 from jax_paged.lab.recording import replay
 from jax_paged.sampling_params import RequestOutputKind
 
+pytestmark = pytest.mark.thorough
+
 __all__ = ["idle_engine", "session_engine"]  # fixtures
 PROMPT = np.random.default_rng(0).integers(8, VOCAB_SIZE, 21).tolist()
 LONG = {"max_tokens": 24, "ignore_eos": True}

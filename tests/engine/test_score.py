@@ -11,6 +11,8 @@ import pytest
 from jax_paged import LLM, SamplingParams
 from jax_paged.models.weights import load_model
 
+pytestmark = pytest.mark.thorough
+
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(8, 300, n).tolist() for n in (3, 30, 11, 17)]
 SETTINGS: dict[str, Any] = {
@@ -135,6 +137,7 @@ def processed(logits: np.ndarray, given: SamplingParams) -> np.ndarray:
     return x - x.max() - math.log(np.exp(x - x.max()).sum())
 
 
+@pytest.mark.quick
 def test_processed_logprobs_are_of_what_is_drawn_from(checkpoint: Path) -> None:
     model = load_model(checkpoint, "float32").model
     each = [
@@ -158,6 +161,7 @@ def test_processed_logprobs_are_of_what_is_drawn_from(checkpoint: Path) -> None:
                 np.testing.assert_allclose(found.logprob, want[token], atol=1e-4)
 
 
+@pytest.mark.quick
 def test_modes_that_there_are_not(checkpoint: Path) -> None:
     with pytest.raises(
         ValueError, match=r"`logprobs_mode` must be 'raw_logprobs' or 'processed_.*got 'raw_logits'"

@@ -41,6 +41,8 @@ from jax_paged.outputs import RequestOutput
 from jax_paged.worker.distributed import channel
 from jax_paged.worker.distributed.channel import Channel
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 SIZES = {"block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 2000}
 TINY = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 40}
@@ -81,6 +83,7 @@ def all_tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
 
 
+@pytest.mark.quick
 def test_two_processes_draw_what_one_does(pair: LLMEngine, single: LLMEngine) -> None:
     requests = greedy_requests(1, 12) + mixed_requests(2, 12, 60, 30)
     ours, theirs = run(pair, requests), run(single, requests)
@@ -110,6 +113,7 @@ def test_preemption(pair: LLMEngine, single: LLMEngine, mode: str) -> None:
     assert any(output.metrics.num_preemptions for output in outputs if output.metrics)
 
 
+@pytest.mark.quick
 def test_cached_prefixes(pair: LLMEngine, single: LLMEngine) -> None:
     requests = greedy_requests(5, 6)
     expected = tokens_of(run(single, requests))
@@ -256,6 +260,7 @@ def break_while_running(folder: Path, rank: int, how: signal.Signals, limit_s: f
     return seconds
 
 
+@pytest.mark.quick
 def test_a_follower_that_is_killed(checkpoint: Path) -> None:
     break_while_running(checkpoint, 1, signal.SIGKILL)
 

@@ -26,9 +26,11 @@ from jax_paged.engine.errors import EngineAsleepError
 from jax_paged.models.weights import load_model
 from jax_paged.pallas_kernels.native import products
 
+pytestmark = pytest.mark.thorough
+
 ONEDNN = products.problem(np.dtype("float32")) is None
 BACKENDS = [
-    ("xla", "xla"),
+    pytest.param(("xla", "xla"), marks=pytest.mark.quick),
     pytest.param(("native", "onednn"), marks=pytest.mark.skipif(not ONEDNN, reason="there is no oneDNN")),
 ]
 SETTINGS: dict[str, Any] = {
@@ -405,7 +407,7 @@ def test_what_was_in_flight_reaches_its_client_before_the_sleep(async_engine: As
             await asyncio.sleep(0.01)
             if num_tokens % 2:
                 task.cancel()
-            elif not engine.engine._loop.requests:
+            elif not engine.engine._core.requests:
                 assert task.done()  # nobody computes for it any more
             await engine.wake_up()
             done = await asyncio.gather(task, return_exceptions=True)
@@ -452,6 +454,7 @@ def test_weights_are_exchanged_under_running_requests(async_engine: AsyncLLMEngi
     asyncio.run(check())
 
 
+@pytest.mark.quick
 def test_a_closed_engine_does_not_sleep(scripted: Callable[..., Any]) -> None:
     engine = AsyncLLMEngine(*scripted())
     engine.close()
@@ -487,6 +490,7 @@ def test_other_families_sleep(family: str) -> None:
             assert_no_block_lost(engine)
 
 
+@pytest.mark.quick
 def test_a_model_without_a_pool_sleeps() -> None:
     folder = MODELS / "pooling_fixtures" / "bert_embedder"
     with LLM(str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=32) as llm:

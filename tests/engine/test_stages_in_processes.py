@@ -27,7 +27,9 @@ from jax_paged.models.loading.stored_tensors import StoredTensor
 from jax_paged.models.weights import load_model
 from jax_paged.worker.distributed.process_group import OneProcess
 from jax_paged.worker.pipeline.stage_links import StageLinks
-from jax_paged.worker.served_model import ServedModel
+from jax_paged.worker.served_model import CallerParts, ServedModel
+
+pytestmark = pytest.mark.thorough
 
 slow = pytest.mark.slow
 
@@ -52,6 +54,7 @@ def two(checkpoint: Path) -> Iterator[LLM]:
             assert_no_block_lost(engine)
 
 
+@pytest.mark.quick
 def test_two_processes_draw_what_one_does(one: LLM, two: LLM) -> None:
     """Seeds, several samples, prompts in chunks and their log-probabilities; then from the prefix cache."""
     prompts = [[i + j for j in range(5 + 3 * i % 40)] for i in range(2 * len(KINDS))]
@@ -68,6 +71,7 @@ def test_two_processes_draw_what_one_does(one: LLM, two: LLM) -> None:
     assert [e.config.num_blocks for e in two._replicas] == [200, 200]
 
 
+@pytest.mark.quick
 def test_what_needs_one_process_is_refused(two: LLM) -> None:
     engine = two._replicas[1]
     for call in (engine.state, engine.sleep, lambda: engine.update_weights({})):
@@ -160,7 +164,7 @@ def test_each_process_has_the_weights_of_its_stage(tmp_path: Path, monkeypatch: 
     sizes, totals = list[int](), set[int]()
     for stage in range(2):
         read.clear()
-        model = ServedModel(args, None, (), None, None, (), 0, InStage(stage))
+        model = ServedModel(args, CallerParts(), 0, InStage(stage))
         sizes.append(sum(x.nbytes for x in model.weights))
         assert sum(read) == sizes[-1]
         assert all(isinstance(x, jax.Array) for x in model.weights)

@@ -26,6 +26,8 @@ from jax_paged.core.kv_cache.state_slots import StateSlots
 from jax_paged.models.kv_location import NO_GROUP, Place
 from jax_paged.sampling_params import BeamSearchParams
 
+pytestmark = pytest.mark.thorough
+
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
 SIZE = 16
 SETTINGS: dict[str, Any] = {
@@ -120,6 +122,7 @@ def test_with_little_room(engine: LLMEngine, cases: Any, settings: dict[str, Any
         assert (sum(moved) > 0) == (settings.get("preemption_mode") == "swap")
 
 
+@pytest.mark.quick
 def test_conversations_go_on_from_a_checkpoint_behind_the_prompt(engine: LLMEngine, cases: Any) -> None:
     prompts, _ = cases
     first = [p for p in prompts if len(p) in (31, 47)]
@@ -132,6 +135,7 @@ def test_conversations_go_on_from_a_checkpoint_behind_the_prompt(engine: LLMEngi
     assert tokens_of(run(engine, greedy(longer))) == tokens_of(warm)
 
 
+@pytest.mark.quick
 def test_samples_and_beams(engine: LLMEngine, cases: Any) -> None:
     """Samples are forks by copy; each is what it is alone, also when swapped or recomputed in between."""
     prompts = [p for p in cases[0] if len(p) in (5, 17, 33, 47)]

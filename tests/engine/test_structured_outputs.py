@@ -112,6 +112,7 @@ def generate(llm: LLM, each: list[SamplingParams]) -> list[Any]:
     return llm.generate(["What is a block table?"] * len(each), each, use_tqdm=False)
 
 
+@pytest.mark.thorough
 def test_json(llm: LLM) -> None:
     outputs = generate(llm, [params(seed, {"json": SCHEMA}, n=4) for seed in range(6)])
     completions = [completion for output in outputs for completion in output.outputs]
@@ -194,6 +195,7 @@ def test_what_the_form_allows_is_drawn_as_without_it(llm: LLM) -> None:
         assert (output.outputs[0].text, output.outputs[0].token_ids) == (text, free.outputs[0].token_ids)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "seeds", [range(60), pytest.param(range(60, 620), marks=pytest.mark.slow)], ids=["60", "560"]
 )
@@ -308,6 +310,7 @@ def test_a_recording_with_forms_replays_decisions_but_not_tokens(llm: LLM) -> No
         engine.replay(lines)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("mode", [None, "recompute", "swap"])
 def test_any_tokens_that_the_masks_allow_have_the_form(

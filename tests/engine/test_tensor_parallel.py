@@ -19,6 +19,8 @@ from jax_paged.models.loading import weight_reading
 from jax_paged.models.weights import load_model, random_checkpoint
 from jax_paged.pallas_kernels.native import products
 
+pytestmark = pytest.mark.thorough
+
 MODELS = Path(__file__).parents[1] / "models"
 FIXTURES, ADAPTERS = MODELS / "fixtures", MODELS / "adapters"
 NAMES = sorted(folder.name for folder in FIXTURES.iterdir())
@@ -209,6 +211,7 @@ def test_new_weights_and_sleep() -> None:
     assert found[0][0] == found[0][2] == found[0][3] != found[0][1]
 
 
+@pytest.mark.quick
 def test_no_device_ever_has_more_than_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a checkpoint is loaded, and after it."""
     config = config_of("gqa4_llama3") | {"intermediate_size": 256, "num_key_value_heads": 4}
@@ -264,6 +267,7 @@ def test_packed_weights_are_not_divided() -> None:
         engine_of(FIXTURES / "gqa2_tied", 2, matmul_backend="onednn")
 
 
+@pytest.mark.quick
 def test_hooks_have_whole_outputs() -> None:
     settings: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 32}
     settings |= {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 20}

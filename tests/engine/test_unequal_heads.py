@@ -11,6 +11,8 @@ from helpers.real_model import TOLERANCE, DenseModel, Request, log_softmax, make
 
 from jax_paged import LLMEngine, SamplingParams
 
+pytestmark = pytest.mark.thorough
+
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
 MAX_LEN = 200
 SIZES: dict[str, Any] = {
@@ -159,12 +161,14 @@ def test_the_pool_has_the_bytes_that_are_counted(running: tuple[str, LLMEngine])
         assert max(sizes) <= used <= block
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["gemma4_shared", "gemma4_moe_capped"])
 def test_a_quantised_cache_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"`kv_cache_dtype` must be 'auto' .*got 'int8'"):
         make_engine(FIXTURES / name, kv_cache_dtype="int8", **SIZES)
 
 
+@pytest.mark.quick
 def test_keys_of_the_hub_are_those_that_are_known(tmp_path: Path) -> None:
     """Weights of layers that share are not read, nor those for images; all others are asked for by name."""
     from safetensors.numpy import load_file, save_file

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
@@ -161,6 +161,8 @@ def generators(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 @pytest.mark.parametrize("name", ["byte-level", "byte fallback", "unigram"])
 @pytest.mark.parametrize("after", ["", "a"])
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(text=" ")
+@example(text="  a")
 @given(text=st.text(st.one_of(st.sampled_from("ab é好🙂\ufffd"), st.characters(codec="utf-8")), min_size=1))
 def test_the_bytes_of_all_tokens_are_those_of_the_text(
     generators: dict[str, Tokenizer], name: str, after: str, text: str

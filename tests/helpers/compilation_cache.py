@@ -4,10 +4,13 @@ Most of what the tests cost is compiling, and many of their engines are equal. T
 (.pytest_cache/compiled), so that the next run starts warm. A cache that the environment names is kept.
 """
 
+import gc
 import os
 
 import jax
 import pytest
+
+from jax_paged.worker.compilation.compiler import trim_heap
 
 SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -16,23 +19,28 @@ SETTINGS = {
 
 
 # Each program holds memory maps, of which Linux gives a process 65,530; one file had come to 47,000 of them.
-TESTS_THAT_SHARE_PROGRAMS = 100
+MAX_TESTS_PER_CLEARING = 100
 
 
-class ProgramsGoNowAndThen:
-    """Drops what JAX keeps compiled, after so many tests."""
+class CacheClearing:
+    """Frees what JAX keeps of compiled programs after each file, and within long files."""
 
     def __init__(self) -> None:
         self._num_tests = 0
 
-    def pytest_runtest_teardown(self) -> None:
+    @pytest.hookimpl(trylast=True)  # after the fixtures of the file have closed their engines
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         self._num_tests += 1
-        if self._num_tests % TESTS_THAT_SHARE_PROGRAMS == 0:
+        is_last_of_file = nextitem is None or nextitem.path != item.path
+        if is_last_of_file or self._num_tests == MAX_TESTS_PER_CLEARING:
+            self._num_tests = 0
+            gc.collect()
             jax.clear_caches()
+            trim_heap()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(ProgramsGoNowAndThen())
+    config.pluginmanager.register(CacheClearing())
     if jax.config.jax_compilation_cache_dir is not None:
         return
     folder = config.rootpath / ".pytest_cache" / "compiled"

@@ -9,9 +9,10 @@ from helpers.real_model import assert_no_block_lost, finished_outputs, make_engi
 from jax_paged import LLMEngine
 
 SIZES = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 300}
+MODES = [pytest.param("one step at a time", marks=pytest.mark.quick), "steps ahead", "bursts"]
 
 
-@pytest.fixture(scope="module", params=["one step at a time", "steps ahead", "bursts"])
+@pytest.fixture(scope="module", params=MODES)
 def session_engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[LLMEngine]:
     settings = {"async_scheduling": request.param != "one step at a time"}
     if request.param == "bursts":

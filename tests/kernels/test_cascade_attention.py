@@ -21,6 +21,8 @@ from jax_paged.pallas_kernels import native, ops
 from jax_paged.pallas_kernels.gpu.shared_tiles import shared_tiles
 from jax_paged.pallas_kernels.native import attention
 
+pytestmark = pytest.mark.thorough
+
 IF_BUILT = pytest.mark.skipif(not native.is_built(), reason=f"native: {native.problem()}")
 # Of the native backend, those of every variant: tiles, AVX-512 with bfloat16 and without, AVX2, and any
 # processor's.
@@ -128,6 +130,7 @@ def test_decode_in_pallas(backend: str, heads: tuple[int, int, int], flags: dict
     check(backend, lens_of(4, 14), prefixes, ended=(3, 7), flags=flags, **shape)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_decodes_of_a_mixed_step(backend: str) -> None:
     """A sequence that has several queries beside those that share takes no part, whatever it shares."""
@@ -197,6 +200,7 @@ def test_without_prefixes_nothing_changes(backend: str) -> None:
     np.testing.assert_array_equal(alone, want)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("backend", ["xla", *NATIVE])
 def test_nan_in_one_row_stays_there(backend: str) -> None:
     q, pool, tables, lens, _ = make_case(
@@ -215,6 +219,7 @@ def test_nan_in_one_row_stays_there(backend: str) -> None:
     np.testing.assert_array_equal(np.delete(got, 3, 0), np.delete(want, 3, 0))
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(not native.is_built(), reason=f"native: {native.problem()}")
 def test_native_threads_and_heads_in_parts() -> None:
     """Few rows are cut by heads: each part waits for the shared items of its heads."""
@@ -235,6 +240,7 @@ def test_native_finds_numbers_that_are_out_of_range(value: int, message: str) ->
         jax.block_until_ready(attend("native 16", q, pool, tables, lens, None, shared, scale=1.0))
 
 
+@pytest.mark.quick
 def test_tiles() -> None:
     """The picture in shared_tiles.py; sequence f shares with one that has ended."""
     tables = np.array([[1, 2, 3], [4, 5, 6], [1, 2, 3], [1, 2, 3], [4, 5, 8], [7, 9, 9], [7, 9, 9]])
@@ -248,6 +254,7 @@ def test_tiles() -> None:
     assert (tiles.places[5:] == flat.size).all()
 
 
+@pytest.mark.quick
 def test_errors() -> None:
     q, pool, tables, lens, _ = make_case(
         [80] * 3, heads=2, kv_heads=1, head_dim=8, page_size=S, dtype="float32"

@@ -11,6 +11,8 @@ from helpers.oracle import make_case
 from jax_paged.pallas_kernels import ops
 from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul
 
+pytestmark = pytest.mark.thorough
+
 BACKENDS: list[Any] = ["xla", "native", "reference", "pallas_interpret"]
 
 

@@ -13,6 +13,8 @@ from jax_paged.pallas_kernels.gpu import grouped_wgmma, tuning
 from jax_paged.pallas_kernels.gpu.grouped_wgmma import ALIGNMENT, Tiles, choose_tiles, work_list
 from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul, implementation_of
 
+pytestmark = pytest.mark.thorough
+
 BACKENDS = ["xla", "reference", "pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 LARGE = tuning.Target((9, 0), 132, 227 * 1024)
 
@@ -74,6 +76,7 @@ def test_tiles(tiles, interpret):
     check(case, functools.partial(grouped_wgmma.grouped_matmul, tiles=tiles, interpret=interpret))
 
 
+@pytest.mark.quick
 @pytest.mark.gpu
 def test_random_groups():
     rng = np.random.default_rng(7)
@@ -85,6 +88,7 @@ def test_random_groups():
         check(case, functools.partial(grouped_matmul, backend="pallas"))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("num_groups", [1, 8, 128])
 def test_tiles_cover_every_row_once(num_groups, rows):
@@ -108,6 +112,7 @@ def test_tiles_cover_every_row_once(num_groups, rows):
             assert (owner[len(want) :] == -1).all()
 
 
+@pytest.mark.quick
 def test_the_list_is_never_too_short():
     """The worst case: every group begins just before a multiple of 8, and has one row more than a tile."""
     sizes = [7] + [64 + 2] * 30
@@ -115,6 +120,7 @@ def test_the_list_is_never_too_short():
     assert sum(end - begin for _, _, begin, end in items) == sum(sizes)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("num_rows", "num_groups", "size", "width", "rows", "columns"),
     [
@@ -158,6 +164,7 @@ def test_only_gpus_with_wgmma_have_the_kernel():
         assert implementation_of(backend) == "loop"
 
 
+@pytest.mark.quick
 def test_bad_input():
     x, kernels, sizes = make_case([3, 1], 4, 64, 128, "bfloat16")
     run = functools.partial(grouped_matmul, backend="pallas_interpret")

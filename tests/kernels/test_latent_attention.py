@@ -21,6 +21,8 @@ from helpers.oracle import (
 
 from jax_paged.pallas_kernels import native, ops
 
+pytestmark = pytest.mark.thorough
+
 NATIVE = [
     pytest.param("native", marks=pytest.mark.skipif(not native.is_built(), reason=f"{native.problem()}"))
 ]
@@ -78,6 +80,7 @@ def test_ragged_matches_oracle(
     assert (np.asarray(got)[start[-1] :] == 0).all()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shared_blocks(backend: str, dtype: str) -> None:
@@ -111,6 +114,7 @@ def test_quantised(backend: str, kind: str) -> None:
     np.testing.assert_array_equal(written, stored)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 def test_writes_and_copies_move_whole_latents(backend: str) -> None:
     rng = np.random.default_rng(0)
@@ -127,6 +131,7 @@ def test_writes_and_copies_move_whole_latents(backend: str) -> None:
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.quick
 def test_arguments_that_do_not_fit() -> None:
     latents, both = jnp.zeros((2, 1, 1, 4, 8)), jnp.zeros((2, 2, 1, 4, 8))
     q, k = jnp.zeros((1, 2, 8)), jnp.zeros((1, 1, 8))

@@ -12,6 +12,8 @@ from jax_paged.pallas_kernels import ops
 from jax_paged.pallas_kernels.gpu import ragged_tile, tuning
 from jax_paged.pallas_kernels.gpu.paged_decode import decode_config
 
+pytestmark = pytest.mark.thorough
+
 
 def lower(gpu, f, *specs, **options):
     """Returns the text of f, called with backend "pallas", lowered for a GPU."""
@@ -82,6 +84,7 @@ def test_quantised_pools_and_biases(gpu, head_dim, page_size, kind):
     assert kernels(lower(gpu, ops.copy_blocks, pool, lens, lens))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("gpu", [A100, H100])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 128), (1, 64), (3, 80)])
@@ -92,6 +95,7 @@ def test_write_and_copy(gpu, dtype, kv_heads, head_dim):
     assert kernels(lower(gpu, ops.copy_blocks, pool, ids, ids))
 
 
+@pytest.mark.quick
 def test_unsupported_shapes_are_errors():
     with pytest.raises(
         ValueError, match=r"dtype of .* must be one of bfloat16, float16 .*got float32\. Backend 'xla'"
@@ -112,6 +116,7 @@ def test_unsupported_shapes_are_errors():
             lower(gpu, ops.paged_decode, *specs(8, 2, 64, 16, jnp.bfloat16), scale=1.0)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("gpu", "has_tma", "has_wgmma", "smem_kib"),
     [

@@ -12,6 +12,7 @@ from jax_paged.worker.compilation.buckets import Bucket
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from engine_step import abstract_context, lower_for_cuda
 
+pytestmark = pytest.mark.thorough
 NUM_LAYERS = 2
 SMALL = {
     "architectures": ["LlamaForCausalLM"],

@@ -88,6 +88,7 @@ def jax_arrays(options):
     return {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", range(4))
 def test_random_batches(part):
     for seed in range(part * 40, part * 40 + 40):

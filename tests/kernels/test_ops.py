@@ -17,6 +17,8 @@ from jax_paged.pallas_kernels import native, ops, reference
 from jax_paged.pallas_kernels.gpu import tuning
 from jax_paged.pallas_kernels.native.sources import digest
 
+pytestmark = pytest.mark.thorough
+
 S = 16
 EDGE_LENS = [1, S - 1, S, S + 1, 2 * S, 63, 64, 65, 127, 128, 129, 300, 0, 1000, 3000, 0, 5]
 FEW_LENS = [S + 1, 0, 150, 1]
@@ -90,6 +92,7 @@ def test_decode_matches_oracle(backend, dtype, heads, kv_heads, head_dim):
     check_decode(q, pool, tables, lens, backend, scale=head_dim**-0.5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("backend", "dtype"), cases([("float32",), ("bfloat16",)], [("float32",)]))
 def test_decode_of_all_edge_lengths(backend, dtype):
     q, pool, tables, lens, _ = make_case(
@@ -202,6 +205,7 @@ def test_distance_bias(backend, dtype, flags):
     check_decode(q[:5], pool, tables, lens, backend, **options)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("flags", [*FLAGS, {"distance_bias": BIAS}])
 def test_plain_reference(flags):
     q, pool, tables, lens, start = make_case(
@@ -248,6 +252,7 @@ def test_ragged_matches_oracle(backend, dtype, heads, kv_heads, head_dim, paddin
     check_ragged(q, pool, tables, lens, start, backend, padding=padding, scale=head_dim**-0.5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("backend", "dtype"), cases([("float32",), ("bfloat16",)]))
 def test_ragged_of_random_batches(backend, dtype):
     rng = np.random.default_rng(3)
@@ -262,6 +267,7 @@ def test_ragged_of_random_batches(backend, dtype):
         check_ragged(q, pool, *rest, backend, scale=0.25)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("backend", ["xla", *NATIVE, *GPU])
 def test_one_sequence_with_nan_leaves_the_others_alone(backend):
     q, pool, tables, lens, start = make_case(
@@ -294,6 +300,7 @@ def test_write_kv_is_exact_and_drops_padding(backend, kv_heads, head_dim):
     np.testing.assert_array_equal(reference.write_kv(jnp.asarray(pool), k, v, slots), want)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("backend", ["xla", *NATIVE, "pallas_interpret", *GPU])
 def test_copy_blocks_skips_padding(backend):
     pool = np.random.default_rng(0).normal(size=(6, 2, 3, S, 64)).astype(np.float32)
@@ -305,6 +312,7 @@ def test_copy_blocks_skips_padding(backend):
     np.testing.assert_array_equal(reference.copy_blocks(jnp.asarray(pool), src, dst), want)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("backend", ["xla", *NATIVE])
 def test_copy_blocks_reads_before_it_writes(backend):
     pool = np.arange(6 * 2 * 1 * 2 * 2, dtype=np.float32).reshape(6, 2, 1, 2, 2)
@@ -314,6 +322,7 @@ def test_copy_blocks_reads_before_it_writes(backend):
     np.testing.assert_array_equal(np.asarray(got), want)
 
 
+@pytest.mark.quick
 def test_errors_name_what_is_wrong():
     q, pool, tables, lens, _ = make_case([5], heads=4, kv_heads=2, head_dim=16, page_size=8, dtype="float32")
     decode = functools.partial(ops.paged_decode, scale=1.0)
@@ -341,6 +350,7 @@ def test_errors_name_what_is_wrong():
         decode(q, pool, tables, lens, backend="pallas_interpret")
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="is about a CPU")
 def test_without_the_native_library_auto_is_xla(monkeypatch):
     monkeypatch.setattr(native, "_load", lambda: "there was no compiler")
@@ -390,6 +400,7 @@ CHECKED = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -430,6 +441,7 @@ def bad_calls():
     yield "block_tables", np.zeros((2, 0), np.int32)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("backend", ["xla", "native", "reference"])
 @pytest.mark.parametrize(("name", "value"), bad_calls())
 def test_arguments_that_no_backend_takes(name, value, backend):

@@ -103,6 +103,7 @@ def test_a_missing_wait_is_caught(monkeypatch, capsys, missing):
     assert is_caught or RACE in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("backend", ["pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu)])
 def test_items_of_many_blocks(backend, window):
@@ -118,6 +119,7 @@ def test_items_of_many_blocks(backend, window):
     assert relative_error(got, paged_decode(*case, **options)) < TOLERANCE["bfloat16"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_the_path_of_sm_80_with_copies_that_take_no_time(monkeypatch, num_stages):
     """The interpreter has no cp.async: plain copies check everything but the waits."""

@@ -28,6 +28,8 @@ from jax_paged.pallas_kernels.gpu import quantized_tile, ragged_prefill, ragged_
 from jax_paged.pallas_kernels.native import attention
 from jax_paged.pallas_kernels.quantization import dequantize, quantize
 
+pytestmark = pytest.mark.thorough
+
 KINDS = list(POOL_DTYPES)
 NATIVE = pytest.param(
     "native", marks=pytest.mark.skipif(not native.is_built(), reason=f"native: {native.problem()}")
@@ -53,6 +55,7 @@ def hard_rows():
     return np.concatenate([rows, ties, few_bits, edges]).astype(np.float32)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_numpys(kind, dtype):
@@ -66,6 +69,7 @@ def test_rows_are_numpys(kind, dtype):
         np.testing.assert_array_equal(held.astype(np.float64), numbers)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_error_is_as_small_as_promised(kind):
     x = hard_rows()[:600]
@@ -273,6 +277,7 @@ def test_native_comes_to_the_bits_of_a_pool_of_floats(kind, dtype, width):
             np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_sequence_with_nan_leaves_the_others_alone(backend, kind):
@@ -287,6 +292,7 @@ def test_one_sequence_with_nan_leaves_the_others_alone(backend, kind):
     assert relative_error(np.asarray(got)[rest], want[rest]) < TOLERANCE["float32"]
 
 
+@pytest.mark.quick
 def test_what_is_not_supported_is_an_error():
     q, rows, _, tables, lens, _ = make_pools("int8", lens=[5], query_lens=[1])
     decode = functools.partial(ops.paged_decode, scale=1.0)

@@ -63,6 +63,7 @@ def run(q, pool, tables, lens, start, config=None, **options):
     return np.asarray(attend(q, pool, tables, lens, jnp.asarray(start)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gpu", [None, A100, B200], ids=["sm_90", "sm_80", "sm_100"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "page_size", "dtype"),
@@ -79,6 +80,7 @@ def test_groups_head_dims_and_pages(gpu, heads, kv_heads, head_dim, page_size, d
     assert relative_error(got, ragged_attention(*case, scale=head_dim**-0.5)) < TOLERANCE[dtype]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gpu", [None, A100, B200], ids=["sm_90", "sm_80", "sm_100"])
 @pytest.mark.parametrize("flags", [{"window": 33}, {"window": 90, "soft_cap": 2.0}])
 def test_pages_before_the_window_may_be_gone(gpu, flags, monkeypatch):
@@ -100,6 +102,7 @@ def test_pages_before_the_window_may_be_gone(gpu, flags, monkeypatch):
     assert relative_error(got, want) < TOLERANCE["bfloat16"]
 
 
+@pytest.mark.thorough
 def test_single_queries_are_those_of_paged_decode():
     """They are the same to the last bit, whatever runs beside them."""
     shape = {"heads": 2, "kv_heads": 1, "head_dim": 64, "page_size": 16, "dtype": "bfloat16"}

@@ -150,6 +150,7 @@ def recorded(model: Any) -> dict[str, list[str]]:
     return logs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", fixture_configs())
 def test_it_reaches_every_module_in_every_pass(config: dict[str, Any]) -> None:
     _, model_class = get_model_class(config)

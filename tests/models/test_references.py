@@ -130,6 +130,7 @@ def test_every_family_has_two_fixtures() -> None:
     assert {name for name, folders in by_architecture().items() if len(folders) < 2} == set()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "architecture", [pytest.param(m, marks=[pytest.mark.slow] if m in RELATIVES else []) for m in MODELS]
 )

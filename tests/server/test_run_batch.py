@@ -280,6 +280,7 @@ def test_the_files_must_differ(tmp_path):
         BatchOptions(tmp_path / "a", tmp_path / "x" / ".." / "a")
 
 
+@pytest.mark.thorough
 def test_the_command_is_interrupted_and_goes_on(tmp_path):
     lines = [line(f"c{i}", "def f(", max_tokens=100, ignore_eos=True, seed=i) for i in range(30)]
     (tmp_path / "in").write_text("".join(json.dumps(x) + "\n" for x in [*lines, "nonsense"]))

@@ -9,6 +9,8 @@ from helpers.real_model import make_engine
 
 from jax_paged.worker.traced_step import StepProgram
 
+pytestmark = pytest.mark.thorough
+
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 

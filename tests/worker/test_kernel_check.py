@@ -41,6 +41,7 @@ def cases_of(verdict):
     return [row["case"].split(",")[0] for row in verdict.rows]
 
 
+@pytest.mark.thorough
 def test_right_and_faster(tmp_path):
     verdict = check(ALL, tmp_path, candidate="xla", rival=STAND_IN + "slow")
     assert verdict.outcome == "passed", verdict
@@ -78,6 +79,7 @@ def test_one_element_that_is_wrong(tmp_path):
     assert check(SUITE, tmp_path, candidate=STAND_IN + "wrong") == verdict
 
 
+@pytest.mark.thorough
 def test_a_crash(tmp_path):
     verdict = check(SUITE, tmp_path, candidate=STAND_IN + "crash")
     assert (verdict.outcome, cases_of(verdict)[-1]) == ("crashed", "paged_decode")
@@ -171,6 +173,7 @@ def test_experts_of_a_model(name, experts):
     assert suites_of(EngineArgs(str(model)))[0].experts == experts
 
 
+@pytest.mark.thorough
 def test_experts_that_the_kernels_refuse(tmp_path):
     narrow = dataclasses.replace(SUITE, head_dim=64, experts=(Experts(2, 6, 64, 96),))
     verdict = check(narrow, tmp_path, candidate="pallas_interpret")
@@ -181,6 +184,7 @@ def test_experts_that_the_kernels_refuse(tmp_path):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="is about a machine without a GPU")
 def test_kernels_that_refuse(tmp_path):
     verdict = check(SUITE, tmp_path)
@@ -388,6 +392,7 @@ def test_an_engine_outlives_kernels_that_hang(on_gpu, tmp_path, monkeypatch):
     assert (verdict.outcome, cases_of(verdict)) == ("hung", ["write_kv", "copy_blocks"])
 
 
+@pytest.mark.thorough
 def test_shapes_of_a_model_that_is_not_loaded():
     (suite,) = suites_of(EngineArgs(dtype="bfloat16", block_size=32, max_model_len=100))
     (variant,) = suite.variants
@@ -427,6 +432,7 @@ def test_nobody_attends_to_what_is_dead():
     assert tables.max() >= len(pool), "pages that nobody attends to may be anywhere"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not native.is_built(), reason=f"native: {native.problem()}")
 def test_the_command(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -20,6 +20,8 @@ from jax_paged.worker.compilation import plan_steps
 from jax_paged.worker.executor import LocalExecutor
 from jax_paged.worker.loading.weights import flatten, packed
 
+pytestmark = pytest.mark.thorough
+
 PROBLEM = products.problem(jnp.dtype("float32"))
 needs_onednn = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 
@@ -92,6 +94,7 @@ def test_outputs_are_those_of_xla(folder: Path) -> None:
         np.testing.assert_allclose(packed_logprobs, logprobs, atol=1e-4)
 
 
+@pytest.mark.quick
 @needs_onednn
 def test_maps_of_the_same_rows_are_one_product() -> None:
     """In a layer: queries, keys and values; their output; gate and up; and down. Then the head."""

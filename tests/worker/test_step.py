@@ -34,6 +34,8 @@ from jax_paged.worker.model_runner import ModelRunner
 from jax_paged.worker.sampling.token_counts import ResetTokenCountsProgram
 from jax_paged.worker.traced_step import StepProgram
 
+pytestmark = pytest.mark.thorough
+
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -57,6 +59,11 @@ def compile_events() -> Iterator[list[str]]:
 def runner_of(engine: LLMEngine) -> ModelRunner:
     assert isinstance(engine.executor, LocalExecutor)
     return engine.executor.runner
+
+
+@pytest.fixture(scope="module")
+def session_engine(session_engine_of_all_buckets: LLMEngine) -> LLMEngine:
+    return session_engine_of_all_buckets
 
 
 def test_nothing_compiles_after_the_start(engine: LLMEngine) -> None:
@@ -109,7 +116,7 @@ def test_nothing_compiles_for_copies_and_swaps(engine: LLMEngine, monkeypatch: p
 
 
 def assert_pool_is_not_copied(engine: LLMEngine) -> None:
-    """No program has temporaries of its size; what writes to pool or seats does it in place."""
+    """No program has temporaries of its size; what writes to pool or batch slots does it in place."""
     runner, pool_bytes = runner_of(engine), engine.config.kv_cache_bytes
     assert pool_bytes == sum(x.nbytes for x in runner.arrays["kv_cache"])
     (counts,), (tables,) = runner.arrays["token_counts"], runner.arrays["block_tables"]

@@ -9,13 +9,13 @@ import dataclasses
 from collections import Counter
 
 from jax_paged.core.kv_cache.block_pool import BlockContent, BlockPool, distinct, move_tables
-from jax_paged.core.scheduler_output import BlockTables, Copies
+from jax_paged.core.scheduler_output import BlockTables, Copies, StateMoves
 from jax_paged.core.sequence import Sequence
 
 
 @dataclasses.dataclass
-class StateMoves:
-    """What has to be moved before the rows of a step are computed, in this order: see SchedulerOutput."""
+class _Moves:
+    """Moves between slots in the step that is built next."""
 
     swap_out: Copies = dataclasses.field(default_factory=list)
     swap_in: Copies = dataclasses.field(default_factory=list)
@@ -49,7 +49,7 @@ class StateSlots:
         self._pending: dict[Sequence, list[tuple[int, int]]] = {}
         # The last checkpoint of a sequence behind its prompt, whose slot the next one takes.
         self._last: dict[Sequence, tuple[int, BlockContent]] = {}
-        self._moves = StateMoves()
+        self._moves = _Moves()
 
     @property
     def has_room(self) -> bool:
@@ -198,10 +198,10 @@ class StateSlots:
 
     def take_moves(self) -> StateMoves:
         """Returns what has to be moved in the step that is built now; no slot is copied from and to."""
-        moves, self._moves = self._moves, StateMoves()
+        moves, self._moves = self._moves, _Moves()
         for source, _ in moves.copies:
             self.pool.release(source)
-        return moves
+        return StateMoves(tuple(moves.swap_out), tuple(moves.swap_in), tuple(moves.copies))
 
     def check_integrity(self, seqs: set[Sequence], swapped: set[Sequence], pinned: list[int]) -> None:
         """Asserts every invariant of the class.

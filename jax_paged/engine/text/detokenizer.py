@@ -63,8 +63,11 @@ class Detokenizer:
 
     @property
     def is_at_start(self) -> bool:
-        """Whether no text precedes the next token: neither of the prompt nor of the output."""
-        return not (self.text or self._context_text or self._pending)
+        """Whether the next token is the first one with text, whose leading space some tokenizers drop.
+
+        A token before it may have become no text at all: a space that was dropped.
+        """
+        return not (self.text or self._pending or any(map(self._adds_text, self._context)))
 
     def values(self) -> dict[str, Any]:
         """Returns how far it is, as values that JSON can hold."""
@@ -78,7 +81,7 @@ class Detokenizer:
     def append(self, token_id: int) -> str | None:
         """Adds a token; returns the stop string that the text now holds (and was cut before), or None."""
         self._num_tokens += 1
-        if not self._tokenizer.adds_text(token_id, skip_special_tokens=self._skip_special_tokens):
+        if not self._adds_text(token_id):
             return None
         self._pending.append(token_id)
         text = self._decode([*self._context, *self._pending])
@@ -106,6 +109,9 @@ class Detokenizer:
         if stop is None:
             self.text += new[len(complete) :]
         return stop
+
+    def _adds_text(self, token_id: int) -> bool:
+        return self._tokenizer.adds_text(token_id, skip_special_tokens=self._skip_special_tokens)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

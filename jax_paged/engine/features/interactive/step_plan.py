@@ -9,7 +9,8 @@ from jax_paged.arguments.shown_values import Text, shown
 from jax_paged.core.features.interactive.step_edits import with_rows
 from jax_paged.core.scheduler_output import ScheduledSequence, SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup
-from jax_paged.errors import ArgumentError, check
+from jax_paged.engine.engine_core import EngineCore
+from jax_paged.engine.output_processor import RequestState
 
 _ROW, _BAR_LEFT, _BAR_WIDTH, _TEXT_LEFT, _WIDTH = 24, 150, 260, 422, 760
 
@@ -94,7 +95,7 @@ class StepPlan:
             dropped=(*self.dropped, *dropped),
         )
 
-    def places_of(self, plan: "StepPlan") -> list[int]:
+    def rows_of(self, plan: "StepPlan") -> list[int]:
         """Returns where the rows of an edited plan are in this one.
 
         Raises:
@@ -107,19 +108,6 @@ class StepPlan:
         ok = ok and left_out.isdisjoint(self.owners[i].request_id for i in rows)
         check(ok, "plan", plan, "the plan that schedule() returned, changed by without() and only() alone")
         return rows
-
-    def check(self, planned: "StepPlan | None") -> None:
-        """Checks that it can run when a certain plan, or none, is waiting for that.
-
-        Raises:
-            ValueError: If it can't.
-        """
-        step_id = None if planned is None else planned.output.step_id
-        if planned is None or self.output.step_id != step_id:
-            allowed = "the plan that schedule() has returned last, which was neither run nor dropped"
-            own, remedy = Text(f"a plan of step {self.output.step_id}"), ". Call schedule() for a new one"
-            raise ArgumentError("plan", own, allowed, remedy=remedy)
-        planned.places_of(self)
 
     def __repr__(self) -> str:
         parts = [f"{o.request_id}: {_words(r, o, n)}" for r, o, n in self._rows()] + self._other_parts()
@@ -162,6 +150,37 @@ class StepPlan:
             f'<div style="font-size:12px;line-height:1.7"><div>{head} &ensp; {key}</div>'
             f"{picture if rows else ''}{foot}</div>"
         )
+
+
+class StepPlans:
+    """Plans steps and runs them.
+
+    Args:
+        core: Schedules and runs the steps.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._last: StepPlan | None = None
+
+    def schedule(self) -> StepPlan:
+        """Plans the next step; see LLMEngine.schedule."""
+        self._last = StepPlan.of(self._core.plan(), self._core.scheduler.find)
+        return self._last
+
+    def run(self, plan: StepPlan) -> list[RequestState]:
+        """Runs a plan; see LLMEngine.run."""
+        last = self._last
+        if (
+            last is None
+            or self._core.planned is not last.output
+            or plan.output.step_id != last.output.step_id
+        ):
+            allowed = "the plan that schedule() has returned last, which was neither run nor dropped"
+            given, remedy = Text(f"a plan of step {plan.output.step_id}"), ". Call schedule() for a new one"
+            raise ArgumentError("plan", given, allowed, remedy=remedy)
+        rows = last.rows_of(plan)
+        return self._core.run_planned(None if plan.output == last.output else rows)
 
 
 def _words(row: ScheduledSequence, owner: RowOwner, num_tokens: int) -> str:
