@@ -16,7 +16,7 @@ from jax_paged.engine.input_processor import CheckedRequest, RequestParams
 from jax_paged.engine.new_request import check_arrival_time
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.serialized import Serialized, any_thread
-from jax_paged.errors import check
+from jax_paged.errors import ArgumentError, check
 from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import RequestOutput

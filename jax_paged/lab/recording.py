@@ -15,6 +15,7 @@ from jax_paged.core.result_updater import StepUpdate
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from jax_paged.errors import ArgumentError, check
 from jax_paged.lab.what_if import Replay, ReplayedRun, arguments_of, step_row, what_if
 
 Note = Callable[..., None]

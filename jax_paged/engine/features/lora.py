@@ -10,6 +10,7 @@ from typing import Any
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.engine.output_processor import RequestState
+from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.lora_request import LoRARequest
 from jax_paged.models.features.lora.adapter_files import Adapter, AdapterLimits, read_adapter
 

@@ -3,6 +3,7 @@
 from jax_paged.core.sequence import SequenceStatus
 from jax_paged.engine.engine_core import EngineCore
 from jax_paged.engine.input_processor import InputProcessor
+from jax_paged.errors import ArgumentError
 from jax_paged.inputs import Prompt
 from jax_paged.sampling_params import SamplingParams
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from jax_paged.config.engine_args import EngineArgs, api_key_of_environment
+from jax_paged.errors import ArgumentError
 from jax_paged.server.http.api_keys import with_all_keys
 from jax_paged.server.http.listening import check_tls
 from jax_paged.server.launch.options import ServerOptions

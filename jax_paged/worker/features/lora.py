@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.core.scheduler_output import AdapterLoad
+from jax_paged.errors import check
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.features.lora.layers import LoraLayout, RowFunction, lora_maps, row_functions, unchanged
 from jax_paged.models.parallel.sharding import TENSOR, DeviceGrid

@@ -10,6 +10,7 @@ from jax_paged.core.features.interactive.request_edits import Fork, Rollback, mo
 from jax_paged.core.sequence import Sequence, SequenceStatus
 from jax_paged.engine.engine_core import EngineCore
 from jax_paged.engine.output_processor import RequestState
+from jax_paged.errors import check, check_int
 from jax_paged.sampling_params import SamplingParams
 
 

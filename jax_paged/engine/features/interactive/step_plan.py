@@ -11,6 +11,7 @@ from jax_paged.core.scheduler_output import ScheduledSequence, SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.engine.engine_core import EngineCore
 from jax_paged.engine.output_processor import RequestState
+from jax_paged.errors import ArgumentError, check
 
 _ROW, _BAR_LEFT, _BAR_WIDTH, _TEXT_LEFT, _WIDTH = 24, 150, 260, 422, 760
 

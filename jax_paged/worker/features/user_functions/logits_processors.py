@@ -18,6 +18,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jax_paged.errors import ArgumentError
+
 # In the column of a processor: it is off for a row, goes on from the batch slot's state, or begins.
 OFF, ON, BEGINS = 0.0, 1.0, 2.0
 
