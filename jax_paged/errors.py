@@ -117,9 +117,8 @@ def check_choice(
     given, value = value, plain(value)
     ok = any(type(value) is type(c) and value == c for c in choices)
     if not ok:
-        raise ArgumentError(
-            name, given, _joined(one_of(choices), condition), remedy=suggestion(value, choices)
-        )
+        allowed, remedy = _joined(one_of(choices), condition), suggestion(value, choices)
+        raise ArgumentError(name, given, allowed, aspect=aspect, remedy=remedy)
     return value
 
 
