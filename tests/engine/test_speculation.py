@@ -356,5 +356,5 @@ def test_a_recording_with_other_drafts_is_refused(engine: LLMEngine, monkeypatch
     engine.record(None)
     engine.replay(lines)
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, speculation=None))
-    with pytest.raises(ValueError, match="speculation of the recording"):
+    with pytest.raises(ValueError, match="speculation in `lines`"):
         engine.replay(lines)
