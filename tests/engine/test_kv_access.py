@@ -242,7 +242,7 @@ def test_a_fork_of_it_does_not_wait(checkpoint):
     with make_engine(checkpoint, few_buckets=True, **(SIZES | {"max_num_seqs": 1})) as engine:
         start(engine)
         engine.drop_kv("a", [0, last_block(engine, "a")])
-        with pytest.raises(ValueError, match="so the fork can't wait"):
+        with pytest.raises(ValueError, match="because a fork of dropped blocks can't wait"):
             engine.fork("a")
 
 

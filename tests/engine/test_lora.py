@@ -349,7 +349,7 @@ def test_what_can_not_be_done_with_adapters_says_so(engine: LLMEngine) -> None:
     for request_id in "01":
         with pytest.raises(ValueError, match="without an adapter"):
             engine.inspect(request_id)
-    with pytest.raises(ValueError, match="no room for adapters"):
+    with pytest.raises(ValueError, match="`lora_request` must be none because an engine state"):
         engine.state()
 
 

@@ -106,7 +106,7 @@ def test_whole_prompts_fit_a_step() -> None:
     assert resolve(enable_chunked_prefill=False).max_num_batched_tokens == 4096
     assert resolve(enable_chunked_prefill=False, max_model_len=100).max_num_batched_tokens == 512
     with pytest.raises(
-        ValueError, match=r"max_num_batched_tokens \(with enable_chunked_prefill=False\) is 9"
+        ValueError, match=r"`max_num_batched_tokens` must be .*enable_chunked_prefill=False, got 9"
     ):
         resolve(enable_chunked_prefill=False, max_num_batched_tokens=9)
 
