@@ -22,7 +22,6 @@ from helpers.windowed_model import WINDOWED_VOCAB_SIZE, write_windowed_checkpoin
 
 from jax_paged import BeamSearchParams, LLMEngine, SamplingParams
 from jax_paged.pallas_kernels import native
-from jax_paged.worker import packed_buffer
 from jax_paged.worker.features import cascade
 
 SIZES = {"block_size": 4, "max_num_seqs": 24, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 2000}
@@ -37,7 +36,6 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets two rows attend together to any block that they have in common."""
     for name, value in {"MIN_ROWS": 2, "MIN_TOKENS": 1, "MIN_SAVED_TOKENS": 1}.items():
         monkeypatch.setattr(cascade, name, value)
-    monkeypatch.setattr(packed_buffer, "MIN_ROWS", 2)
 
 
 @pytest.fixture(params=BACKENDS)
