@@ -52,7 +52,7 @@ def build_draft_planner(
 
 
 def set_request_flags(
-    group: SequenceGroup, stop_conditions: StopConditions, speculation: Speculation | None
+    group: SequenceGroup, stop_conditions: StopConditions, speculation: Speculation | None, num_steps: int
 ) -> None:
     """Derives from the features that a request uses what the scheduler may do with it.
 
@@ -67,5 +67,5 @@ def set_request_flags(
         or params.structured_outputs
         or params.logits_processors
     )
-    group.allows_multi_step = multi_step.is_allowed(group, stop_conditions)
+    group.allows_multi_step = num_steps > 1 and multi_step.is_allowed(group, stop_conditions)
     group.allows_drafts = speculation is not None and draft_planner.is_allowed(group, speculation)

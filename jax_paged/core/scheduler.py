@@ -211,7 +211,7 @@ class Scheduler:
     def derive_fields(self, group: SequenceGroup) -> None:
         """Sets the fields of a request that the scheduler derives: its key and the flags of features."""
         group.key = self.key_of(group)
-        composition.set_request_flags(group, self._stop_conditions, self.speculation)
+        composition.set_request_flags(group, self._stop_conditions, self.speculation, self.burst_size)
 
     def key_of(self, group: SequenceGroup) -> Any:
         """Returns the value that orders requests: those of a lower key go first."""
