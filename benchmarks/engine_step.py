@@ -13,8 +13,10 @@ from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.models.registry import get_model_class
 from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.compilation.programs import TraceContext
+from jax_paged.worker.composition import TracedFeatures
 from jax_paged.worker.kv_cache import plan_layout
 from jax_paged.worker.loading.weights import flatten
+from jax_paged.worker.sampling.sampler import SamplerOptions
 from jax_paged.worker.traced_step import StepProgram
 
 LLAMA_8B: dict[str, Any] = {
@@ -75,7 +77,8 @@ def abstract_context(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_logprobs=20,
+        features=TracedFeatures(),
+        sampling=SamplerOptions(max_logprobs=20),
         backend=backend,
         batch_invariant=False,
         mesh=mesh,

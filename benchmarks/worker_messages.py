@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from jax_paged import EngineArgs, LLMEngine, SamplingParams
-from jax_paged.engine.assembly import Executors
+from jax_paged.engine.executors import Executors
 from jax_paged.models.weights import random_checkpoint
 from jax_paged.worker.distributed.channel import Channel
 

@@ -12,12 +12,9 @@ from jax_paged.arguments.plain_values import plain
 from jax_paged.arguments.suggestions import check_keywords, field_names
 from jax_paged.checks import check
 from jax_paged.config.engine_args import EngineArgs
-from jax_paged.engine.assembly import Executors, OwnScheduler, check_alone
-from jax_paged.engine.features.multimodal.image_messages import conversation
-from jax_paged.engine.features.snapshot import EngineState
-from jax_paged.engine.features.weights.sleeping import Mode
-from jax_paged.engine.features.weights.weight_updates import Running
-from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine import composition
+from jax_paged.engine.executors import Executors, check_alone
+from jax_paged.engine.input_processor import CheckedRequest, RequestParams
 from jax_paged.engine.list_runner import ListRunner
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.replicas.placement import make_replicas
@@ -27,12 +24,14 @@ from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from jax_paged.pooling_llm import PoolingMethods, UseTqdm
-from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from jax_paged.engine.features.snapshot import EngineState
+    from jax_paged.engine.features.weights.sleeping import Mode
+    from jax_paged.engine.features.weights.weight_updates import Running
     from jax_paged.lab.pool_map import PoolMap
     from jax_paged.models.attention import Attend
     from jax_paged.models.causal_lm import LanguageModel
@@ -82,7 +81,7 @@ class LLM(PoolingMethods):
         loaded: "LoadedModel | LanguageModel | None" = None,
         executor: "Executor | None" = None,
         hooks: "Sequence[Hook]" = (),
-        scheduler: OwnScheduler | None = None,
+        scheduler: composition.CustomScheduler | None = None,
         attend: "Attend | None" = None,
         sampler: "Sampler | None" = None,
         logits_processors: "Sequence[LogitsProcessor]" = (),
@@ -95,16 +94,16 @@ class LLM(PoolingMethods):
         num_steps = 1 if is_single else NUM_SCHEDULER_STEPS
         engine_args = {"num_scheduler_steps": num_steps, **engine_args}
         args = EngineArgs(model=plain(model), tokenizer=plain(tokenizer), **engine_args)
-        parts = loaded, hooks, attend, sampler, logits_processors
-        has_parts = any(part is not None for part in (loaded, attend, sampler))
-        has_parts = has_parts or bool(hooks) or bool(logits_processors)
-        if has_parts:
+        parts: dict[str, Any] = {"loaded": loaded, "attend": attend, "sampler": sampler}
+        parts |= {"hooks": hooks or None, "logits_processors": logits_processors or None}
+        custom_parts = {name: part for name, part in parts.items() if part is not None}
+        if custom_parts:
             own = "`loaded`, `hooks`, `attend`, `sampler` and `logits_processors`"
             check(executor is None, "executor", executor, f"None beside {own}")
         if executor is not None or loaded is not None:
             allowed = "1 with `executor` or `loaded`, of which there is one"
             check_alone(args, allowed)
-        self._replicas = _make_engines(args, executor, Executors(*parts if has_parts else ()), scheduler)
+        self._replicas = _make_engines(args, executor, Executors(**custom_parts), scheduler)
         self.llm_engine = self._replicas[0]
         self._runner = ListRunner(self._replicas)
 
@@ -119,7 +118,7 @@ class LLM(PoolingMethods):
         Raises:
             ValueError: If the state is of another version, or the model or the pool is another one.
         """
-        loaded = state if isinstance(state, EngineState) else EngineState.load(state)
+        loaded = composition.EngineState.of(state)
         args = loaded.values["args"] | changes
         for name in ("data_parallel_size", "pipeline_parallel_size"):
             check(args.get(name, 1) == 1, name, args.get(name), "1 to restore a state, which is one engine's")
@@ -147,18 +146,18 @@ class LLM(PoolingMethods):
         Raises:
             ValueError: If the model or a setting can't be used.
         """
-        given = {"skip_tokenizer_init": tokenizer is None, **engine_args}
-        return cls(type(module).__name__, tokenizer, loaded=module, **given)
+        engine_args = {"skip_tokenizer_init": tokenizer is None, **engine_args}
+        return cls(type(module).__name__, tokenizer, loaded=module, **engine_args)
 
     def update_weights(
-        self, weights: "NewWeights", *, running: Running = "error", weight_version: str | None = None
+        self, weights: "NewWeights", *, running: "Running" = "error", weight_version: str | None = None
     ) -> None:
         """Serves other weights from now on, as LLMEngine.update_weights does."""
         self._only_engine("update weights").update_weights(
             weights, running=running, weight_version=weight_version
         )
 
-    def sleep(self, level: int = 1, mode: Mode = "wait") -> None:
+    def sleep(self, level: int = 1, mode: "Mode" = "wait") -> None:
         """Gives the memory of weights and pool to others, as LLMEngine.sleep does."""
         self._only_engine("sleep").sleep(level, mode)
 
@@ -201,8 +200,9 @@ class LLM(PoolingMethods):
         is_list = isinstance(priorities, list | tuple)
         check(is_list and len(priorities) == len(listed), "priority", priority, f"{len(listed)} integers")
         adapters = _one_each("lora_request", lora_request, len(listed))
-        rows = enumerate(zip(listed, params, priorities, adapters, strict=True))
-        return self._run([self._check(i, *row) for i, row in rows], use_tqdm)
+        rows = range(len(listed))
+        requests = [self._check(i, listed[i], params[i], priorities[i], adapters[i]) for i in rows]
+        return self._run(requests, use_tqdm)
 
     def chat(
         self,
@@ -265,7 +265,7 @@ class LLM(PoolingMethods):
             "tools": tools,
             "template_kwargs": chat_template_kwargs,
         }
-        chats = [conversation(cast(Messages, x), self.llm_engine.config) for x in conversations]
+        chats = [composition.conversation(cast(Messages, x), self.llm_engine.config) for x in conversations]
         prompts = [chat.prompt(tokenizer.encode_chat(chat.messages, **settings)) for chat in chats]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
@@ -300,8 +300,8 @@ class LLM(PoolingMethods):
             for beam in output.outputs:
                 tokens = [*request.prompt_token_ids, *beam.token_ids]
                 text = str(engine.tokenizer.hf.decode(tokens)) if engine.tokenizer else None
-                ends = beam.finish_reason, beam.stop_reason
-                beams.append(BeamSearchSequence(tokens, beam.cumulative_logprob, text, *ends))
+                score, reason = beam.cumulative_logprob, beam.finish_reason
+                beams.append(BeamSearchSequence(tokens, score, text, reason, beam.stop_reason))
             outputs.append(BeamSearchOutput(beams))
         return outputs
 
@@ -385,7 +385,7 @@ class LLM(PoolingMethods):
         self,
         index: int,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | PoolingParams | None,
+        params: RequestParams,
         priority: int = 0,
         adapter: LoRARequest | None = None,
     ) -> CheckedRequest:
@@ -404,7 +404,10 @@ class LLM(PoolingMethods):
 
 
 def _make_engines(
-    args: EngineArgs, executor: "Executor | None", executors: Executors, scheduler: OwnScheduler | None
+    args: EngineArgs,
+    executor: "Executor | None",
+    executors: Executors,
+    scheduler: composition.CustomScheduler | None,
 ) -> tuple[LLMEngine, ...]:
     """Makes the engines of an LLM.
 

@@ -76,7 +76,7 @@ class Snapshot[T](Sequence[T]):
         return list, (list(self),)
 
 
-def snapshot[T](items: list[T], *, is_last: bool) -> list[T] | Snapshot[T]:
+def list_so_far[T](items: list[T], *, is_last: bool) -> list[T] | Snapshot[T]:
     """Returns a growing list as an output may keep it: a copy for the last output, a Snapshot before."""
     return list(items) if is_last else Snapshot(items)
 
@@ -159,8 +159,8 @@ class CompletionOutput:
         assert isinstance(logprobs, list | None), type(logprobs)
         return dataclasses.replace(
             self,
-            token_ids=snapshot(token_ids, is_last=is_last),
-            logprobs=None if logprobs is None else snapshot(logprobs, is_last=is_last),
+            token_ids=list_so_far(token_ids, is_last=is_last),
+            logprobs=None if logprobs is None else list_so_far(logprobs, is_last=is_last),
         )
 
     def __repr__(self) -> str:

@@ -54,11 +54,9 @@ class PoolingMethods(Serialized, abc.ABC):
         lora_request: None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Returns an embedding per prompt."""
-        given = truncate_prompt_tokens, use_tqdm, lora_request
-        return [
-            EmbeddingRequestOutput(o.request_id, EmbeddingOutput(data.tolist()), *_facts(o))
-            for o, data in self._pool("embed", prompts, pooling_params, *given)
-        ]
+        _check_no_adapter(lora_request)
+        pooled = self._pool("embed", prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
+        return [_made(EmbeddingRequestOutput, o, EmbeddingOutput(data.tolist())) for o, data in pooled]
 
     def classify(
         self,
@@ -71,10 +69,10 @@ class PoolingMethods(Serialized, abc.ABC):
         truncate_prompt_tokens: int | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Returns the scores of a classifier's classes per prompt."""
-        given = truncate_prompt_tokens, use_tqdm, lora_request
+        _check_no_adapter(lora_request)
+        pooled = self._pool("classify", prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
         return [
-            ClassificationRequestOutput(o.request_id, ClassificationOutput(data.tolist()), *_facts(o))
-            for o, data in self._pool("classify", prompts, pooling_params, *given)
+            _made(ClassificationRequestOutput, o, ClassificationOutput(data.tolist())) for o, data in pooled
         ]
 
     def encode(
@@ -88,11 +86,9 @@ class PoolingMethods(Serialized, abc.ABC):
         pooling_task: PoolingTask | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Returns an array per prompt, by task: "embed", "classify", or "token_embed" for one per token."""
-        given = truncate_prompt_tokens, use_tqdm, lora_request
-        return [
-            PoolingRequestOutput(o.request_id, PoolingOutput(data), *_facts(o))
-            for o, data in self._pool(pooling_task, prompts, pooling_params, *given)
-        ]
+        _check_no_adapter(lora_request)
+        pooled = self._pool(pooling_task, prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
+        return [_made(PoolingRequestOutput, o, PoolingOutput(data)) for o, data in pooled]
 
     def score(
         self,
@@ -110,12 +106,13 @@ class PoolingMethods(Serialized, abc.ABC):
         A classifier of one class reads both in one; of embeddings it is the cosine of their angle.
         """
         pairs = pooling.pairs_of(data_1, data_2)
-        given = truncate_prompt_tokens, use_tqdm, lora_request
+        _check_no_adapter(lora_request)
         params = PoolingParams() if pooling_params is None else pooling_params
         config = self.llm_engine.config
         if config.pooling is not None and not config.pooling.labels:
             texts, which = pooling.distinct([text for pair in pairs for text in pair])
-            pooled = self._pool("embed", texts, dataclasses.replace(params, task="embed"), *given)
+            params = dataclasses.replace(params, task="embed")
+            pooled = self._pool("embed", texts, params, truncate_prompt_tokens, use_tqdm)
             found = [pooled[i] for i in which]
             return [
                 ScoringRequestOutput(
@@ -126,13 +123,12 @@ class PoolingMethods(Serialized, abc.ABC):
                 )
                 for (a, x), (b, y) in zip(found[::2], found[1::2], strict=True)
             ]
-        params = pooling.resolved(params, "score", config)
-        tokenizer = self.llm_engine.tokenizer
-        prompts = [pooling.pair_prompt(pair, params, config, tokenizer) for pair in pairs]
-        found = self._pool("score", [p for p, _ in prompts], [p for _, p in prompts], *given)
-        return [
-            ScoringRequestOutput(o.request_id, ScoringOutput(float(data[0])), *_facts(o)) for o, data in found
-        ]
+        requests = self.llm_engine.input_processor.pooling
+        params = requests.resolved(params, "score")
+        prompts = [requests.pair_prompt(pair, params) for pair in pairs]
+        texts, each = [text for text, _ in prompts], [params for _, params in prompts]
+        found = self._pool("score", texts, each, truncate_prompt_tokens, use_tqdm)
+        return [_made(ScoringRequestOutput, o, ScoringOutput(float(data[0]))) for o, data in found]
 
     def _pool(
         self,
@@ -141,24 +137,21 @@ class PoolingMethods(Serialized, abc.ABC):
         pooling_params: Params,
         truncate_prompt_tokens: int | None,
         use_tqdm: UseTqdm,
-        lora_request: None,
     ) -> list[tuple[RequestOutput, np.ndarray]]:
-        check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
-        listed, engine = as_prompts(prompts), self.llm_engine
-        given = PoolingParams() if pooling_params is None else pooling_params
-        each = list(given) if isinstance(given, list | tuple) else [given] * len(listed)
+        listed, pooling_requests = as_prompts(prompts), self.llm_engine.input_processor.pooling
+        default = PoolingParams() if pooling_params is None else pooling_params
+        each = list(default) if isinstance(default, list | tuple) else [default] * len(listed)
         ok = len(each) == len(listed)
         check(ok, "the number of pooling_params", len(each), f"{len(listed)}, one per prompt")
-        params = [pooling.resolved(p, task, engine.config) for p in each]  # pyright: ignore[reportArgumentType]
+        params = [pooling_requests.resolved(p, task) for p in each]  # pyright: ignore[reportArgumentType]
         if truncate_prompt_tokens is not None:
             changes = {"truncate_prompt_tokens": truncate_prompt_tokens}
             params = [dataclasses.replace(p, **changes) for p in params]
-        spec = engine.config.pooling
         check(bool(listed), "prompts", prompts, "at least one prompt")
-        assert spec is not None, "checked with the parameters"
-        requests = [self._check(i, *pair) for i, pair in enumerate(zip(listed, params, strict=True))]
+        pairs = enumerate(zip(listed, params, strict=True))
+        requests = [self._check(i, prompt, request_params) for i, (prompt, request_params) in pairs]
         outputs = self._run(requests, use_tqdm)
-        return [(o, pooling.data_of(o, p, spec)) for o, p in zip(outputs, params, strict=True)]
+        return [(o, pooling_requests.data_of(o, p)) for o, p in zip(outputs, params, strict=True)]
 
     @abc.abstractmethod
     def _check(self, index: int, prompt: Prompt, params: Any) -> CheckedRequest:
@@ -169,5 +162,16 @@ class PoolingMethods(Serialized, abc.ABC):
         """Runs requests to their end."""
 
 
-def _facts(output: RequestOutput) -> tuple[list[int], int]:
-    return output.prompt_token_ids, output.num_cached_tokens
+def _check_no_adapter(lora_request: Any) -> None:
+    """Raises ValueError unless lora_request is None."""
+    check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
+
+
+def _made[T: PoolingRequestOutput[Any]](make: type[T], output: RequestOutput, outputs: Any) -> T:
+    """Makes the output of a pooling request from what the engine returned and what was pooled."""
+    return make(
+        request_id=output.request_id,
+        outputs=outputs,
+        prompt_token_ids=output.prompt_token_ids,
+        num_cached_tokens=output.num_cached_tokens,
+    )

@@ -14,16 +14,15 @@ from jaxtyping import Array, Float, Int
 from jax_paged.models.attention import (
     AttentionMetadata,
     KVCacheSpec,
-    StateSpec,
     dense_attention,
     value_dim_of,
     window_of,
 )
 from jax_paged.models.features.multimodal import ImageSpec, PatchSpec
-from jax_paged.models.forward_context import Elsewhere, ForwardContext, Module
+from jax_paged.models.forward_context import ForwardContext, MissingLayer, Module
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.layers import Embedding, Linear
-from jax_paged.models.paged_attention import cross_attention, paged_attention
+from jax_paged.models.paged_attention import PagedKVCache, cross_attention, paged_attention
 from jax_paged.models.recurrent.recurrence import Rule, recur_dense, recur_paged
 from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul
 
@@ -119,23 +118,21 @@ class LanguageModel(nnx.Module):
             kv_cache: The pools; as the pass goes on, the list gets the pools that were written to.
             metadata: Where the token rows stand, and which pool belongs to which layer.
         """
-        specs = self.kv_cache_specs()
-
-        def attend(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
-            spec = specs[layer]
-            assert not isinstance(spec, StateSpec), "the layer attends"
-            return paged_attention(layer, spec, q, k, v, kv_cache, metadata, **options)
-
-        def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
-            return cross_attention(layer, q, kv_cache, metadata, scale=scale)
+        cache = PagedKVCache(self.kv_cache_specs(), kv_cache, metadata)
 
         def recur(rule: Rule, layer: int, index: int, *inputs: Array) -> Array:
             return recur_paged(rule, metadata.places[layer].array + index, inputs, kv_cache, metadata)
 
-        multiply = functools.partial(grouped_matmul, backend=metadata.backend)
-        how = attend, cross_attend, multiply
-        more = {"grid": metadata.grid, "mrope_positions": metadata.mrope_positions}
-        return ForwardContext(self, metadata.positions, *how, recur=recur, **more)
+        return ForwardContext(
+            self,
+            metadata.positions,
+            attend=functools.partial(paged_attention, cache),
+            cross_attend=functools.partial(cross_attention, cache),
+            grouped_matmul=functools.partial(grouped_matmul, backend=metadata.backend),
+            recur=recur,
+            grid=metadata.grid,
+            mrope_positions=metadata.mrope_positions,
+        )
 
 
 class CausalLM(LanguageModel):
@@ -158,19 +155,19 @@ class CausalLM(LanguageModel):
         """Returns what goes into the first layer."""
 
     @abc.abstractmethod
-    def through(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+    def apply_layers(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns what comes out of the last layer."""
 
     @abc.abstractmethod
-    def normed(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+    def final_norm(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the last hidden state, of what has come out of the last layer."""
 
     def hidden(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
-        x = self.through(self.embed(tokens, context) if self.begins else tokens, context)
-        return self.normed(x, context) if self.ends else x
+        x = self.apply_layers(self.embed(tokens, context) if self.begins else tokens, context)
+        return self.final_norm(x, context) if self.ends else x
 
     @property
-    def whole_because(self) -> str:
+    def pp_unsupported_reason(self) -> str:
         """Why it can't be cut into stages; empty if it can."""
         return ""
 
@@ -183,7 +180,7 @@ class CausalLM(LanguageModel):
     def own_places(self) -> list[int]:
         """The places of these among all layers."""
         layers = getattr(self, self.layers_name)
-        return [i for i, layer in enumerate(layers) if not isinstance(layer, Elsewhere)]
+        return [i for i, layer in enumerate(layers) if not isinstance(layer, MissingLayer)]
 
     def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t v"]:
         """Returns the float32 logits of a dense causal batch, without a cache.

@@ -170,7 +170,7 @@ class Module(nnx.Module):
         """Returns the output of every token row of x; called by the context only."""
 
 
-class Elsewhere(Module):
+class MissingLayer(Module):
     """In the place of a layer that another stage of a pipeline has: paths stay those of the whole model."""
 
     def forward(self, x: Any, context: ForwardContext) -> Array:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.parallel.sharding import Split, padded
-from jax_paged.models.quantization.quantized_linear import SmallKernel
+from jax_paged.models.quantization.quantized_linear import QuantizedWeight
 from jax_paged.pallas_kernels.native import products
 
 
@@ -84,7 +84,7 @@ class Linear(Module):
         self.in_features, self.out_features, self.split = in_features, out_features, split
         # Where its columns are in a packed kernel that it shares.
         self.first_column, self.num_columns = 0, out_features
-        self.kernel: nnx.Param | PackedKernel | SmallKernel = parameter(
+        self.kernel: nnx.Param | PackedKernel | QuantizedWeight = parameter(
             normal(rngs.params(), (in_features, out_features), dtype, std), split
         )
         self.bias = parameter(jnp.zeros(out_features, dtype), split[1:]) if bias else None
@@ -101,11 +101,11 @@ class Linear(Module):
     def product(
         self, x: Float[Array, "... i"], dtype: DTypeLike | None = None, *, is_divided: bool = False
     ) -> Float[Array, "... o"]:
-        """Returns x @ kernel, of another type if `dtype` says so; `is_divided` as a small kernel takes it."""
+        """Returns x @ kernel, of type `dtype` if given; for `is_divided` see QuantizedWeight.product."""
         if isinstance(self.kernel, PackedKernel):
             y = products.multiply(x, self.kernel[...], self.num_columns, dtype or x.dtype)
             return y[..., self.first_column : self.first_column + self.out_features]
-        if isinstance(self.kernel, SmallKernel):
+        if isinstance(self.kernel, QuantizedWeight):
             return self.kernel.product(x, dtype or x.dtype, is_divided=is_divided)
         return jnp.matmul(x, self.kernel[...], preferred_element_type=dtype)
 
@@ -214,14 +214,14 @@ class LayerNorm(Module):
         self.bias = parameter(jnp.zeros(features, dtype), (None,)) if affine and bias else None
         self.epsilon = epsilon
 
-    def normed(self, x: Float[Array, "... e"]) -> Float[Array, "... e"]:
+    def normalize(self, x: Float[Array, "... e"]) -> Float[Array, "... e"]:
         """Returns x with mean 0 and variance 1, in float32."""
         x32 = x.astype(jnp.float32)
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         return x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
 
     def forward(self, x: Float[Array, "... e"], context: ForwardContext) -> Float[Array, "... e"]:
-        x32 = self.normed(x)
+        x32 = self.normalize(x)
         if self.scale is not None:
             x32 = x32 * self.scale[...].astype(jnp.float32)
         if self.bias is not None:

@@ -18,7 +18,7 @@ from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.layers import ACTIVATIONS, Linear, normal, parameter
 from jax_paged.models.parallel.sharding import TENSOR, Split, Units, even
-from jax_paged.models.quantization.quantized_linear import KernelStack, SmallKernel
+from jax_paged.models.quantization.quantized_linear import KernelStack, QuantizedWeight
 from jax_paged.pallas_kernels import grouped_loop
 
 
@@ -72,7 +72,7 @@ class RoutedTokens(NamedTuple):
 class Experts(Module):
     """Gated MLPs, of which each token goes through those chosen for it; their weights are stacked.
 
-    A family whose experts are others overrides kernel_names, make_weights, divided_weights and `through`.
+    A family with other experts overrides kernel_names, make_weights, divided_weights and apply_experts.
     """
 
     kernel_names: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj", "down_proj")
@@ -92,11 +92,11 @@ class Experts(Module):
         self.up_proj = make((size, inner), (None, even(inner)))
         self.down_proj = make((inner, size), (even(inner), None))
 
-    def divided_weights(self) -> tuple[nnx.Param | SmallKernel, ...]:
+    def divided_weights(self) -> tuple[nnx.Param | QuantizedWeight, ...]:
         """Returns the weights of which every device has some experts, or a part of each."""
         return tuple(getattr(self, name) for name in self.kernel_names)
 
-    def through(
+    def apply_experts(
         self,
         rows: Float[Array, "n e"],
         experts: Int[Array, " n"],
@@ -108,7 +108,7 @@ class Experts(Module):
         Args:
             rows: Sorted; those behind the last expert that is here must become 0.
             experts: int32, the place of each row's expert among those that are here; any behind the last.
-            weights: Of the experts that are here, as divided_weights has them: arrays, or small kernels.
+            weights: Of the experts that are here, as divided_weights has them: arrays, or quantized weights.
             multiply: Multiplies the rows of each expert by its kernel; those behind the last one become 0.
         """
         gate_proj, up_proj, down_proj = weights
@@ -121,7 +121,7 @@ class Experts(Module):
     def mixed(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the sum of what the experts make of each token, in float32."""
         own, grid = self.divided_weights(), context.grid
-        weights = [w.stack if isinstance(w, SmallKernel) else w[...] for w in own]
+        weights = [w.stack if isinstance(w, QuantizedWeight) else w[...] for w in own]
         if grid is None:
             return self.compute(x, *weights, context=context)
         arrays, treedef = jax.tree.flatten(weights)
@@ -131,7 +131,7 @@ class Experts(Module):
             weights = jax.tree.unflatten(treedef, arrays)
             return jax.lax.psum(self.compute(x, *weights, context=context, first=first), TENSOR)
 
-        splits = [w.part_splits if isinstance(w, SmallKernel) else [w.get_metadata("split")] for w in own]
+        splits = [w.part_splits if isinstance(w, QuantizedWeight) else [w.get_metadata("split")] for w in own]
         specs = [grid.spec(split) for weight in splits for split in weight if split is not None]
         return grid.on_each(compute, (PartitionSpec(), *specs), PartitionSpec())(x, *arrays)
 
@@ -164,7 +164,7 @@ class Experts(Module):
             return context.grouped_matmul(rows, kernels, sizes)
 
         own = jnp.minimum(experts[by_expert], num_here - 1)
-        out = self.through(tokens[by_expert // top_k], own, weights, multiply)
+        out = self.apply_experts(tokens[by_expert // top_k], own, weights, multiply)
         out = out[jnp.argsort(by_expert)].reshape(*leading, top_k, features) * x.weights[..., None]
         return jnp.sum(out, axis=-2)
 
@@ -179,7 +179,7 @@ class FusedExperts(Experts):
         self.gate_up_proj = make((size, 2 * inner), (None, 2 * even(inner)))
         self.down_proj = make((inner, size), (even(inner), None))
 
-    def through(
+    def apply_experts(
         self,
         rows: Float[Array, "n e"],
         experts: Int[Array, " n"],

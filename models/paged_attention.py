@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -11,10 +12,11 @@ from jax_paged.models.attention import (
     HEADS_SPEC,
     POOL_SPEC,
     AttentionMetadata,
-    AttentionSpec,
     Backend,
     FullAttentionSpec,
+    KVCacheSpec,
     LatentAttentionSpec,
+    StateSpec,
     value_dim_of,
     window_of,
 )
@@ -22,14 +24,27 @@ from jax_paged.models.parallel.sharding import TENSOR, DeviceGrid
 from jax_paged.pallas_kernels import ops
 
 
+@dataclasses.dataclass(frozen=True)
+class PagedKVCache:
+    """The KV cache of a pass over a paged batch.
+
+    Args:
+        specs: The model's kv_cache_specs().
+        pools: [P, N, K, S, D] each. Pools are replaced by those that were written to.
+        metadata: Positions of the token rows and where their keys and values are.
+    """
+
+    specs: Sequence[KVCacheSpec]
+    pools: list[Array]
+    metadata: AttentionMetadata
+
+
 def paged_attention(
+    cache: PagedKVCache,
     layer: int,
-    spec: AttentionSpec,
     q: Float[Array, "t h d"],
     k: Float[Array, "t k d"] | None,
     v: Float[Array, "t k d"] | None,
-    kv_cache: list[Array],
-    metadata: AttentionMetadata,
     *,
     scale: float,
     soft_cap: float | None = None,
@@ -39,21 +54,21 @@ def paged_attention(
     """Writes this step's keys and values to their slots, then attends over the block tables.
 
     Args:
+        cache: The KV cache; the pool of the layer is replaced.
         layer: Index into the model's kv_cache_specs().
-        spec: The layer's entry there.
         q: Queries.
-        k: Keys; None if the layer has written this step's already.
+        k: Keys; None if the layer has already written this step's.
         v: Values; None with k; the keys again for a LatentAttentionSpec.
-        kv_cache: The pools, [P, N, K, S, D] each; the layer's entry is replaced by the pool written to.
-        metadata: Where the token rows stand.
         scale: Factor of the scores.
-        soft_cap: As dense_attention takes it; so are the two that follow.
-        sinks: See soft_cap.
-        distance_bias: See soft_cap.
+        soft_cap: See dense_attention.
+        sinks: See dense_attention.
+        distance_bias: See dense_attention.
 
     Returns:
         The attention of every token row, 0 in padding.
     """
+    spec, metadata = cache.specs[layer], cache.metadata
+    assert not isinstance(spec, StateSpec), "the layer attends"
     pool, group, view = metadata.places[layer]
     value_dim = value_dim_of(spec)
 
@@ -99,7 +114,7 @@ def paged_attention(
         attend = metadata.grid.on_each(attend, specs, (POOL_SPEC, HEADS_SPEC))
     given = {"sinks": sinks, "distance_bias": distance_bias}
     by_head = {name: x for name, x in given.items() if x is not None}
-    kv_cache[pool], out = attend(kv_cache[pool], q, k, v, by_head, metadata)
+    cache.pools[pool], out = attend(cache.pools[pool], q, k, v, by_head, metadata)
     return out
 
 
@@ -120,24 +135,24 @@ def write_kv(
 
 
 def cross_attention(
-    layer: int, q: Float[Array, "t h d"], kv_cache: list[Array], metadata: AttentionMetadata, *, scale: float
+    cache: PagedKVCache, layer: int, q: Float[Array, "t h d"], *, scale: float
 ) -> Float[Array, "t h d"]:
     """Attends to all of the encoder's keys and values of each token row's sequence, which are in the pool.
 
     Args:
-        layer: Index into the model's kv_cache_specs(), where a CrossAttentionSpec is.
+        cache: The KV cache; not modified.
+        layer: Index of a CrossAttentionSpec in the model's kv_cache_specs().
         q: Queries.
-        kv_cache: The pools; not modified.
-        metadata: Where the token rows stand.
         scale: Factor of the scores.
 
     Returns:
         The attention of every token row, 0 in padding.
     """
+    metadata = cache.metadata
     pool, group, _ = metadata.places[layer]
     tables, lens = metadata.of_token_rows(group, is_causal=False)
     decode = functools.partial(ops.paged_decode, scale=scale, backend=metadata.backend)
     if metadata.grid is not None:
         specs = HEADS_SPEC, POOL_SPEC, PartitionSpec(), PartitionSpec()
         decode = metadata.grid.on_each(decode, specs, HEADS_SPEC)
-    return decode(q, kv_cache[pool], tables, lens)
+    return decode(q, cache.pools[pool], tables, lens)

@@ -29,8 +29,8 @@ from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.models.parallel.stages import num_bytes, split_model
 from jax_paged.models.quantization.config import quantization_of
 from jax_paged.models.quantization.mxfp4 import with_decoded
-from jax_paged.models.quantization.quantize import KernelPlace, kind_to_make, outline_kind, outline_small
-from jax_paged.models.quantization.quantized_linear import KIND_DTYPES, SmallForm, SmallKernel
+from jax_paged.models.quantization.quantize import KernelPlace, kind_to_make, outline_kind, outline_quantized
+from jax_paged.models.quantization.quantized_linear import KIND_DTYPES, QuantizationScheme, QuantizedWeight
 from jax_paged.models.registry import get_architecture, get_model_class
 
 _LOGGER = logging.getLogger(__name__)
@@ -172,14 +172,14 @@ def _outline(
         stem, _, end = key.rpartition(".")
         modules[stem][end] = tensor
 
-    def form_of(place: KernelPlace) -> SmallForm | None:
+    def form_of(place: KernelPlace) -> QuantizationScheme | None:
         stem = weight_at(model, place.path, place.kernel).keys[0].removesuffix(".weight")
         try:
             return weight_format.form(modules[stem], *place.kernel.shape[-2:])
         except ValueError as error:
             raise ValueError(f"the weights of {stem} in {folder} can't be read: {error}") from error
 
-    outline_small(model, form_of)
+    outline_quantized(model, form_of)
     return model, chosen, stored
 
 
@@ -218,7 +218,7 @@ def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) ->
     if model.config_class.from_hf(hf_config, model.config.max_position_embeddings) != model.config:
         raise ValueError(f"hf_config is {hf_config!r}; allowed: the config of the model, {model.config}")
     weights = weights_of(model)
-    if any(isinstance(w.param, SmallKernel) for w in weights):
+    if any(isinstance(w.param, QuantizedWeight) for w in weights):
         raise ValueError("the model is quantised; allowed: a model of floats")
     tensors, hf_config = {}, {k: v for k, v in hf_config.items() if k != "quantization_config"}
     for weight in weights:

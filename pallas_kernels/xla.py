@@ -20,6 +20,7 @@ its own, and joined as items are. Temporary arrays stay below 32 MiB, as above
 that size malloc maps and clears new memory at every step.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -252,115 +253,228 @@ def _attend(
     value_dim: int | None = None,
 ) -> Sums:
     """Attends with every tile over its context, a chunk of items at a time."""
-    num_pages, parts, kv_heads, page_size, row_size = kv_pages.shape
-    num_tiles, _, rows, head_dim = tiles.queries.shape
+    _, kv_heads, rows, _ = tiles.queries.shape
+    shape = _chunk_shape(tiles, kv_pages, block_tables, chunk_items)
+    tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % shape.pages)))
+    # A row of this view is the [S, D] tile of one page, one of keys and values, one head.
+    page_tiles = kv_pages.reshape(kv_pages.shape[0] * shape.parts * kv_heads, -1)
+    page_start, token = jnp.arange(shape.pages) * shape.page_size, jnp.arange(shape.tokens)
+    items, num_items = _list_items(shape, tiles, tables, page_start)
+    attention = _ChunkAttention(
+        shape=shape, tiles=tiles, items=items, page_tiles=page_tiles, page_start=page_start, token=token,
+        bias=None if distance_bias is None else _of_rows(distance_bias, kv_heads, rows), scale=scale,
+        window=window, soft_cap=soft_cap, value_dim=value_dim,
+    )  # fmt: skip
+    zero = jnp.zeros(tiles.queries[..., :value_dim].shape)
+    nothing = Sums(zero, jnp.full(zero.shape[:-1], MASKED_EXPONENT), zero[..., 0])
+    return lax.fori_loop(0, -(-num_items // shape.size), attention.attend_chunk, nothing)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ChunkShape:
+    """Sizes of items and chunks.
+
+    Args:
+        size: Items per chunk.
+        num_chunks: Maximum number of chunks.
+        pages: Pages per item.
+        page_size: Tokens per page.
+        parts: 2 for a pool of keys and values, 1 if the values are the first elements of the keys.
+        kv_heads: Key-value heads.
+        head_dim: Elements of a key.
+        dtype: Dtype in which keys and values are multiplied.
+        is_quantized: Whether the pool stores one byte per number.
+    """
+
+    size: int
+    num_chunks: int
+    pages: int
+    page_size: int
+    parts: int
+    kv_heads: int
+    head_dim: int
+    dtype: Any
+    is_quantized: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per item."""
+        return self.pages * self.page_size
+
+
+def _chunk_shape(
+    tiles: Tiles, kv_pages: Float[Array, "p n k s d"], block_tables: Int[Array, "b m"], chunk_items: int
+) -> _ChunkShape:
+    """Returns sizes with at most `chunk_items` items per chunk, whose keys have at most CHUNK_BYTES."""
+    _, parts, kv_heads, page_size, _ = kv_pages.shape
+    num_tiles, _, _, head_dim = tiles.queries.shape
     dtype = jnp.promote_types(tiles.queries.dtype, kv_pages.dtype)
     if is_quantized(kv_pages) and dtype == jnp.float16:
-        dtype = jnp.dtype("float32")  # quantised numbers have a larger range than float16
+        dtype = jnp.dtype("float32")  # quantized numbers have a larger range than float16
     pages = max(1, ITEM_TOKENS // page_size)
-    tokens = pages * page_size
     max_num_items = num_tiles * -(-block_tables.shape[1] // pages)
-    item_bytes = tokens * kv_heads * head_dim * dtype.itemsize
+    item_bytes = pages * page_size * kv_heads * head_dim * dtype.itemsize
     size = min(chunk_items, max_num_items, max(1, CHUNK_BYTES // item_bytes))
-    tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % pages)))
-    # A row of this view is the [S, D] tile of one page, one of keys and values, one head.
-    page_tiles = kv_pages.reshape(num_pages * parts * kv_heads, page_size * row_size)
+    return _ChunkShape(
+        size=size, num_chunks=-(-max_num_items // size), pages=pages, page_size=page_size, parts=parts,
+        kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, is_quantized=is_quantized(kv_pages),
+    )  # fmt: skip
+
+
+class _Items(NamedTuple):
+    """Items of all tiles, one tile after the other, or of one chunk. Tokens count from the item's start.
+
+    Args:
+        segment: int32 [I], the tile; out of range for an unused item, so that what it adds is dropped.
+        start: int32 [I], the position of the first token in the sequence.
+        low: int32 [I], the first token that the tile sees.
+        high: int32 [I], the end of the tokens that the tile sees.
+        pages: int32 [I, pages], the page ids; page 0 for pages that no row sees, which the table may have
+            anything for.
+    """
+
+    segment: Int[Array, " i"]
+    start: Int[Array, " i"]
+    low: Int[Array, " i"]
+    high: Int[Array, " i"]
+    pages: Int[Array, "i n"]
+
+
+def _list_items(
+    shape: _ChunkShape, tiles: Tiles, tables: Int[Array, "b m"], page_start: Int[Array, " n"]
+) -> tuple[_Items, Array]:
+    """Returns the list of all items and their number. It is equal in every layer: a step computes it once."""
+    tokens = shape.tokens
     first_token = jnp.zeros_like(tiles.context_lens) if tiles.first is None else tiles.first
     item_counts = -(-tiles.context_lens // tokens)
     item_counts = jnp.maximum(item_counts - first_token // tokens, 0)
     item_ends = jnp.cumsum(item_counts)
-    page_start, token = jnp.arange(pages) * page_size, jnp.arange(tokens)
-
-    # The list of all items. It is the same in every layer, and so computed once per step.
-    tile, index, is_used = _spread(item_ends, item_counts, -(-max_num_items // size) * size)
-    # Tokens count from the start of their item; those from low to high are there.
+    tile, index, is_used = _spread(item_ends, item_counts, shape.num_chunks * shape.size)
     start = (index + first_token[tile] // tokens) * tokens
     low, high = first_token[tile] - start, jnp.where(is_used, tiles.context_lens[tile] - start, 0)
-    # Page 0 stands for pages that no row sees: the table may say anything of them, and they cost nothing.
-    page_is_there = (page_start < high[:, None]) & (page_start + page_size > low[:, None])
-    column = jnp.where(page_is_there, start[:, None] // page_size + jnp.arange(pages), 0)
+    page_is_there = (page_start < high[:, None]) & (page_start + shape.page_size > low[:, None])
+    column = jnp.where(page_is_there, start[:, None] // shape.page_size + jnp.arange(shape.pages), 0)
     page = jnp.where(page_is_there, tables[tiles.seq[tile][:, None], column], 0)
-    # An unused item gets a tile out of range: what it adds is dropped.
-    segment = jnp.where(is_used, tile, num_tiles)
+    segment = jnp.where(is_used, tile, len(tiles.context_lens))
     # The barriers here and below end fusions, which would compute all this again for each element.
-    items = lax.optimization_barrier((segment, start, low, high, page))
+    return lax.optimization_barrier(_Items(segment, start, low, high, page)), item_ends[-1]
 
-    def of_page_tiles(values: Array) -> Array:
-        values = jnp.broadcast_to(values, (size, kv_heads, pages))
-        return lax.optimization_barrier(values.reshape(-1))
 
-    def load(page: Array, which: int) -> Array:
-        row = of_page_tiles((page[:, None] * parts + which) * kv_heads + jnp.arange(kv_heads)[:, None])
-        loaded = page_tiles.at[row].get(mode="promise_in_bounds")
-        if not is_quantized(kv_pages):
-            return loaded.astype(dtype)
-        stored = lax.optimization_barrier(loaded).reshape(-1, page_size, row_size)
-        return dequantize(rows_of(stored), dtype).reshape(len(loaded), -1)
+@dataclasses.dataclass(frozen=True)
+class _ChunkAttention:
+    """Attention of the query tiles to the items of one chunk.
 
-    def as_tokens(loaded: Array) -> Array:
-        # A loop over whole page tiles is made of vectors; fused with the reshape it would go by head_dim, and
-        # LLVM unrolls such short loops before it looks for vectors.
-        return lax.optimization_barrier(loaded).reshape(size, kv_heads, tokens, head_dim)
+    Args:
+        shape: Sizes of items and chunks.
+        tiles: The query tiles.
+        items: All items.
+        page_tiles: The pool, a row per page, part (keys or values) and head.
+        page_start: int32 [pages], the first token of each page of an item.
+        token: int32 [tokens], the tokens of an item.
+        bias: float32 [K, R, n], the distance bias of each row; None for none.
+        scale: Factor of the scores.
+        window: Number of last tokens that a query sees; None for all.
+        soft_cap: Limit of the scores; None for no limit.
+        value_dim: Elements of a value; None for those of a key.
+    """
 
-    bias = None if distance_bias is None else _of_rows(distance_bias, kv_heads, rows)
+    shape: _ChunkShape
+    tiles: Tiles
+    items: _Items
+    page_tiles: Array
+    page_start: Array
+    token: Array
+    bias: Array | None
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    value_dim: int | None
 
-    def attend_chunk(chunk: Array, carry: Sums) -> Sums:
-        acc, exponent, total = carry
-        segment, start, low, high, page = (
-            lax.dynamic_slice_in_dim(of_items, chunk * size, size) for of_items in items
+    def attend_chunk(self, chunk: Array, sums: Sums) -> Sums:
+        """Returns the sums with those of a chunk of items added."""
+        shape, tiles, size = self.shape, self.tiles, self.shape.size
+        items = _Items(*(lax.dynamic_slice_in_dim(x, chunk * size, size) for x in self.items))
+        queries, position = (x.at[items.segment].get(mode="clip") for x in (tiles.queries, tiles.positions))
+        low, high, position, pages, queries = lax.optimization_barrier(
+            (items.low, items.high, position - items.start[:, None], items.pages, queries.astype(shape.dtype))
         )
-        queries, position = (
-            of_tiles.at[segment].get(mode="clip") for of_tiles in (tiles.queries, tiles.positions)
-        )
-        low, high, position, page, queries = lax.optimization_barrier(
-            (low, high, position - start[:, None], page, queries.astype(dtype))
-        )
-        live = token < jnp.minimum(position + 1, high[:, None])[:, None, :, None]
+        live = self.token < jnp.minimum(position + 1, high[:, None])[:, None, :, None]
         if tiles.first is not None:
-            live &= token >= low[:, None, None, None]
-        if window is not None:
-            live &= token > position[:, None, :, None] - window
+            live &= self.token >= low[:, None, None, None]
+        if self.window is not None:
+            live &= self.token > position[:, None, :, None] - self.window
 
-        loaded = load(page, 0)
-        scores = (
-            jnp.einsum("nkrd,nktd->nkrt", queries, as_tokens(loaded), preferred_element_type=jnp.float32)
-            * scale
-        )
-        if soft_cap is not None:
-            scores = jnp.tanh(scores / soft_cap) * soft_cap
-        if bias is not None:
-            distance = jnp.clip(position[:, None, :, None] - token, 0, bias.shape[2] - 1)
-            head = jnp.arange(kv_heads)[:, None, None]
-            scores += bias[head, jnp.arange(rows)[:, None], distance]
+        keys = self.load(pages, 0)
         # Scores are exponents of two from here on.
-        scores = lax.optimization_barrier(jnp.where(live, scores * LOG2_E, MASKED_SCORE))
-        item_exponent = jnp.maximum(jnp.ceil(scores.max(-1)), MASKED_EXPONENT)
+        scores = jnp.where(live, self.scores(queries, position, keys) * LOG2_E, MASKED_SCORE)
+        scores = lax.optimization_barrier(scores)
+        exponents = jnp.maximum(jnp.ceil(scores.max(-1)), MASKED_EXPONENT)
         # In one dimension, the exponential is made of vectors.
-        shifted = (scores - item_exponent[..., None]).reshape(-1)
+        shifted = (scores - exponents[..., None]).reshape(-1)
         probs = jnp.exp2(lax.optimization_barrier(shifted))
         probs = lax.optimization_barrier(probs).reshape(scores.shape)
         # 0 * NaN is NaN: what a dead slot holds must not reach the product.
-        slot = jnp.arange(page_size * head_dim) // head_dim
-        is_there = slot < of_page_tiles(high[:, None, None] - page_start)[:, None]
+        slot = jnp.arange(shape.page_size * shape.head_dim) // shape.head_dim
+        is_there = slot < self.of_page_tiles(high[:, None, None] - self.page_start)[:, None]
         if tiles.first is not None:
-            is_there &= slot >= of_page_tiles(low[:, None, None] - page_start)[:, None]
-        loaded = loaded if parts == 1 else load(page, 1)
-        values = as_tokens(jnp.where(is_there, loaded, 0))[..., :value_dim]
+            is_there &= slot >= self.of_page_tiles(low[:, None, None] - self.page_start)[:, None]
+        values = keys if shape.parts == 1 else self.load(pages, 1)
+        values = self.as_tokens(jnp.where(is_there, values, 0))[..., : self.value_dim]
         weighted = jnp.einsum(
-            "nkrt,nktd->nkrd", probs.astype(dtype), values, preferred_element_type=jnp.float32
+            "nkrt,nktd->nkrd", probs.astype(shape.dtype), values, preferred_element_type=jnp.float32
         )
+        return _with_items(sums, items.segment, Sums(weighted, exponents, probs.sum(-1)))
 
-        new_exponent = exponent.at[segment].max(item_exponent, mode="drop")
-        decay = _power_of_two(exponent - new_exponent)
-        factor = _power_of_two(item_exponent - new_exponent.at[segment].get(mode="clip"))
-        decay, factor = lax.optimization_barrier((decay, factor))
-        acc = (acc * decay[..., None]).at[segment].add(weighted * factor[..., None], mode="drop")
-        total = (total * decay).at[segment].add(probs.sum(-1) * factor, mode="drop")
-        return Sums(acc, new_exponent, total)
+    def scores(self, queries: Array, position: Array, keys: Array) -> Float[Array, "i k r t"]:
+        """Returns the scores of the rows for the tokens of their items."""
+        scores = (
+            jnp.einsum("nkrd,nktd->nkrt", queries, self.as_tokens(keys), preferred_element_type=jnp.float32)
+            * self.scale
+        )
+        if self.soft_cap is not None:
+            scores = jnp.tanh(scores / self.soft_cap) * self.soft_cap
+        if self.bias is not None:
+            num_heads, rows, bias_len = self.bias.shape
+            distance = jnp.clip(position[:, None, :, None] - self.token, 0, bias_len - 1)
+            scores += self.bias[jnp.arange(num_heads)[:, None, None], jnp.arange(rows)[:, None], distance]
+        return scores
 
-    zero = jnp.zeros(tiles.queries[..., :value_dim].shape)
-    nothing = Sums(zero, jnp.full(zero.shape[:-1], MASKED_EXPONENT), zero[..., 0])
-    return lax.fori_loop(0, -(-item_ends[-1] // size), attend_chunk, nothing)
+    def load(self, pages: Array, part: int) -> Array:
+        """Loads the page tiles of the items: keys (0) or values (1)."""
+        shape = self.shape
+        row = (pages[:, None] * shape.parts + part) * shape.kv_heads + jnp.arange(shape.kv_heads)[:, None]
+        loaded = self.page_tiles.at[self.of_page_tiles(row)].get(mode="promise_in_bounds")
+        if not shape.is_quantized:
+            return loaded.astype(shape.dtype)
+        stored = lax.optimization_barrier(loaded).reshape(-1, shape.page_size, shape.head_dim + 1)
+        return dequantize(rows_of(stored), shape.dtype).reshape(len(loaded), -1)
+
+    def of_page_tiles(self, values: Array) -> Array:
+        """Returns the values of each page tile of a chunk, from values that broadcast to [I, K, pages]."""
+        shape = self.shape
+        values = jnp.broadcast_to(values, (shape.size, shape.kv_heads, shape.pages))
+        return lax.optimization_barrier(values.reshape(-1))
+
+    def as_tokens(self, loaded: Array) -> Array:
+        """Returns page tiles as [I, K, tokens, D].
+
+        A loop over whole page tiles is made of vectors. Fused with the reshape it would go by head_dim, and
+        LLVM unrolls such short loops before it looks for vectors.
+        """
+        shape = self.shape
+        loaded = lax.optimization_barrier(loaded)
+        return loaded.reshape(shape.size, shape.kv_heads, shape.tokens, shape.head_dim)
+
+
+def _with_items(sums: Sums, segment: Int[Array, " i"], items: Sums) -> Sums:
+    """Returns the sums of tiles with those of their items added, rescaled by powers of two."""
+    exponents = sums.exponents.at[segment].max(items.exponents, mode="drop")
+    decay = _power_of_two(sums.exponents - exponents)
+    factor = _power_of_two(items.exponents - exponents.at[segment].get(mode="clip"))
+    decay, factor = lax.optimization_barrier((decay, factor))
+    values = (sums.values * decay[..., None]).at[segment].add(items.values * factor[..., None], mode="drop")
+    totals = (sums.totals * decay).at[segment].add(items.totals * factor, mode="drop")
+    return Sums(values, exponents, totals)
 
 
 def _of_rows(of_heads: Array, kv_heads: int, rows: int) -> Array:

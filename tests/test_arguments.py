@@ -278,9 +278,9 @@ def test_methods_take_the_integers_of_numpy(llm):
     for _ in range(4):
         engine.step()
     lines = []
-    count = len(engine._loop.requests["a"].group.sequences[0].output_token_ids)
+    count = len(engine._core.requests["a"].group.sequences[0].output_token_ids)
     engine.rollback("a", np.int64(2))
-    assert len(engine._loop.requests["a"].group.sequences[0].output_token_ids) == count - 2
+    assert len(engine._core.requests["a"].group.sequences[0].output_token_ids) == count - 2
     engine.fork("a", "b", seed=np.uint32(7))
     engine.abort_request(["a", "b"])
     engine.drain()

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self, get_args
 
 from jax_paged.arguments.command_line import add_options, values_of
@@ -198,7 +198,12 @@ class EngineArgs:
             object.__setattr__(self, name, _dtype_name(getattr(self, name), choices))
         make_plain(self)
         problems = Problems()
-        note = problems.note
+        self._note_choices(problems.note)
+        self._note_sizes(problems.note)
+        problems.raise_if_any()
+
+    def _note_choices(self, note: Callable[..., Any]) -> None:
+        """Checks names, flags, choices and nested settings; `note` keeps what a check raises."""
         note(
             check, isinstance(self.model, str) and bool(self.model), "model", self.model, "a non-empty string"
         )
@@ -234,6 +239,9 @@ class EngineArgs:
         ok = self.hf_overrides is None or isinstance(self.hf_overrides, dict)
         note(check, ok, "hf_overrides", self.hf_overrides, "None or a dict of fields of config.json")
         note(check_choice, "preemption_mode", self.preemption_mode, (None, "recompute", "swap"))
+
+    def _note_sizes(self, note: Callable[..., Any]) -> None:
+        """Checks numbers; `note` keeps what a check raises."""
         note(check_choice, "block_size", self.block_size, (1, 2, 4, 8, 16, 32, 64, 128))
         for name, low in (
             ("max_model_len", 2),
@@ -262,7 +270,6 @@ class EngineArgs:
         note(check_number, "gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, low_open=True)
         note(check_number, "swap_space", self.swap_space, 0, math.inf)
         note(check_number, "scheduler_delay_factor", self.scheduler_delay_factor, 0, math.inf)
-        problems.raise_if_any()
 
     @property
     def num_engines(self) -> int:

@@ -3,18 +3,28 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from jax_paged.arguments.suggestions import suggestions
 from jax_paged.checks import check, check_int, check_number
 from jax_paged.models.features.multimodal import ImageSpec, PatchSpec
 
-if TYPE_CHECKING:
-    from jax_paged.config.engine_args import EngineArgs
-
 MAX_IMAGES = 8
 # What may be said of how images are made smaller: of patches, and of tiles.
 _PATCH_ARGS, _TILE_ARGS = ("min_pixels", "max_pixels"), ("size",)
+
+
+class ImageArgs(Protocol):
+    """The fields of EngineArgs that concern images."""
+
+    @property
+    def limit_mm_per_prompt(self) -> dict[str, int] | None: ...
+    @property
+    def mm_processor_kwargs(self) -> dict[str, Any] | None: ...
+    @property
+    def allowed_media_domains(self) -> tuple[str, ...]: ...
+    @property
+    def encoder_cache_gb(self) -> float: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +46,7 @@ class ImageSettings:
     processor: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, args: "EngineArgs", spec: ImageSpec | PatchSpec) -> "ImageSettings":
+    def of(cls, args: ImageArgs, spec: ImageSpec | PatchSpec) -> "ImageSettings":
         """Returns what the arguments say, which note_image_problems has found no problem with.
 
         Raises:
@@ -51,7 +61,7 @@ class ImageSettings:
         return cls(spec, limit, cache_bytes, domains, given)
 
 
-def note_image_problems(args: "EngineArgs", note: Callable[..., Any]) -> None:
+def note_image_problems(args: ImageArgs, note: Callable[..., Any]) -> None:
     """Notes what is wrong with the arguments that have to do with images."""
     note(max_images, args.limit_mm_per_prompt)
     note(check_number, "encoder_cache_gb", args.encoder_cache_gb, 0, math.inf)

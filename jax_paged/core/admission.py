@@ -1,27 +1,34 @@
-"""Who of those that wait runs next, and with which blocks."""
+"""Admission: which waiting or swapped request runs next, and the blocks that it gets."""
 
 import enum
 import math
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.features.lora import AdapterSlots
 from jax_paged.core.preemption import Preemption
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.step_builder import StepBuilder
 
+if TYPE_CHECKING:
+    from jax_paged.core.features.lora import AdapterSlots
 
-class Answer(enum.Enum):
-    """Whether a request that wants to run does; else, what is missing.
 
-    That is: blocks or seats, tokens of the step, or a slot for its adapter.
+class AdmissionResult(enum.Enum):
+    """Whether a waiting or swapped request runs now, or what it lacks.
+
+    ADMITTED: It runs, and the step computes tokens of it.
+    STALLED: It was swapped in, but there are no blocks for its next tokens: the step computes none.
+    NO_ROOM: It lacks blocks or batch slots.
+    NO_TOKENS: It has room, but the token budget of the step is used up.
+    NO_ADAPTER_SLOT: It lacks a device slot for its adapter.
     """
 
     ADMITTED = enum.auto()
+    STALLED = enum.auto()
     NO_ROOM = enum.auto()
     NO_TOKENS = enum.auto()
-    NO_SLOT = enum.auto()
+    NO_ADAPTER_SLOT = enum.auto()
 
 
 class Admission:
@@ -31,7 +38,7 @@ class Admission:
         block_manager: Owner of the blocks.
         queues: Owner of the requests.
         preemption: Takes blocks from requests of a lower priority.
-        adapters: Owner of the slots of adapters.
+        adapters: Owner of the device slots of LoRA adapters; None without LoRA.
         max_num_seqs: Maximum sequences running at a time.
         watermark: Share of the usable blocks that stays free when a request is admitted beside running ones.
         enable_chunked_prefill: Whether running requests have got their next blocks before others are
@@ -44,7 +51,7 @@ class Admission:
         block_manager: BlockManager,
         queues: RequestQueues,
         preemption: Preemption,
-        adapters: AdapterSlots,
+        adapters: "AdapterSlots | None",
         *,
         max_num_seqs: int,
         watermark: float,
@@ -67,7 +74,8 @@ class Admission:
         """Decides whether new requests are held back in this step, so that more come together."""
         if self._last_prompt_start is not None:
             self._last_prompt_s, self._last_prompt_start = now - self._last_prompt_start, None
-        self.adapters.begin_step()
+        if self.adapters is not None:
+            self.adapters.begin_step()
         first = self.queues.first_waiting()
         waited = now - first.metrics.arrival_time if first else 0.0
         self._holds_back_new = bool(self.queues.running) and waited < self.delay_factor * self._last_prompt_s
@@ -94,19 +102,19 @@ class Admission:
         group = self.first()
         return group if group is self.queues.first_swapped() else None
 
-    def give_blocks(self, group: SequenceGroup, step: StepBuilder) -> Answer | None:
-        """Gives a waiting or swapped request the blocks of its tokens; else returns what is missing."""
-        if not self.adapters.has_room(group):
-            return Answer.NO_SLOT
-        if self.queues.num_seats_taken + group.num_seats > self.max_num_seqs:
-            return Answer.NO_ROOM
+    def give_blocks(self, group: SequenceGroup, step: StepBuilder) -> AdmissionResult | None:
+        """Gives a waiting or swapped request the blocks of its tokens; else returns what it lacks."""
+        if self.adapters is not None and not self.adapters.has_room(group):
+            return AdmissionResult.NO_ADAPTER_SLOT
+        if self.queues.num_batch_slots_taken + group.num_batch_slots > self.max_num_seqs:
+            return AdmissionResult.NO_ROOM
         is_alone = not self.queues.running
-        num_reserved = self._num_reserved(group, self.queues.num_seats_taken, is_alone)
+        num_reserved = self._num_reserved(group, self.queues.num_batch_slots_taken, is_alone)
         if group.request_id in self.queues.swapped:
             copies = self.block_manager.swap_in(group.unfinished, num_reserved=num_reserved)
             step.swap_in += copies or []
-            return Answer.NO_ROOM if copies is None else None
-        return None if self.allocate(group, group.unfinished[0], num_reserved) else Answer.NO_ROOM
+            return AdmissionResult.NO_ROOM if copies is None else None
+        return None if self.allocate(group, group.unfinished[0], num_reserved) else AdmissionResult.NO_ROOM
 
     def run(self, group: SequenceGroup) -> None:
         """Moves a request that has its blocks to the running ones."""
@@ -115,28 +123,34 @@ class Admission:
             seq.status = SequenceStatus.RUNNING
 
     def take_back(self, seq: Sequence) -> None:
-        """Takes the blocks of a sequence that does not run after all."""
+        """Undoes `give_blocks` for a waiting request."""
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
 
-    def make_way(self, group: SequenceGroup, missing: Answer, step: StepBuilder, now: float) -> bool:
-        """Makes room for a request that does not run, or passes it over, if all it misses is a slot.
+    def make_way(self, group: SequenceGroup, missing: AdmissionResult, step: StepBuilder, now: float) -> bool:
+        """Preempts requests of lower priority, or sets the request aside if it only lacks an adapter slot.
 
         Returns:
-            Whether a request may be admitted in this step: this one, or one behind it.
+            True if another request may be admitted in this step: this one, or one after it.
         """
         if self.make_room(group, step, now):
             return True
-        if missing is not Answer.NO_SLOT or step.is_short or group.request_id in self.queues.swapped:
-            return False  # nobody behind it runs before
+        can_be_passed = (
+            missing is AdmissionResult.NO_ADAPTER_SLOT and group.request_id not in self.queues.swapped
+        )
+        if self.adapters is None or not can_be_passed or step.is_short:
+            return False
         self.adapters.set_aside(group)
         return True
 
     def make_room(self, group: SequenceGroup, step: StepBuilder, now: float) -> bool:
         """Preempts as many running requests of a higher key as a request needs to run, from the last.
 
+        While a step is in flight no request is preempted: marks the step as short, so that its results are
+        awaited.
+
         Returns:
-            Whether it finds room now; False, and nothing has changed, if all of them are not enough.
+            True if the request has room now. If preempting all of them is not enough, none is preempted.
         """
         manager, running, last = self.block_manager, self.queues.running, self.queues.last_running()
         if last is None or last.key <= group.key:
@@ -155,17 +169,19 @@ class Admission:
             if not self.enable_chunked_prefill and num_uncached > step.budget:
                 return False  # it would not run in this step even so
         victims: list[SequenceGroup] = []
-        num_seats, num_blocks = self.queues.num_seats_taken, manager.num_free_blocks
+        num_batch_slots, num_blocks = self.queues.num_batch_slots_taken, manager.num_free_blocks
         for victim in reversed(running.values()):
             if victim.key <= group.key or self._preemption.must_wait(victim, step):
                 return False
             victims.append(victim)
-            num_seats -= victim.num_seats
+            num_batch_slots -= victim.num_batch_slots
             tables = (manager.block_tables[s] for s in victim.unfinished if s in manager.block_tables)
             num_blocks += sum(len(table) for held in tables for table in held)
-            num_missing = num_needed + self._num_reserved(group, num_seats, len(victims) == len(running))
-            is_short = num_seats + group.num_seats > self.max_num_seqs or num_blocks < num_missing
-            if is_short or not self.adapters.has_room(group, without=victims):
+            num_missing = num_needed + self._num_reserved(
+                group, num_batch_slots, len(victims) == len(running)
+            )
+            is_short = num_batch_slots + group.num_batch_slots > self.max_num_seqs or num_blocks < num_missing
+            if is_short or (self.adapters and not self.adapters.has_room(group, without=victims)):
                 continue  # not enough, even if they shared nothing
             released = manager.released_by(s for victim in victims for s in victim.unfinished)
             if manager.num_free_blocks + len(released.difference(shared)) >= num_missing:
@@ -178,12 +194,12 @@ class Admission:
         """Gives a sequence of a request the blocks of its tokens; see BlockManager.allocate."""
         return self.block_manager.allocate(seq, group.cache_salt, num_reserved=num_reserved, **_needs(group))
 
-    def _num_reserved(self, group: SequenceGroup, num_seats_taken: int, is_alone: bool) -> int:
+    def _num_reserved(self, group: SequenceGroup, num_batch_slots_taken: int, is_alone: bool) -> int:
         """Returns the blocks that must stay free when a request is admitted beside running ones."""
         num_groups = len(self.block_manager.groups)
         num_reserved = 0 if is_alone else self._num_watermark_blocks
         if not self.enable_chunked_prefill:  # the running ones have not got their next blocks yet
-            num_reserved += num_seats_taken * num_groups
+            num_reserved += num_batch_slots_taken * num_groups
         if is_alone:
             return num_reserved
         if group.request_id in self.queues.swapped:  # so that its next tokens find room

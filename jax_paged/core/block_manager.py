@@ -54,8 +54,9 @@ class BlockManager:
         self.block_tables: dict[Sequence, BlockTables] = {}
         self.swapped_tables: dict[Sequence, BlockTables] = {}
         self.pinned: dict[str, PinnedPrefix] = {}
-        slots = num_state_slots, num_swap_state_slots, block_size
-        self.states = StateSlots(*slots, keeps_checkpoints=enable_prefix_caching)
+        self.states = StateSlots(
+            num_state_slots, num_swap_state_slots, block_size, keeps_checkpoints=enable_prefix_caching
+        )
         self.prefixes = PrefixCache(self.pool, groups, block_size, self.states)
         # Sequences that have lost their blocks on the device since the executor was told last, and ...
         self.lost: list[Sequence] = []
@@ -89,13 +90,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def allocate(
-        self,
-        seq: Sequence,
-        salt: str,
-        *,
-        use_cache: bool,
-        num_reserved: int,
-        num_encoder_tokens: int = 0,
+        self, seq: Sequence, salt: str, *, use_cache: bool, num_reserved: int, num_encoder_tokens: int = 0
     ) -> bool:
         """Gives a sequence without a block table the blocks of all its tokens.
 
@@ -251,7 +246,7 @@ class BlockManager:
     def keep(self, seq: Sequence, places: list[int]) -> None:
         """Takes away all of a sequence's blocks but those at some places of its tables, in order.
 
-        Nothing can tell the executor to take blocks away, so the sequence takes another seat.
+        Nothing can tell the executor to take blocks away, so the sequence takes another batch slot.
         """
         is_here = seq in self.block_tables
         pool, held = (self.pool, self.block_tables) if is_here else (self.swap_pool, self.swapped_tables)

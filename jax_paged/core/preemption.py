@@ -5,7 +5,7 @@ from typing import Literal, TypeVar
 
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.request_queues import RequestQueues
-from jax_paged.core.result_updater import SequenceUpdater
+from jax_paged.core.result_updater import ResultUpdater
 from jax_paged.core.sequence import SequenceGroup, SequenceStatus
 from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.stop_conditions import HOST_TOO_SMALL, POOL_TOO_SMALL, StopConditions
@@ -29,7 +29,7 @@ class Preemption:
         self,
         block_manager: BlockManager,
         queues: RequestQueues,
-        updater: SequenceUpdater,
+        updater: ResultUpdater,
         mode: PreemptionMode | None,
     ) -> None:
         self.block_manager = block_manager

@@ -19,9 +19,9 @@ class RequestQueues:
         self.waiting: dict[str, SequenceGroup] = {}
         self.running: dict[str, SequenceGroup] = {}
         self.swapped: dict[str, SequenceGroup] = {}
-        self.num_seats_taken = 0  # sequences that the running requests may come to have at a time
+        self.num_batch_slots_taken = 0  # sequences that the running requests may come to have at a time
         self.running_adapters: dict[str, int] = {}  # how many running requests use each; read-only for others
-        self._seats: dict[str, int] = {}
+        self._batch_slots: dict[str, int] = {}
         self._heap: list[tuple[tuple[Any, int], SequenceGroup]] = []
         self._in_heap: set[SequenceGroup] = set()
         self._aside: dict[SequenceGroup, None] = {}
@@ -54,8 +54,8 @@ class RequestQueues:
         self.remove(group)
         last = self.last_running()
         self.running[group.request_id] = group
-        self._seats[group.request_id] = group.num_seats
-        self.num_seats_taken += group.num_seats
+        self._batch_slots[group.request_id] = group.num_batch_slots
+        self.num_batch_slots_taken += group.num_batch_slots
         if group.adapter:
             self.running_adapters[group.adapter] = self.running_adapters.get(group.adapter, 0) + 1
         if last is not None and group.order < last.order:
@@ -70,7 +70,7 @@ class RequestQueues:
     def remove(self, group: SequenceGroup) -> None:
         """Takes a request out of the queue that it is in, if any."""
         if self.running.pop(group.request_id, None) is not None:
-            self.num_seats_taken -= self._seats.pop(group.request_id)
+            self.num_batch_slots_taken -= self._batch_slots.pop(group.request_id)
             if group.adapter:
                 self.running_adapters[group.adapter] -= 1
                 if not self.running_adapters[group.adapter]:
@@ -83,11 +83,11 @@ class RequestQueues:
         else:
             self.swapped.pop(group.request_id, None)
 
-    def give_up_seats(self, group: SequenceGroup) -> None:
-        """Takes back the seats of sequences that have ended, if their request still runs."""
+    def release_batch_slots(self, group: SequenceGroup) -> None:
+        """Releases the batch slots of sequences that have ended, if their request still runs."""
         if group.request_id in self.running:
-            self.num_seats_taken += group.num_seats - self._seats[group.request_id]
-            self._seats[group.request_id] = group.num_seats
+            self.num_batch_slots_taken += group.num_batch_slots - self._batch_slots[group.request_id]
+            self._batch_slots[group.request_id] = group.num_batch_slots
 
     def last_running(self) -> SequenceGroup | None:
         """Returns the last of the running requests, the first to lose its blocks."""

@@ -1,18 +1,44 @@
 """What the tokens of a step do to sequences: they grow, fork, end, and give back their blocks."""
 
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jax_paged.core.batch_slots import Seats
+from jax_paged.core.batch_slots import BatchSlots
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.features import beam_search
-from jax_paged.core.features.beam_search import Candidate
 from jax_paged.core.model_runner_output import NO_TOKEN, ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED, NON_FINITE, Ending, StopConditions
 
+if TYPE_CHECKING:
+    from jax_paged.core.features.beam_search import BeamSearch
+    from jax_paged.core.features.multi_step import MultiStepPlanner
+
 _NO_TOKEN_LEFT: Ending = (SequenceStatus.FINISHED_ABORTED, NO_TOKEN_ALLOWED)
+
+
+class DrawnTokens(NamedTuple):
+    """What a step has drawn, in the same form for single steps, multi-steps and steps that verify drafts.
+
+    All lists have one entry per entry of SchedulerOutput.samples.
+
+    Args:
+        token_ids: The tokens. A list may end with NO_TOKEN.
+        logprobs: Log-probabilities of these tokens.
+        drafts: Draft tokens that the step has verified: token i was drawn after drafts[:i].
+        num_computed: Tokens of the sequence that the step has computed, without drafts.
+        num_drawn: Tokens that were pending for the sequence because of this step.
+        failures: Requests that fail in the middle of a multi-step, with the stop reason.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprobs]]
+    drafts: list[list[int]]
+    num_computed: list[int]
+    num_drawn: list[int]
+    failures: Mapping[SequenceGroup, str]
 
 
 class NewTokens(NamedTuple):
@@ -43,100 +69,167 @@ class StepUpdate(NamedTuple):
     captured: list[tuple[SequenceGroup, Sequence, int, dict[str, Any]]]
 
 
-class SequenceUpdater:
+@dataclasses.dataclass(slots=True)
+class _Changes:
+    """What a step has changed so far; the dictionaries are ordered sets."""
+
+    new_tokens: list[NewTokens] = dataclasses.field(default_factory=list)
+    changed: dict[SequenceGroup, None] = dataclasses.field(default_factory=dict)
+    ended: dict[SequenceGroup, None] = dataclasses.field(default_factory=dict)
+    beams: dict[SequenceGroup, list[tuple[Sequence, TokenLogprobs]]] = dataclasses.field(default_factory=dict)
+
+
+class ResultUpdater:
     """Takes in the results of steps, for the scheduler.
 
     Args:
         block_manager: Owner of the blocks.
         queues: Owner of the requests; those that end are taken out.
-        seats: Says which sequence an id names.
-        stop_conditions: Say when a sequence ends.
+        batch_slots: Maps ids to sequences.
+        stop_conditions: Decides when a sequence ends.
+        multi_step: Reads the results of multi-steps; None if there are none.
+        beam_search: Selects the beams that go on.
     """
 
     def __init__(
         self,
         block_manager: BlockManager,
         queues: RequestQueues,
-        seats: Seats,
+        batch_slots: BatchSlots,
         stop_conditions: StopConditions,
+        *,
+        multi_step: "MultiStepPlanner | None",
+        beam_search: "BeamSearch",
     ) -> None:
         self.block_manager = block_manager
         self.queues = queues
-        self.seats = seats
+        self.batch_slots = batch_slots
         self.stop_conditions = stop_conditions
+        self._multi_step = multi_step
+        self._beam_search = beam_search
         self._block_size = block_manager.block_size
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
-        """See Scheduler.update."""
+        """Takes in the result of a step; see Scheduler.update.
+
+        1. Free the blocks that were held back for this step.
+        2. Abort the requests whose rows have errors or logits that are not finite.
+        3. Collect prompt log-probabilities and captured arrays.
+        4. Count the tokens of rows that draw nothing, such as chunks of prompts.
+        5. Normalize what was drawn, and accept the tokens of each sample up to the one that ends it.
+        6. Abort the requests that fail in the middle of a multi-step.
+        7. Advance beam searches.
+        """
         assert result.step_id == output.step_id, (result.step_id, output.step_id)
         assert len(result.token_ids) == len(output.samples), "a list of tokens per sample"
+        changes = _Changes()
         self.block_manager.end_step(output.step_id)
-        find, seats, scheduled = self.seats.find, self.seats.by_id, output.scheduled
-        after_token = self.stop_conditions.after_token
-        changed: dict[SequenceGroup, None] = {}
-        ended: dict[SequenceGroup, None] = {}
-        errors = dict(result.errors)
+        self._abort_failed_rows(output, result, changes, now)
+        prompt_logprobs = self._prompt_logprobs(output, result)
+        captured = self._captured(output, result)
+        self._count_rows_without_samples(output)
+        drawn = self._drawn(output, result)
+        self._accept_all(output, drawn, changes, now)
+        for group, reason in drawn.failures.items():
+            self.end_group(group, SequenceStatus.FINISHED_ABORTED, now, reason)
+            changes.ended[group] = None
+        for group, candidates in changes.beams.items():
+            if self._beam_search.advance(group, candidates):
+                self.end_group(group, SequenceStatus.FINISHED_LENGTH_CAPPED, now)
+                changes.ended[group] = None
+        new_tokens, changed, ended = changes.new_tokens, list(changes.changed), list(changes.ended)
+        return StepUpdate(new_tokens, changed, ended, prompt_logprobs, captured)
+
+    def _abort_failed_rows(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, changes: _Changes, now: float
+    ) -> None:
+        errors = result.errors
         if not output.burst and not all(result.is_finite):
             bad = (i for i, is_finite in enumerate(result.is_finite) if not is_finite)
             errors = dict.fromkeys(bad, NON_FINITE) | errors
         for i, reason in sorted(errors.items()):
-            found = find(scheduled[i].seq_id)
-            if found is not None and not found[1].status.is_finished:
-                self.end_group(found[0], SequenceStatus.FINISHED_ABORTED, now, reason)
-                changed[found[0]] = ended[found[0]] = None
-        broken = self._broken(output, result) if output.burst else {}
-        prompt_logprobs: list[tuple[SequenceGroup, int, list[TokenLogprobs]]] = []
+            slot = self.batch_slots.by_id.get(output.scheduled[i].seq_id)
+            if slot is not None and not slot.seq.status.is_finished:
+                self.end_group(slot.group, SequenceStatus.FINISHED_ABORTED, now, reason)
+                changes.changed[slot.group] = changes.ended[slot.group] = None
+
+    def _prompt_logprobs(
+        self, output: SchedulerOutput, result: ModelRunnerOutput
+    ) -> list[tuple[SequenceGroup, int, list[TokenLogprobs]]]:
+        found: list[tuple[SequenceGroup, int, list[TokenLogprobs]]] = []
         if any(result.prompt_logprobs):
-            for row, entries in zip(scheduled, result.prompt_logprobs, strict=True):
-                found = find(row.seq_id) if entries else None
-                if found is not None and not found[0].is_finished:
-                    prompt_logprobs.append((found[0], row.start, entries))
-        captured: list[tuple[SequenceGroup, Sequence, int, dict[str, Any]]] = []
-        for i, arrays in result.captured.items():
-            found = find(scheduled[i].seq_id)
-            if found is not None and found[1].status is SequenceStatus.RUNNING:
-                captured.append((*found, scheduled[i].start, arrays))
-        # Tokens of a sequence that samples count once it has accepted what it got.
+            for row, entries in zip(output.scheduled, result.prompt_logprobs, strict=True):
+                slot = self.batch_slots.by_id.get(row.seq_id) if entries else None
+                if slot is not None and not slot.group.is_finished:
+                    found.append((slot.group, row.start, entries))
+        return found
+
+    def _captured(
+        self, output: SchedulerOutput, result: ModelRunnerOutput
+    ) -> list[tuple[SequenceGroup, Sequence, int, dict[str, Any]]]:
+        rows = ((output.scheduled[i], arrays) for i, arrays in result.captured.items())
+        slots = ((self.batch_slots.by_id.get(row.seq_id), row.start, arrays) for row, arrays in rows)
+        return [
+            (slot.group, slot.seq, start, arrays)
+            for slot, start, arrays in slots
+            if slot is not None and slot.seq.status is SequenceStatus.RUNNING
+        ]
+
+    def _count_rows_without_samples(self, output: SchedulerOutput) -> None:
         sampled = {sample.row for sample in output.samples}
-        if len(sampled) < len(scheduled):
-            for i, row in enumerate(scheduled):
-                found = None if i in sampled else find(row.seq_id)
-                if found is not None and found[1].status is SequenceStatus.RUNNING:
-                    found[1].num_in_flight -= row.num_tokens
-                    self._note_computed(*found, row.start, row.start + row.num_tokens)
-        new_tokens: list[NewTokens] = []
-        beams: dict[SequenceGroup, list[tuple[Sequence, list[int], list[float]]]] = {}
-        samples = zip(output.samples, result.token_ids, result.logprobs, strict=True)
-        for place, ((i, seq_id, num_logits), token_ids, logprobs) in enumerate(samples):
-            seat = seats.get(seq_id)
-            if seat is None or seat.seq.status is not SequenceStatus.RUNNING:
+        if len(sampled) == len(output.scheduled):
+            return
+        for i, row in enumerate(output.scheduled):
+            slot = None if i in sampled else self.batch_slots.by_id.get(row.seq_id)
+            if slot is not None and slot.seq.status is SequenceStatus.RUNNING:
+                slot.seq.num_in_flight -= row.num_tokens
+                self._note_computed(slot.group, slot.seq, row.start, row.start + row.num_tokens)
+
+    def _drawn(self, output: SchedulerOutput, result: ModelRunnerOutput) -> DrawnTokens:
+        scheduled, samples, drafts = output.scheduled, output.samples, result.drafts
+        if output.burst and self._multi_step is not None:
+            return self._multi_step.drawn(output, result, self.batch_slots.by_id)
+        ones = [1] * len(samples)
+        if output.num_batched_tokens == len(scheduled):  # all rows have one token: there are no drafts
+            return DrawnTokens(result.token_ids, result.logprobs, [[]] * len(samples), ones, ones, {})
+        # Drafts are the last tokens of a row; they are not tokens of the sequence yet.
+        num_computed = [len(scheduled[row].token_ids) + 1 - num_logits for row, _, num_logits in samples]
+        if not drafts:
+            pairs = zip(samples, num_computed, strict=True)
+            drafts = [scheduled[sample.row].token_ids[n:] for sample, n in pairs]
+        return DrawnTokens(result.token_ids, result.logprobs, drafts, num_computed, ones, {})
+
+    def _accept_all(self, output: SchedulerOutput, drawn: DrawnTokens, changes: _Changes, now: float) -> None:
+        """Appends the tokens that were drawn to their sequences, and ends those that are done."""
+        slots, after_token = self.batch_slots.by_id, self.stop_conditions.after_token
+        samples = zip(
+            output.samples,
+            drawn.token_ids,
+            drawn.logprobs,
+            drawn.drafts,
+            drawn.num_computed,
+            drawn.num_drawn,
+            strict=True,
+        )
+        for (i, seq_id, _), token_ids, logprobs, drafts, num_computed, num_drawn in samples:
+            slot = slots.get(seq_id)
+            if slot is None or slot.seq.status is not SequenceStatus.RUNNING:
                 continue
-            group, seq, row = seat.group, seat.seq, scheduled[i]
-            if output.burst:
-                seq.num_in_flight -= output.burst[i]
-                seq.num_pending -= output.burst[i]
-            else:
-                seq.num_in_flight -= len(row.token_ids) + 1 - num_logits  # drafts are not its tokens yet
-                seq.num_pending -= 1
-            changed[group] = None
-            if broken and group in broken:
-                num_steps, breaks_at, _ = broken[group]
-                token_ids = token_ids[: num_steps + (i < breaks_at)]
-                logprobs = logprobs[: len(token_ids)]
+            group, seq, row = slot.group, slot.seq, output.scheduled[i]
+            seq.num_in_flight -= num_computed
+            seq.num_pending -= num_drawn
+            changes.changed[group] = None
             if group.metrics.first_token_time is None and token_ids[0] != NO_TOKEN:
                 group.metrics.first_token_time = now
             if group.beam_params:
                 (top,) = logprobs
                 self._note_computed(group, seq, row.start, row.start + row.num_tokens)
-                beams.setdefault(group, []).append((seq, top.top_token_ids, top.top_logprobs))
+                changes.beams.setdefault(group, []).append((seq, top))
                 continue
-            if num_logits == 1 and len(token_ids) == 1 and token_ids[0] != NO_TOKEN:
+            if len(token_ids) == 1 and not drafts and token_ids[0] != NO_TOKEN:  # nearly all samples
                 seq.append(token_ids[0], logprobs[0].logprob)
                 ending = after_token(group, seq)
             else:
-                drafts = row.token_ids[len(row.token_ids) + 1 - num_logits :]
-                if result.drafts:
-                    drafts = result.drafts[place]
                 n, ending = self._accept(group, seq, token_ids, logprobs, drafts)
                 token_ids, logprobs = token_ids[:n], logprobs[:n]
             if seq_id == row.seq_id:
@@ -144,43 +237,13 @@ class SequenceUpdater:
             else:  # a fork, whose blocks are those of the row's own sequence
                 seq.num_computed_tokens = len(seq) - 1
             if ending is not None:
-                ended[group] = None
+                changes.ended[group] = None
                 if ending is _NO_TOKEN_LEFT:  # all samples of the request have the same parameters
                     self.end_group(group, SequenceStatus.FINISHED_ABORTED, now, NO_TOKEN_ALLOWED)
                 else:
                     self.end(group, seq, ending[0], now, ending[1])
             if token_ids:
-                new_tokens.append(NewTokens(group, seq, token_ids, logprobs))
-        for group, (_, _, reason) in broken.items():
-            self.end_group(group, SequenceStatus.FINISHED_ABORTED, now, reason)
-            ended[group] = None
-        for group, candidates in beams.items():
-            self._advance_beams(group, candidates, now)
-            if group.is_finished:
-                ended[group] = None
-        return StepUpdate(new_tokens, list(changed), list(ended), prompt_logprobs, captured)
-
-    def _broken(
-        self, output: SchedulerOutput, result: ModelRunnerOutput
-    ) -> dict[SequenceGroup, tuple[int, int, str]]:
-        """Returns the requests that end as a whole in the middle of a burst.
-
-        Returns:
-            After how many steps of the burst each ends, up to which sample that step still counts, and why:
-            as if the steps had come one by one.
-        """
-        broken: dict[SequenceGroup, tuple[int, int, str]] = {}
-        drawn = zip(output.samples, result.token_ids, result.is_finite, strict=True)
-        for i, (sample, token_ids, is_finite) in enumerate(drawn):
-            if is_finite and (not token_ids or token_ids[-1] != NO_TOKEN):
-                continue
-            seat = self.seats.by_id.get(sample.seq_id)
-            if seat is not None and seat.seq.status is SequenceStatus.RUNNING:
-                end = (len(token_ids) - 1, i, NO_TOKEN_ALLOWED)
-                if not is_finite:
-                    end = (len(token_ids), -1, NON_FINITE)
-                broken[seat.group] = min(broken.get(seat.group, end), end)
-        return broken
+                changes.new_tokens.append(NewTokens(group, seq, token_ids, logprobs))
 
     def _accept(
         self,
@@ -190,7 +253,7 @@ class SequenceUpdater:
         logprobs: list[TokenLogprobs],
         drafts: list[int],
     ) -> tuple[int, Ending | None]:
-        """Appends the tokens of a step to a sequence, up to one that ends it or was not drafted so.
+        """Appends the tokens of a step to a sequence, up to one that ends it or differs from its draft.
 
         A token that was drawn after a draft counts only if that draft was drawn in its place: so the output
         is what it would be without drafts.
@@ -216,36 +279,6 @@ class SequenceUpdater:
         if start // size != stop // size:
             self.block_manager.cache_full_blocks(seq, group.cache_salt, start, stop)
 
-    def _advance_beams(
-        self, group: SequenceGroup, beams: list[tuple[Sequence, list[int], list[float]]], now: float
-    ) -> None:
-        """Replaces the beams of a search by the best continuations: forks some beams, frees others."""
-        assert group.beam_params is not None, "a beam search"
-        eos_token_ids = self.stop_conditions.eos_of(group)
-        going, complete = beam_search.select(group, beams, eos_token_ids)
-        ended = [_extended(c.parent.fork(0, 0), c, SequenceStatus.FINISHED_STOPPED) for c in complete]
-        beam_search.complete(group, ended, eos_token_ids)
-        parents: set[Sequence] = set()
-        continued: list[tuple[Sequence, Candidate]] = []
-        for candidate in going:
-            seq = parent = candidate.parent
-            if parent in parents:
-                seq = parent.fork(0, 0)
-                self.block_manager.fork(parent, seq, parent.num_computed_tokens)
-            parents.add(parent)
-            continued.append((seq, candidate))
-        for seq, _, _ in beams:
-            if seq not in parents:
-                self.block_manager.free(seq)
-        group.sequences = [_extended(seq, c, SequenceStatus.RUNNING) for seq, c in continued]
-        max_len = min(
-            self.stop_conditions.max_model_len,
-            len(beams[0][0].prompt_token_ids) + group.beam_params.max_tokens,
-        )
-        is_done = not going or len(group.sequences[0]) >= max_len
-        if is_done or beam_search.is_decided(group, max_len, eos_token_ids):
-            self.end_group(group, SequenceStatus.FINISHED_LENGTH_CAPPED, now)
-
     def end(
         self,
         group: SequenceGroup,
@@ -258,20 +291,16 @@ class SequenceUpdater:
         manager = self.block_manager
         if seq in manager.block_tables or seq in manager.swapped_tables:
             manager.free(seq)
-        self.seats.note_end(seq)
+        self.batch_slots.note_end(seq)
         seq.status, seq.stop_reason = status, stop_reason
         if group.is_finished:
             self.queues.remove(group)
             group.metrics.finished_time = now
         else:
-            self.queues.give_up_seats(group)
+            self.queues.release_batch_slots(group)
 
     def end_group(
-        self,
-        group: SequenceGroup,
-        status: SequenceStatus,
-        now: float | None,
-        stop_reason: str | None = None,
+        self, group: SequenceGroup, status: SequenceStatus, now: float | None, stop_reason: str | None = None
     ) -> None:
         """Ends all sequences of a request that have not ended; of a beam search, the best are left."""
         seqs = group.unfinished
@@ -281,13 +310,4 @@ class SequenceUpdater:
             self.queues.remove(group)
             group.metrics.finished_time = now
         if group.beam_params and status is SequenceStatus.FINISHED_LENGTH_CAPPED:
-            beam_search.complete(group, seqs, self.stop_conditions.eos_of(group))
-            group.sequences = group.completed
-
-
-def _extended(seq: Sequence, candidate: Candidate, status: SequenceStatus) -> Sequence:
-    """Appends a candidate's token to a sequence with its parent's tokens; returns the sequence."""
-    seq.output_token_ids.append(candidate.token_id)
-    seq.cumulative_logprobs.append(candidate.cumulative_logprob)
-    seq.status = status
-    return seq
+            self._beam_search.finish(group, seqs)

@@ -1,35 +1,51 @@
-"""Which sequences compute how many tokens in the next step: a pure function of state and events, no clock."""
+"""Decides which sequences run in the next step and how many tokens each of them computes.
+
+Pure logic: no arrays, clock or I/O.
+"""
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from jax_paged.core.admission import Admission, Answer
-from jax_paged.core.batch_slots import Seats
+from jax_paged.checks import check_choice, check_int, check_number
+from jax_paged.core import composition
+from jax_paged.core.admission import Admission, AdmissionResult
+from jax_paged.core.batch_slots import BatchSlots
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.features.interactive.request_edits import RequestEdit, RequestEditor
-from jax_paged.core.features.interactive.step_edits import take_back, with_rows
-from jax_paged.core.features.lora import AdapterSlots
-from jax_paged.core.features.multi_step import BurstPlanner
-from jax_paged.core.features.speculation.draft_planner import DraftPlanner
-from jax_paged.core.features.speculation.num_drafts import Speculation
-from jax_paged.core.limits import check_limits, check_order
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.preemption import Preemption, PreemptionMode
 from jax_paged.core.request_queues import RequestQueues
-from jax_paged.core.result_updater import SequenceUpdater, StepUpdate
+from jax_paged.core.result_updater import ResultUpdater, StepUpdate
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from jax_paged.core.step_builder import StepBuilder
+from jax_paged.core.step_builder import StepBuilder, StepPlanner
 from jax_paged.core.stop_conditions import StopConditions
-from jax_paged.core.token_planner import RowPlanner
+from jax_paged.core.token_planner import TokenPlanner
+
+if TYPE_CHECKING:
+    from jax_paged.core.features.interactive.request_edits import RequestEdit
+    from jax_paged.core.features.speculation.num_drafts import Speculation
 
 Policy = Literal["fcfs", "priority"] | Callable[[SequenceGroup], Any]
 
 
+class Phase(NamedTuple):
+    """One pass over the requests, to fill a step.
+
+    Args:
+        next_candidate: Returns the request that is admitted next.
+        takes_part: Returns whether a running sequence takes part, given how many tokens it would compute;
+            None if all take part.
+    """
+
+    next_candidate: Callable[[], SequenceGroup | None]
+    takes_part: Callable[[int], bool] | None = None
+
+
 class Scheduler:
-    """Running requests first, then waiting ones, as far as tokens, seats and blocks last.
+    """Schedules running and waiting requests in one order, while tokens, batch slots and blocks last.
 
     A request is admitted when the blocks of all its tokens are at hand, and gets them at once; its prompt is
     then computed in chunks of whatever the token budget leaves. A chunk leaves a token to every running
@@ -56,7 +72,7 @@ class Scheduler:
         eos_token_ids: Tokens that end a sequence, unless its request ignores them.
         watermark: Share of the blocks that stays free when a request is admitted beside running ones.
         policy: "fcfs", "priority", or a function of a new request that returns its key. A request of a lower
-            priority or key goes first, and takes blocks and seats from running ones of a higher one.
+            priority or key goes first, and takes blocks and batch slots from running ones of a higher one.
         preemption_mode: "recompute" or "swap" for all requests; None for the paper's rule.
         enable_chunked_prefill: False computes whole prompts only, in steps of their own that go first.
         delay_factor: New requests wait this many times as long as the last prompt took, to come together.
@@ -84,12 +100,21 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         delay_factor: float = 0.0,
         burst_size: int = 1,
-        speculation: Speculation | None = None,
+        speculation: "Speculation | None" = None,
         max_loras: int = 0,
     ) -> None:
-        limits = max_num_seqs, max_num_batched_tokens, max_model_len, burst_size, max_loras
-        check_limits(*limits, chunks=enable_chunked_prefill)
-        check_order(policy, preemption_mode, watermark, delay_factor)
+        check_int("max_num_seqs", max_num_seqs, 1)
+        check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
+        check_int("max_model_len", max_model_len, 1)
+        check_int("burst_size", burst_size, 1)
+        check_int("max_loras", max_loras, 0)
+        if not enable_chunked_prefill:
+            check_int("max_num_batched_tokens without chunked prefill", max_num_batched_tokens, max_model_len)
+        check_number("watermark", watermark, 0, 1)
+        if not callable(policy):
+            check_choice("policy", policy, ("fcfs", "priority"))
+        check_choice("preemption_mode", preemption_mode, (None, "recompute", "swap"))
+        check_number("delay_factor", delay_factor, 0, math.inf)
         self.block_manager = block_manager
         # Every running sequence has a token in every step.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
@@ -101,40 +126,56 @@ class Scheduler:
         self.enable_chunked_prefill = enable_chunked_prefill
         self.delay_factor = delay_factor
         self.burst_size = burst_size
+        self.speculation = speculation
         self.max_loras = max_loras
         self.watermark = watermark
         self.queues = RequestQueues()
-        stop_conditions = StopConditions(eos_token_ids, max_model_len)
-        self.adapters = AdapterSlots(max_loras, self.queues)
-        self._seats = Seats(block_manager, stop_conditions, self.adapters)
-        self._updater = SequenceUpdater(block_manager, self.queues, self._seats, stop_conditions)
-        self._preemption = Preemption(block_manager, self.queues, self._updater, preemption_mode)
+        self._step_ids = itertools.count()
+        self._num_in_flight = 0
+        self._is_short = False  # True if the next step needs the results of the steps in flight
+        self._connect()
+
+    def _connect(self) -> None:
+        """Builds the parts of the scheduler; composition.py builds those that are features."""
+        manager, queues = self.block_manager, self.queues
+        self._stop_conditions = stops = StopConditions(self.eos_token_ids, self.max_model_len)
+        self.adapters = composition.build_adapter_slots(self.max_loras, queues)
+        multi_step = composition.build_multi_step(manager, queues, stops, self.burst_size)
+        self.drafts = composition.build_draft_planner(
+            manager, queues, stops, self.speculation, self.max_num_batched_tokens
+        )
+        self._step_planners: list[StepPlanner] = [p for p in (self.drafts, multi_step) if p is not None]
+        self._batch_slots = BatchSlots(manager, stops, self.adapters)
+        self._updater = ResultUpdater(
+            manager,
+            queues,
+            self._batch_slots,
+            stops,
+            multi_step=multi_step,
+            beam_search=composition.BeamSearch(manager, stops),
+        )
+        self._preemption = Preemption(manager, queues, self._updater, self.preemption_mode)
         self._admission = Admission(
-            block_manager,
-            self.queues,
+            manager,
+            queues,
             self._preemption,
             self.adapters,
             max_num_seqs=self.max_num_seqs,
-            watermark=watermark,
-            enable_chunked_prefill=enable_chunked_prefill,
-            delay_factor=delay_factor,
+            watermark=self.watermark,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            delay_factor=self.delay_factor,
         )
-        self._planner = RowPlanner(
-            block_manager,
-            self.queues,
-            self._admission,
-            self._preemption,
-            stop_conditions,
-            enable_chunked_prefill,
+        self._token_planner = TokenPlanner(
+            manager, queues, self._admission, self._preemption, stops, self.enable_chunked_prefill
         )
-        self._bursts = BurstPlanner(block_manager, self.queues, stop_conditions, burst_size)
-        self.drafts = DraftPlanner(
-            block_manager, self.queues, stop_conditions, speculation, max_num_batched_tokens
-        )
-        self.editor = RequestEditor(block_manager, self.queues, self._preemption, self.max_num_seqs)
-        self._step_ids = itertools.count()
-        self._num_in_flight = 0
-        self._is_short = False  # the last step, of what those before it bring
+        self.editor = composition.RequestEditor(manager, queues, self._preemption, self.max_num_seqs)
+        if self.enable_chunked_prefill:
+            self._phases = [Phase(self._admission.first)]
+        else:  # a step computes either whole prompts or decodes
+            self._phases = [
+                Phase(self._admission.first_waiting, lambda num_tokens: num_tokens > 1),
+                Phase(self._admission.first_if_swapped, lambda num_tokens: num_tokens == 1),
+            ]
 
     @property
     def has_unfinished(self) -> bool:
@@ -143,12 +184,13 @@ class Scheduler:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether the next step can be scheduled before the results of those in flight are there."""
-        return self.has_unfinished and not self._is_short and not self.drafts.waits
+        """True if the next step can be scheduled before the results of the steps in flight have arrived."""
+        waits_for_drafts = self.drafts is not None and self.drafts.waits
+        return self.has_unfinished and not self._is_short and not waits_for_drafts
 
     def find(self, seq_id: int) -> tuple[SequenceGroup, Sequence] | None:
-        """Returns the sequence of an id, with its request; None if it has left its seat."""
-        return self._seats.find(seq_id)
+        """Returns the sequence of an id, with its request; None if it has left its batch slot."""
+        return self._batch_slots.find(seq_id)
 
     def add(self, group: SequenceGroup) -> None:
         """Puts a request into the waiting queue.
@@ -163,11 +205,16 @@ class Scheduler:
         assert group.max_num_seqs <= self.max_num_seqs, f"{group.max_num_seqs} sequences"
         assert self.policy != "fcfs" or not group.priority, "a priority under fcfs"
         assert not group.adapter or self.max_loras, "there is no slot for an adapter"
-        group.key = self.key_of(group)
+        self.derive_fields(group)
         self.queues.add(group)
 
+    def derive_fields(self, group: SequenceGroup) -> None:
+        """Sets the fields of a request that the scheduler derives: its key and the flags of features."""
+        group.key = self.key_of(group)
+        composition.set_request_flags(group, self._stop_conditions, self.speculation, self.burst_size)
+
     def key_of(self, group: SequenceGroup) -> Any:
-        """Returns what a request stands in order by: requests of a lower key go first."""
+        """Returns the value that orders requests: those of a lower key go first."""
         return self.policy(group) if callable(self.policy) else group.priority
 
     def abort(self, request_id: str) -> SequenceGroup | None:
@@ -212,10 +259,15 @@ class Scheduler:
         self._preemption.forget_prefixes(kept_salt)
 
     def schedule(self, now: float) -> SchedulerOutput:
-        """Chooses the sequences and token counts of the next step, and gives them their blocks.
+        """Chooses the sequences and token counts of the next step, and allocates their blocks.
 
-        It may be called before the steps before it have returned (see can_run_ahead): tokens that these draw
-        have NO_TOKEN in their place, and sequences that have to know them sit the step out.
+        1. Open a step with the token budget.
+        2. A planner may take the whole step: one that verifies draft tokens, or a multi-step.
+        3. Otherwise fill the step with running and newly admitted requests, in order.
+        4. Build the output: assign batch slots, and collect what the executor has to copy and load.
+
+        It may be called before earlier steps have returned (see can_run_ahead): the tokens that these steps
+        draw are NO_TOKEN in the output, and sequences that depend on their values skip the step.
 
         Args:
             now: Time, in the engine's clock (seconds).
@@ -226,15 +278,17 @@ class Scheduler:
         assert not self._num_in_flight or self.can_run_ahead, "the step has to know the results of others"
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=self._num_in_flight > 0)
         self._admission.begin_step(now)
-        self.drafts.note_schedule(now, is_first=not step.is_ahead)
-        is_planned = self.drafts.plan(step) or self._bursts.plan(step)
-        if not is_planned and self.enable_chunked_prefill:
-            self._fill(step, now, self._admission.first, None)
-        elif not is_planned:
-            self._fill(step, now, self._admission.first_waiting, lambda n: n > 1)
-            if step.is_empty:
-                self._fill(step, now, self._admission.first_if_swapped, lambda n: n == 1)
-        output = self._built(step)
+        if self.drafts is not None:
+            self.drafts.note_schedule(now, is_first=not step.is_ahead)
+
+        if not any(planner.plan(step) for planner in self._step_planners):
+            for phase in self._phases:
+                step.is_closed = False
+                self._fill(step, phase, now)
+                if not step.is_empty:
+                    break
+
+        output = self._build(step)
         if output.scheduled and output.scheduled[-1].num_tokens > 1 and not step.drafts:
             self._admission.note_prompt(now)
         return output
@@ -250,151 +304,160 @@ class Scheduler:
         Returns:
             The step that takes the place of `output`, also in update().
         """
-        dropped = sorted(set(range(len(output.scheduled))) - set(rows))
-        take_back(output, dropped, self._seats, self.block_manager)
-        return with_rows(output, rows)
+        return composition.edit_step(output, rows, self._batch_slots, self.block_manager)
 
     def schedule_draft(self, request_id: str, token_ids: list[int]) -> SchedulerOutput | None:
         """Schedules a step of one request that decodes, with tokens that may follow; None without blocks."""
         assert not self._num_in_flight, "the draft follows the last token"
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=False)
-        return self._built(step) if self.editor.plan_draft(request_id, token_ids, step) else None
+        return self._build(step) if self.editor.plan_draft(request_id, token_ids, step) else None
 
     def expect(self, request_id: str, index: int, token_ids: list[int]) -> None:
-        """Notes which tokens its form lets follow the sequence of an index: drafts that are likely right."""
-        self.drafts.expect(self.queues.find(request_id), index, token_ids)
+        """Proposes the tokens that a grammar forces next for sequence `index` of a request, as drafts."""
+        group = self.queues.find(request_id)
+        if self.drafts is not None and group is not None:
+            self.drafts.expect(group, index, token_ids)
 
-    def edit_request(self, edit: RequestEdit) -> SequenceGroup:
-        """Applies an edit between two steps; returns the request, of a fork the new one."""
+    def edit_request(self, edit: "RequestEdit") -> SequenceGroup:
+        """Applies an edit between two steps; returns the request, for a fork the new one."""
         assert not self._num_in_flight, "a step in flight knows the request as it was"
-        self.drafts.forget(edit.request_id)
+        if self.drafts is not None:
+            self.drafts.forget(edit.request_id)
         return self.editor.apply(edit)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
-        """Takes in the result of a step: appends tokens, caches full blocks, ends and frees what is done.
+        """Takes in the result of a step.
+
+        1. Count the step as returned.
+        2. Accept the tokens that were drawn, cache full blocks, and end sequences (ResultUpdater.update).
+        3. Tell the draft planner which drafts were accepted, and how long the step took.
 
         A sequence accepts its tokens up to the one that ends it (see StopConditions). Requests with logits
         that are not finite end as FINISHED_ABORTED. Sequences that ended or lost their blocks since
         schedule() are skipped.
 
         Args:
-            output: What schedule() returned; steps are taken in in the order in which they were scheduled.
-            result: What the executor made of it.
+            output: What schedule() returned; results are taken in in the order of the steps.
+            result: What the executor returned for it.
             now: Time, in the engine's clock (seconds).
         """
         self._num_in_flight -= 1
         if not self._num_in_flight:
             self._is_short = False
         update = self._updater.update(output, result, now)
-        self.drafts.observe(output, result, update.new_tokens, now)
+        if self.drafts is not None:
+            self.drafts.observe(output, result, update.new_tokens, now)
         return update
 
-    def _built(self, step: StepBuilder) -> SchedulerOutput:
+    def _build(self, step: StepBuilder) -> SchedulerOutput:
         self._num_in_flight += 1
-        output = step.build(next(self._step_ids), self._seats)
+        output = step.build(next(self._step_ids), self._batch_slots)
         self.block_manager.begin_step(output.step_id)
         self._is_short = step.is_short
         return output
 
-    def _fill(
-        self,
-        step: StepBuilder,
-        now: float,
-        first_to_admit: Callable[[], SequenceGroup | None],
-        takes_part: Callable[[int], bool] | None,
-    ) -> None:
-        """Adds rows to a step, in the order of requests.
+    def _fill(self, step: StepBuilder, phase: Phase, now: float) -> None:
+        """Adds rows to a step: running requests and candidates for admission, merged in order.
 
-        Args:
-            first_to_admit: Returns who is next among those that don't run.
-            takes_part: Whether a running sequence does, by how many tokens it computes; None: all do.
+        No request is admitted after a request was preempted for running ones, nor after the step was closed.
         """
         running = deque(self.queues.running.values())
-        # Looked up again only when someone was admitted, preempted or ended for it.
-        head = None if step.preempted else first_to_admit()
-        while running or head is not None:
-            group = running[0] if running else None
-            if head is not None and step.budget and (group is None or head.order < group.order):
-                answer = self._admit(head, running, step, now)
-                if answer is Answer.NO_TOKENS:
-                    head = None
-                    continue
-                if answer is Answer.NO_ROOM and not self.queues.running and not step.is_ahead:
-                    self._preemption.end_for_good(head, step, now)  # all is free, and it is not enough
-                elif answer is not Answer.ADMITTED and not self._admission.make_way(head, answer, step, now):
-                    head = None
-                    continue
-                head = first_to_admit()
-                if step.is_closed or (head is not None and head.request_id in step.preempted):
-                    head = None
-            elif group is None:
-                break
-            else:
-                running.popleft()
-                if group.request_id in self.queues.running:
-                    rows = self._planner.plan(group, running, step, now)
-                    if takes_part is not None:
-                        rows = [row for row in rows if takes_part(row[1])]
-                    if rows:
-                        self._run(group, rows, step, now)
+        candidate = None if step.preempted else phase.next_candidate()
+        while running or candidate is not None:
+            is_next = candidate is not None and (not running or candidate.order < running[0].order)
+            if candidate is not None and is_next and step.budget:
+                self._admit(candidate, running, step, now)
+                candidate = None if step.is_closed else phase.next_candidate()
+                if candidate is not None and candidate.request_id in step.preempted:
+                    candidate = None
+            elif running:
+                group = running.popleft()
+                if group.request_id in self.queues.running:  # not preempted nor ended in this step
+                    self._continue(group, running, step, phase, now)
                     if step.preempted or step.is_closed:
-                        head = None
+                        candidate = None
+            else:
+                break
 
-    def _run(
-        self, group: SequenceGroup, rows: list[tuple[Sequence, int]], step: StepBuilder, now: float
+    def _continue(
+        self, group: SequenceGroup, behind: deque[SequenceGroup], step: StepBuilder, phase: Phase, now: float
     ) -> None:
-        """Adds rows of a running request, with the blocks that they need, unless it is itself preempted."""
+        """Adds rows of a request that was running when the step began.
+
+        Preempts the last requests if there are not enough blocks, in the end this request itself.
+        """
+        rows = self._token_planner.plan(group, behind, step, now)
+        if phase.takes_part is not None:
+            rows = [row for row in rows if phase.takes_part(row[1])]
+        if not rows:
+            return
         manager = self.block_manager
         copies = manager.append_slots(rows)
         if copies is None:
             copies = self._preemption.with_room(group, lambda: manager.append_slots(rows), step, now)
         if copies is not None:
+            self._add_rows(group, rows, step)
             step.copies += copies
-            for seq, num_tokens in rows:
-                self._add_row(group, seq, num_tokens, step)
 
     def _admit(
         self, group: SequenceGroup, behind: deque[SequenceGroup], step: StepBuilder, now: float
-    ) -> Answer:
-        """Lets a waiting or swapped request run; unless it is ADMITTED, nothing has changed."""
-        manager, seq = self.block_manager, group.unfinished[0]
+    ) -> None:
+        """Admits a request if it has room; otherwise makes room, ends it, or closes the step to others."""
+        match self._start(group, behind, step, now):
+            case AdmissionResult.ADMITTED:
+                pass
+            case AdmissionResult.STALLED:
+                step.is_closed = True
+                if len(self.queues.running) == 1 and not step.is_ahead:  # nothing will free blocks for it
+                    self._preemption.end_for_good(group, step, now)
+            case AdmissionResult.NO_TOKENS:
+                step.is_closed = True
+            case AdmissionResult.NO_ROOM if not self.queues.running and not step.is_ahead:
+                self._preemption.end_for_good(group, step, now)  # the whole pool is not enough
+            case missing:
+                if not self._admission.make_way(group, missing, step, now):
+                    step.is_closed = True
+
+    def _start(
+        self, group: SequenceGroup, behind: deque[SequenceGroup], step: StepBuilder, now: float
+    ) -> AdmissionResult:
+        """Gives a waiting or swapped request its blocks and adds its rows, or leaves it as it was.
+
+        A request that is STALLED keeps its blocks and runs.
+        """
+        seq = group.unfinished[0]
         was_swapped = group.request_id in self.queues.swapped
-        if (refusal := self._admission.give_blocks(group, step)) is not None:
-            return refusal
-        if not was_swapped and not self._planner.within(
-            seq.num_new_tokens, self._planner.available(behind, step)
-        ):
+        missing = self._admission.give_blocks(group, step)
+        if missing is not None:
+            return missing
+        if not was_swapped and not self._token_planner.has_tokens(seq, behind, step):
             self._admission.take_back(seq)
-            return Answer.NO_TOKENS
+            return AdmissionResult.NO_TOKENS
         num_cached_tokens = seq.num_computed_tokens
         self._admission.run(group)
-        rows = self._planner.plan(group, behind, step, now)
-        copies = manager.append_slots(rows)
-        if copies is None and was_swapped:
-            # It waits for the next step, if others may leave blocks until then.
-            step.is_closed = True
-            if len(self.queues.running) == 1 and not step.is_ahead:
-                self._preemption.end_for_good(group, step, now)
-            return Answer.ADMITTED
+        rows = self._token_planner.plan(group, behind, step, now)
+        copies = self.block_manager.append_slots(rows)
         if copies is None:
+            if was_swapped:
+                return AdmissionResult.STALLED
             self._preemption.recompute(group)
-            return Answer.NO_ROOM
-        if group.encoder_token_ids and not was_swapped and seq in manager.block_tables:
-            step.to_encode.append((group, manager.block_tables[seq]))
+            return AdmissionResult.NO_ROOM
+        if not was_swapped:
+            step.note_encoder_input(group, self.block_manager.block_tables.get(seq))
         if group.metrics.first_scheduled_time is None:
             group.metrics.first_scheduled_time = now
             group.metrics.num_cached_tokens = min(num_cached_tokens, len(seq.prompt_token_ids))
+        self._add_rows(group, rows, step)
         step.copies += copies
-        for row in rows:
-            self._add_row(group, *row, step)
-        return Answer.ADMITTED
+        return AdmissionResult.ADMITTED
 
-    def _add_row(self, group: SequenceGroup, seq: Sequence, num_tokens: int, step: StepBuilder) -> None:
-        sampling: tuple[Sequence, ...] = ()
-        if num_tokens == seq.num_new_tokens:
-            sampling = (seq,)
-            if len(group.sequences) < group.max_num_seqs and group.beam_params is None:
-                sampling = self._planner.fork_samples(group, seq)
-        rows = step.longer_rows if num_tokens > 1 else step.rows_of_one
-        rows.append((group, seq, num_tokens, sampling))
-        step.budget -= num_tokens
+    def _add_rows(self, group: SequenceGroup, rows: list[tuple[Sequence, int]], step: StepBuilder) -> None:
+        for seq, num_tokens in rows:
+            samples: tuple[Sequence, ...] = ()
+            if num_tokens == seq.num_new_tokens:
+                samples = (seq,)
+                if len(group.sequences) < group.max_num_seqs and group.beam_params is None:
+                    samples = self._token_planner.fork_samples(group, seq)
+            step_rows = step.longer_rows if num_tokens > 1 else step.rows_of_one
+            step_rows.append((group, seq, num_tokens, samples))
+            step.budget -= num_tokens

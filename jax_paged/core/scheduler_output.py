@@ -1,8 +1,8 @@
 """What the scheduler hands to the executor: one step, as values. It can be pickled, sent and replayed.
 
-The executor keeps a seat for every sequence that holds blocks on the device. A step names sequences by their
-ids, and says only what has changed since the step before: who sits down (NewSequence), whose block table has
-grown (ScheduledSequence), who leaves (released_seq_ids).
+The executor keeps a batch slot for every sequence that holds blocks on the device. A step names sequences by
+their ids and contains only changes since the previous step: new sequences (NewSequence), blocks appended to
+block tables (ScheduledSequence), and sequences that lose their batch slot (released_seq_ids).
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ MAX_END_TOKENS = 8
 
 
 class NewSequence(NamedTuple):
-    """A sequence that takes a seat: new, forked, or back after it had lost its blocks.
+    """A sequence that takes a batch slot: new, forked, or resumed after it had lost its blocks.
 
     Args:
         seq_id: Unique in the life of a scheduler.
@@ -38,7 +38,7 @@ class NewSequence(NamedTuple):
         block_tables: All of its blocks, at the time that this step computes. Read-only.
         num_dropped_tokens: By how much the slots of its tokens stand before their positions in the tables:
             tokens whose blocks a user has dropped.
-        former_id: Its id in the seat that it had before; 0 if it had none.
+        former_id: Its id in the batch slot that it had before; 0 if it had none.
         adapter_slot: The slot of its adapter; 0 if it has none.
         prompt_embeds: What its first tokens are instead of vectors of the table; None if they are tokens.
         stand_ins: What other tokens of its prompt are.
@@ -66,7 +66,7 @@ class ScheduledSequence(NamedTuple):
     """A row: what one sequence computes in a step (a tuple: a step makes hundreds, and they are cheap).
 
     Args:
-        seq_id: The sequence; it has a seat, or takes one in this step.
+        seq_id: The sequence; it has a batch slot, or takes one in this step.
         start: Position of the first token that the step computes.
         token_ids: The tokens that the step computes, at positions start and on. The last one is NO_TOKEN if
             a step in flight draws it: it is the token that was drawn last for the sequence.
@@ -149,6 +149,20 @@ class AdapterLoad(NamedTuple):
     weights: Any = None
 
 
+class StateMoves(NamedTuple):
+    """Slots of recurrent states that are moved, in this order, before the rows of a step are computed.
+
+    Args:
+        swap_out: (device slot, host slot).
+        swap_in: (host slot, device slot).
+        copies: (from, to) device slots.
+    """
+
+    swap_out: Copies
+    swap_in: Copies
+    copies: Copies
+
+
 class InspectionInput(NamedTuple):
     """Tokens of a sequence to compute again, beside its steps.
 
@@ -175,16 +189,17 @@ class InspectionInput(NamedTuple):
 class SchedulerOutput:
     """One step.
 
-    The executor lets the released sequences go, loads adapters and seats the new sequences, then swaps out,
-    swaps in, copies blocks and runs encoders in this order, then computes the rows, then draws the samples.
+    The executor releases batch slots, loads adapters and gives batch slots to the new sequences. Then it
+    swaps out, swaps in, copies blocks and runs encoders, in this order. Then it computes the rows and draws
+    the samples.
 
     Args:
-        step_id: Counts the steps of a scheduler, from 0: with step 0 all seats are empty, as another
-            scheduler may have gone before.
+        step_id: Counts the steps of a scheduler, from 0: with step 0 all batch slots are empty, as
+            another scheduler may have been there before.
         scheduled: Rows of one token first, then the longer ones; each part in the order of requests.
         samples: What is drawn, in the order of the rows.
-        new_sequences: Sequences that take a seat.
-        released_seq_ids: Sequences that have lost their seat since the step before: they ended, or were
+        new_sequences: Sequences that take a batch slot.
+        released_seq_ids: Sequences that have lost their batch slot since the step before: they ended, or were
             preempted. One that comes back in the same step is in new_sequences too.
         blocks_to_swap_out: (device block, host block) ids.
         blocks_to_swap_in: (host block, device block) ids.
@@ -203,7 +218,7 @@ class SchedulerOutput:
             dispatched, as it takes the tokens before. None if there are none.
         scores_drafts: Whether log-probabilities of the drafts themselves are wanted.
         adapter_loads: Adapters that take a slot, before the rows are computed.
-        states_to_swap_out: As blocks_to_swap_out, of slots of states; so are the two that follow.
+        state_moves: Slots of recurrent states to move.
     """
 
     step_id: int
@@ -223,13 +238,10 @@ class SchedulerOutput:
     ended_seq_ids: tuple[int, ...] = ()
     token_masks: TokenMasks | None = None
     scores_drafts: bool = False
-    states_to_swap_out: tuple[tuple[int, int], ...] = ()
-    states_to_swap_in: tuple[tuple[int, int], ...] = ()
-    states_to_copy: tuple[tuple[int, int], ...] = ()
+    adapter_loads: tuple[AdapterLoad, ...] = ()
+    state_moves: StateMoves = dataclasses.field(default_factory=lambda: StateMoves([], [], []))
 
     @property
     def num_drafts(self) -> int:
         """Most drafts of a row, in a step that verifies what the engine has drafted; 0 in others."""
         return 0 if self.scores_drafts else max([sample.num_logits - 1 for sample in self.samples], default=0)
-
-    adapter_loads: tuple[AdapterLoad, ...] = ()

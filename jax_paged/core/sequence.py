@@ -213,6 +213,10 @@ class SequenceGroup:
         adapter: A hash of what its adapter does; "" if it has none. It is a part of cache_salt, too.
         prompt_embeds: What its first tokens are instead of vectors of the table; a hash of it is a part of
             cache_salt. None if they are tokens.
+        needs_tokens_on_host: True if its next token cannot be chosen before the host knows the previous one.
+            The scheduler derives this and the next two when it adds the request.
+        allows_multi_step: True if its sequences may take part in a multi-step.
+        allows_drafts: True if draft tokens may be verified for its sequences.
     """
 
     request_id: str
@@ -228,6 +232,9 @@ class SequenceGroup:
     completed: list[Sequence] = dataclasses.field(default_factory=list)
     adapter: str = ""
     prompt_embeds: PromptEmbeds | None = None
+    needs_tokens_on_host: bool = False
+    allows_multi_step: bool = False
+    allows_drafts: bool = False
 
     def __post_init__(self) -> None:
         beams, params = self.beam_params, self.sampling_params
@@ -235,7 +242,7 @@ class SequenceGroup:
         self.max_num_seqs = beams.beam_width if beams else params.best_of or params.n
 
     @property
-    def num_seats(self) -> int:
+    def num_batch_slots(self) -> int:
         """Sequences that it may still come to have at a time."""
         if self.max_num_seqs == 1 or self.beam_params or len(self.sequences) < self.max_num_seqs:
             return self.max_num_seqs

@@ -1,6 +1,8 @@
 """One step while it is scheduled, and how it becomes a SchedulerOutput."""
 
-from jax_paged.core.batch_slots import Row, Seats
+from typing import Protocol
+
+from jax_paged.core.batch_slots import BatchSlots, Row
 from jax_paged.core.scheduler_output import BlockTables, Copies, EncoderInput, SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup
 
@@ -17,10 +19,10 @@ class StepBuilder:
     def __init__(self, budget: int, *, is_ahead: bool) -> None:
         self.budget = budget
         self.is_ahead = is_ahead
-        self.is_short = False  # of what only the results of the steps before it can bring
+        self.is_short = False  # the next step needs the results of the steps in flight
         self._initial_budget = budget
-        self.is_closed = False  # to requests that don't run yet
-        self.is_burst = False  # of decode steps: rows of one token draw as many as they are said to compute
+        self.is_closed = False  # no other request is admitted
+        self.is_multi_step = False  # the token count of a row is the number of its decode steps
         self.rows_of_one: list[Row] = []  # that compute one token
         self.longer_rows: list[Row] = []
         self.scores_drafts = False
@@ -37,12 +39,16 @@ class StepBuilder:
         """Whether nothing is computed yet."""
         return not self.rows_of_one and not self.longer_rows
 
-    def build(self, step_id: int, seats: Seats) -> SchedulerOutput:
-        """Returns the step; takes and gives seats."""
-        released = seats.release()
+    def note_encoder_input(self, group: SequenceGroup, tables: BlockTables | None) -> None:
+        """Notes that the encoder runs for a request, if the request has input for it and still its blocks."""
+        if group.encoder_token_ids and tables is not None:
+            self.to_encode.append((group, tables))
+
+    def build(self, step_id: int, batch_slots: BatchSlots) -> SchedulerOutput:
+        """Returns the step; assigns and releases batch slots."""
+        released = batch_slots.release()
         rows = [*self.rows_of_one, *self.longer_rows]
-        new, scheduled, samples = seats.rows(rows, is_burst=self.is_burst, drafts=self.drafts)
-        moves = seats.take_state_moves()
+        new, scheduled, samples = batch_slots.rows(rows, is_multi_step=self.is_multi_step, drafts=self.drafts)
         return SchedulerOutput(
             step_id=step_id,
             scheduled=tuple(scheduled),
@@ -64,11 +70,17 @@ class StepBuilder:
             num_logits_rows=len(samples)
             + sum(map(len, self.drafts.values()))
             + sum([not sampling for _, _, _, sampling in rows]),
-            ended_seq_ids=seats.take_ended(),
+            ended_seq_ids=batch_slots.take_ended(),
             scores_drafts=self.scores_drafts,
-            burst=tuple([num_tokens for _, _, num_tokens, _ in rows]) if self.is_burst else (),
-            adapter_loads=seats.adapters.take_loads(),
-            states_to_swap_out=tuple(moves.swap_out),
-            states_to_swap_in=tuple(moves.swap_in),
-            states_to_copy=tuple(moves.copies),
+            burst=tuple([num_tokens for _, _, num_tokens, _ in rows]) if self.is_multi_step else (),
+            adapter_loads=batch_slots.take_adapter_loads(),
+            state_moves=batch_slots.take_state_moves(),
         )
+
+
+class StepPlanner(Protocol):
+    """A feature that may take a whole step for itself: multi-step decoding, speculation."""
+
+    def plan(self, step: StepBuilder) -> bool:
+        """Fills an empty step with rows of all running sequences, or leaves it empty and returns False."""
+        ...

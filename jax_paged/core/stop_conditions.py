@@ -1,6 +1,5 @@
-"""Why and when sequences end: the one place that knows it."""
+"""When and why sequences end."""
 
-from jax_paged.core.scheduler_output import MAX_END_TOKENS
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
 # Stop reasons of requests that ended without having finished.
@@ -57,38 +56,11 @@ class StopConditions:
         return num_left if max_tokens is None else min(num_left, max_tokens - num_output_tokens)
 
     def can_run_ahead(self, group: SequenceGroup, seq: Sequence) -> bool:
-        """Returns whether a sequence may compute tokens that are not known yet.
+        """Returns whether a sequence may compute tokens whose values are not known on the host yet.
 
-        Not if it ends with them for certain, nor if the choice of the next token has to know them on the
-        host: beams are chosen there, and so are the tokens that a form allows or that would complete a bad
-        word, and logits processors in Python run there.
+        False if the sequence certainly ends with the tokens that are being drawn.
         """
-        params = group.sampling_params
-        knows = params.bad_words_token_ids or params.structured_outputs or params.logits_processors
-        if group.beam_params is not None or knows:
-            return False
-        return self.num_left(group, seq) > 0
-
-    def can_burst(self, group: SequenceGroup, seq: Sequence) -> bool:
-        """Returns whether a sequence may get several tokens without the host in between.
-
-        As above; besides, what it may choose must stay the same (at min_tokens it changes), and the device
-        must be able to tell which token ends it.
-        """
-        params = group.sampling_params
-        num_end_tokens = len(self.eos_of(group)) + len(params.stop_token_ids or ())
-        if num_end_tokens > MAX_END_TOKENS or seq.num_output_tokens < params.min_tokens:
-            return False
-        return self.can_run_ahead(group, seq)
-
-    def can_draft(self, group: SequenceGroup) -> bool:
-        """Returns whether tokens of a request may be drawn behind drafts.
-
-        Not those of beams, nor where something follows them one by one: bad words, logits processors, hooks.
-        """
-        params = group.sampling_params
-        follows = params.bad_words_token_ids or params.logits_processors or params.extra_args
-        return not (group.beam_params or follows or params.hook_args or params.pooling)
+        return not group.needs_tokens_on_host and self.num_left(group, seq) > 0
 
     @staticmethod
     def without_room(group: SequenceGroup) -> SequenceStatus:

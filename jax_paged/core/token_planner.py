@@ -1,4 +1,4 @@
-"""Which sequences of a running request compute how many tokens in a step."""
+"""How many tokens each sequence of a running request computes in a step."""
 
 import functools
 from collections.abc import Iterable
@@ -12,15 +12,15 @@ from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.stop_conditions import StopConditions
 
 
-class RowPlanner:
+class TokenPlanner:
     """Divides a step's tokens among the sequences of requests, one request at a time.
 
     Args:
         block_manager: Owner of the blocks.
         queues: Owner of the requests.
-        admission: Gives blocks to sequences that have lost theirs.
+        admission: Allocates blocks for sequences that have lost theirs.
         preemption: Makes room for them.
-        stop_conditions: Say which sequences can go on before their last token is known.
+        stop_conditions: Tells which sequences can go on before their last token is known.
         enable_chunked_prefill: Whether a prompt may be computed in parts.
     """
 
@@ -43,29 +43,45 @@ class RowPlanner:
     def plan(
         self, group: SequenceGroup, behind: Iterable[SequenceGroup], step: StepBuilder, now: float
     ) -> list[tuple[Sequence, int]]:
-        """Returns which sequences of a running request compute how many tokens.
+        """Returns the sequences of a running request that compute tokens, each with its number of tokens.
+
+        May preempt other requests, to get blocks for sequences of this one that have lost theirs.
 
         Args:
             group: The request.
-            behind: Running requests that are planned after it. What they need to advance by a token each is
-                left to them: a long prompt that goes first must not stop their output.
+            behind: Running requests that are planned after it. Each of their sequences that decodes keeps a
+                token of the budget: a long prompt that goes first must not stop their output.
             step: What is scheduled so far.
             now: Time, in the engine's clock (seconds).
         """
         if len(group.sequences) == 1:
-            seq = group.sequences[0]
-            if seq.num_pending and not self._stop_conditions.can_run_ahead(group, seq):
-                return []
-            num_tokens = seq.num_new_tokens
-            if num_tokens == 1 and (seq.output_token_ids or seq.num_pending):
-                return [(seq, 1)] if step.budget else []
-            num_tokens = self.within(num_tokens, self.available(behind, step))
-            if self.enable_chunked_prefill:
-                if num_tokens > 1:
-                    num_tokens = self.block_manager.within_windows(seq, num_tokens)
-                # Newcomers may not overtake it with the tokens that it leaves.
-                step.is_closed |= num_tokens < seq.num_new_tokens
-            return [(seq, num_tokens)] if num_tokens else []
+            return self._plan_sequence(group, group.sequences[0], behind, step)
+        return self._plan_sequences(group, behind, step, now)
+
+    def _plan_sequence(
+        self, group: SequenceGroup, seq: Sequence, behind: Iterable[SequenceGroup], step: StepBuilder
+    ) -> list[tuple[Sequence, int]]:
+        if seq.num_pending and not self._stop_conditions.can_run_ahead(group, seq):
+            return []
+        num_tokens = seq.num_new_tokens
+        if num_tokens == 1 and (seq.output_token_ids or seq.num_pending):
+            return [(seq, 1)] if step.budget else []
+        num_tokens = self.within(num_tokens, self.available(behind, step))
+        if self.enable_chunked_prefill:
+            if num_tokens > 1:
+                num_tokens = self.block_manager.within_windows(seq, num_tokens)
+            if num_tokens < seq.num_new_tokens:
+                step.is_closed = True  # new requests must not use the tokens that this one leaves
+        return [(seq, num_tokens)] if num_tokens else []
+
+    def _plan_sequences(
+        self, group: SequenceGroup, behind: Iterable[SequenceGroup], step: StepBuilder, now: float
+    ) -> list[tuple[Sequence, int]]:
+        """Plans samples or beams: those without blocks get them again, as far as others are computed.
+
+        Beams sample together, and none may end before the others share its blocks: until all beams are
+        computed up to their last token, that token waits. The same holds for samples without blocks.
+        """
         tables, can_run_ahead = self.block_manager.block_tables, self._stop_conditions.can_run_ahead
         seqs = [s for s in group.unfinished if not s.num_pending or can_run_ahead(group, s)]
         if step.is_ahead and any(seq not in tables for seq in seqs):
@@ -77,18 +93,14 @@ class RowPlanner:
                 if group.request_id not in self.queues.running:
                     return []
         needed = [(s, s.num_new_tokens) for s in seqs if s in tables]
-        is_behind = len(needed) < len(seqs)
-        if group.beam_params:
-            is_behind |= any(n > 1 for _, n in needed)
-            if not is_behind and step.budget < len(seqs):
-                return []
-        rows, budget = [], step.budget
-        if any(n > 1 for _, n in needed):
-            budget = self.available(behind, step)
+        is_prefill = any(n > 1 for _, n in needed)
+        last_token_waits = len(needed) < len(seqs) or (group.beam_params is not None and is_prefill)
+        if group.beam_params and not last_token_waits and step.budget < len(seqs):
+            return []
+        rows: list[tuple[Sequence, int]] = []
+        budget = self.available(behind, step) if is_prefill else step.budget
         for seq, n in needed:
-            # Beams sample together, and none may end before the others share its blocks: the last token
-            # waits until all are there.
-            num_tokens = self.within(n - is_behind, budget)
+            num_tokens = self.within(n - last_token_waits, budget)
             budget -= num_tokens
             if num_tokens:
                 rows.append((seq, num_tokens))
@@ -105,6 +117,10 @@ class RowPlanner:
     def available(self, behind: Iterable[SequenceGroup], step: StepBuilder) -> int:
         """Returns the tokens that a step has for prompts: those that decode behind them get theirs."""
         return step.budget - self._num_decode_tokens(behind)
+
+    def has_tokens(self, seq: Sequence, behind: Iterable[SequenceGroup], step: StepBuilder) -> bool:
+        """Returns whether a step has tokens left for a sequence that is to be admitted."""
+        return self.within(seq.num_new_tokens, self.available(behind, step)) > 0
 
     def within(self, num_tokens: int, budget: int) -> int:
         """Returns how many of some tokens a step computes; without chunks all or none."""

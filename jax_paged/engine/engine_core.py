@@ -1,64 +1,109 @@
-"""The loop of an engine: schedules steps, keeps the executor busy, and gives requests their tokens."""
+"""The core of an engine: schedules steps, keeps the executor busy, and gives requests their tokens."""
 
 import collections
 import contextlib
 import dataclasses
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from jax_paged.checks import check
+from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.result_updater import NewTokens
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceStatus
-from jax_paged.engine.features.interactive.step_plan import StepPlan
-from jax_paged.engine.features.structured_output.grammars import Matcher, token_masks
+from jax_paged.engine.errors import EngineAsleepError, EngineDeadError
+from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.interrupt import deferred_interrupt
+from jax_paged.engine.new_request import request_state
 from jax_paged.engine.output_processor import RequestState
+from jax_paged.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jax_paged.worker.executor import Executor
 
+# The unfinished requests of an engine, by id.
+Requests = Mapping[str, RequestState]
 
-class StepLoop:
-    """Steps the unfinished requests of an engine; the requests themselves are checked before.
+
+@dataclasses.dataclass(frozen=True)
+class StepFeatures:
+    """The functions that features add to a step; each is called only for a step that needs it.
 
     Args:
-        make_scheduler: Makes what decides what each step computes.
+        with_adapters: Adds the weights of the LoRA adapters that a step loads.
+        with_token_masks: Adds the token masks of requests with structured output.
+        forced_tokens: Yields the tokens that grammars force after new tokens: request id, index of the
+            sequence, token ids.
+    """
+
+    with_adapters: Callable[[SchedulerOutput, Requests], SchedulerOutput]
+    with_token_masks: Callable[[SchedulerOutput, Scheduler, Requests], SchedulerOutput]
+    forced_tokens: Callable[[list[NewTokens], Requests], Iterator[tuple[str, int, list[int]]]]
+
+
+class EngineCore:
+    """Runs the unfinished requests of an engine step by step; the requests are checked before.
+
+    Args:
+        config: The engine's settings.
+        tokenizer: Decodes outputs; None leaves their texts empty.
         executor: Computes the steps.
-        max_in_flight: Steps that the executor works on at a time. A second one keeps it busy while the host
-            takes in the first.
+        make_scheduler: Makes the scheduler.
+        features: What features add to steps.
+        seed: Determines the seeds of requests that bring none.
 
     Attributes:
+        max_in_flight: Steps that the executor works on at a time. A second step keeps it busy while the host
+            processes the results of the first.
         requests: The unfinished requests, by id.
-        observers: Called after each step, with the scheduler and the step that it has taken in.
-        failure: What has stopped a step half-way; nothing may be stepped any more then.
-        num_shared_tokens: Those of all ModelRunnerOutputs.
-        weight_version: A name of the weights that draw tokens now.
-        num_weight_updates: How often they were exchanged.
-        asleep: Tags of the memory that is given away, see sleeping.py; nothing may be stepped meanwhile.
-        sleep_level: How deep it sleeps; 0 while it is awake.
+        observers: Functions called after each step with the scheduler and the step.
+        planned: A step that is scheduled and not dispatched; None if there is none.
+        changed: Requests that have changed since `advance` or `run_planned` last returned, in order.
+        is_closed: True if the engine is closed, or about to be.
+        failure: The error that stopped a step half-way; no step may run after it.
+        num_shared_tokens: Sum of num_shared_tokens of all ModelRunnerOutputs.
+        weight_version: Name of the weights that draw tokens now.
+        num_weight_updates: Number of weight updates so far.
+        asleep: Tags of the memory that is freed (see sleeping.py); no step may run meanwhile.
+        sleep_level: 1 or 2 while the engine sleeps, 0 while it is awake.
+        seeds: Generator of the seeds of requests that bring none.
+        num_names: Number of names of pinned prefixes and forks made so far.
     """
 
     def __init__(
-        self, make_scheduler: Callable[[], Scheduler], executor: "Executor", max_in_flight: int
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        executor: "Executor",
+        make_scheduler: Callable[[], Scheduler],
+        features: StepFeatures,
+        *,
+        seed: int,
     ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.executor = executor
         self.make_scheduler = make_scheduler
         self.scheduler = make_scheduler()
-        self.executor = executor
-        self.max_in_flight = max_in_flight
+        self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, RequestState] = {}
         self.observers: list[Callable[[Scheduler, SchedulerOutput], None]] = []
+        self.planned: SchedulerOutput | None = None
+        self.changed: dict[RequestState, None] = {}
+        self.is_closed = False
         self.failure: BaseException | None = None
         self.num_shared_tokens = 0
         self.weight_version, self.num_weight_updates = "0", 0
         self.asleep: tuple[str, ...] = ()
         self.sleep_level = 0
+        self.seeds = random.Random(seed)
+        self.num_names = 0
+        self._features = features
         self._in_flight: collections.deque[SchedulerOutput] = collections.deque()
-        self._plan: StepPlan | None = None  # scheduled, and not dispatched
-        # What has changed since advance() or run() last returned.
-        self.changed: dict[RequestState, None] = {}
 
     @property
     def has_unfinished(self) -> bool:
@@ -66,20 +111,69 @@ class StepLoop:
         return self.scheduler.has_unfinished or self._is_busy or bool(self.changed)
 
     @property
-    def is_planned(self) -> bool:
-        """Whether a plan has not run."""
-        return self._plan is not None
-
-    @property
     def _is_busy(self) -> bool:
-        return bool(self._in_flight or self._plan)
+        return bool(self._in_flight or self.planned)
 
-    def add(self, state: RequestState) -> None:
-        """Puts a request into the queue; its id is that of no unfinished one.
+    def check_open(self) -> None:
+        """Checks that the engine can run requests.
+
+        Raises:
+            EngineDeadError: If it is closed or has failed.
+            EngineAsleepError: If it sleeps.
+            RuntimeError: If a model in memory has other weights than the engine.
+        """
+        self.check_alive()
+        if self.asleep:
+            raise EngineAsleepError(f"the engine sleeps ({', '.join(self.asleep)}); wake_up() wakes it")
+        self.executor.check_weights()
+
+    def check_alive(self) -> None:
+        """Raises EngineDeadError if the engine is closed or has failed."""
+        self.check_not_closed()
+        if self.failure is not None:
+            message = f"the engine has failed: {self.failure!r}; make a new one"
+            raise EngineDeadError(message) from self.failure
+
+    def check_not_closed(self) -> None:
+        """Raises EngineDeadError if the engine is closed."""
+        if self.is_closed:
+            raise EngineDeadError("this engine is closed; make a new one")
+
+    def check_not_recurrent(self, name: str, value: object, why: str) -> None:
+        """Checks that the model has no recurrent layers, which keep a state of each sequence.
+
+        Args:
+            name: The argument that is rejected otherwise.
+            value: Its value.
+            why: Why a state is in the way.
+        """
+        architecture, has_states = self.config.architecture, self.config.state_slots[0]
+        allowed = f"another model than {architecture}, whose layers keep a state of each sequence: {why}"
+        check(not has_states, name, value, allowed)
+
+    def new_seed(self) -> int:
+        """Returns the seed of the next request that brings none."""
+        return self.seeds.getrandbits(63)
+
+    def new_name(self, prefix: str) -> str:
+        """Returns a name that no pinned prefix or fork has had."""
+        self.num_names += 1
+        return f"{prefix}-{self.num_names - 1}"
+
+    def add(self, request_id: str, request: CheckedRequest, arrival_time: float | None = None) -> None:
+        """Puts a request into the queue.
 
         If a custom scheduler or its key function raises an error, the request is not in the queue.
+
+        Args:
+            request_id: No unfinished request has the same.
+            request: The request.
+            arrival_time: In the engine's clock (seconds); None takes now.
         """
-        request_id = state.group.request_id
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        state = request_state(request_id, request, arrival_time, self.new_seed, self.tokenizer)
+        if request.prior_outputs:
+            state.take_delta()  # the caller has these outputs
         with deferred_interrupt():
             try:
                 self.scheduler.add(state.group)
@@ -87,6 +181,35 @@ class StepLoop:
                 self.scheduler.abort(request_id)
                 raise
             self.requests[request_id] = state
+
+    def run_to_end(self, requests: Mapping[str, CheckedRequest]) -> list[RequestState]:
+        """Runs requests of an engine without other requests to their end; returns their states.
+
+        No request is left in the engine, whatever happens.
+        """
+        states: list[RequestState] = []
+        try:
+            for request_id, request in requests.items():
+                self.add(request_id, request)
+                states.append(self.requests[request_id])
+            while self.has_unfinished:
+                self.check_open()
+                self.advance()
+        finally:
+            self.end(requests)
+        return states
+
+    def end(self, request_ids: Iterable[str]) -> None:
+        """Aborts those of the requests that have not ended, and waits until the device is done with them.
+
+        An engine that has failed or was closed computes nothing more; its requests only end.
+        """
+        if self.is_closed:
+            return
+        with deferred_interrupt(), contextlib.ExitStack() as stack:
+            stack.callback(lambda: self.failure is not None or self.drain())
+            for request_id in request_ids:  # each of them, even if aborting another raises an error
+                stack.callback(self.abort, request_id)
 
     def abort(self, request_id: str) -> RequestState | None:
         """Ends a request now, also after a failure; returns its state, None if there is none."""
@@ -116,36 +239,35 @@ class StepLoop:
         return state
 
     def advance(self) -> list[RequestState]:
-        """Runs one step, as planned if it is; returns the requests that got a token or ended."""
+        """Runs one step, the planned one if there is one; returns the requests that got a token or ended."""
         with self._unfinished_step():
             in_flight, most = self._in_flight, self.max_in_flight
-            if self._plan is not None:
-                self._dispatch(self._plan.output)
+            if self.planned is not None:
+                self._dispatch(self.planned)
             elif self.changed and not self.scheduler.has_unfinished:
                 return self.take_changed()
             while not in_flight or (len(in_flight) < most and self.scheduler.can_run_ahead):
                 self._dispatch(self._schedule())
-            self._take_in(in_flight.popleft(), self.executor.result())
+            self._process_result(in_flight.popleft(), self.executor.result())
             return self.take_changed()
 
-    def plan(self) -> StepPlan:
-        """Schedules a step and does not run it; a plan before it that has not run is dropped."""
+    def plan(self) -> SchedulerOutput:
+        """Schedules a step and does not run it; a planned step that has not run is dropped."""
         self.settle()
         with self._unfinished_step():
-            if self._plan is not None:
-                self._run(self._plan.only([]))
-            self._plan = StepPlan.of(self._schedule(), self.scheduler.find)
-            return self._plan
+            if self.planned is not None:
+                self._run_planned([] if self.planned.scheduled else None)
+            self.planned = self._schedule()
+            return self.planned
 
-    def run(self, plan: StepPlan) -> list[RequestState]:
-        """Runs a plan, perhaps with fewer rows or in another order; returns what `advance` does.
+    def run_planned(self, rows: list[int] | None) -> list[RequestState]:
+        """Runs the planned step; returns what `advance` does.
 
-        Raises:
-            ValueError: If it is not what `plan` returned last, or was edited in another way.
+        Args:
+            rows: As Scheduler.edit takes them; None runs the step as it was scheduled.
         """
-        plan.check(self._plan)
         with self._unfinished_step():
-            self._run(plan)
+            self._run_planned(rows)
             return self.take_changed()
 
     def run_draft(self, request_id: str, token_ids: list[int]) -> ModelRunnerOutput | None:
@@ -159,22 +281,22 @@ class StepLoop:
             output = self.scheduler.schedule_draft(request_id, token_ids)
             if output is None:
                 return None
-            self.executor.dispatch(self._with_masks(output))
+            self.executor.dispatch(self._masked(output))
             result = self.executor.result()
-            self._take_in(output, result)
+            self._process_result(output, result)
             return result
 
     def settle(self) -> None:
         """Takes in the results of all steps in flight; what they change is returned with the next step."""
         with self._unfinished_step():
             while self._in_flight:
-                self._take_in(self._in_flight.popleft(), self.executor.result())
+                self._process_result(self._in_flight.popleft(), self.executor.result())
 
     def drain(self) -> bool:
         """Waits for what the device still computes for requests that have ended; returns if no others run."""
         while self._is_busy and not self.scheduler.has_unfinished:
-            if self._plan is not None:
-                self._dispatch(self._plan.output)
+            if self.planned is not None:
+                self._dispatch(self.planned)
             self.settle()
         return not self.has_unfinished
 
@@ -196,46 +318,32 @@ class StepLoop:
                 raise
 
     def _schedule(self) -> SchedulerOutput:
-        """Returns the next step, with what the adapters are that take a slot in it."""
         output = self.scheduler.schedule(time.monotonic())
-        if not output.adapter_loads:
-            return output
-        known = {s.adapter.key: s.adapter for s in self.requests.values() if s.adapter is not None}
-        loads = [load._replace(weights=known[load.adapter]) for load in output.adapter_loads]
-        return dataclasses.replace(output, adapter_loads=tuple(loads))
+        return self._features.with_adapters(output, self.requests) if output.adapter_loads else output
 
     def _dispatch(self, output: SchedulerOutput) -> None:
-        self._plan = None
+        self.planned = None
         self._in_flight.append(output)
-        self.executor.dispatch(self._with_masks(output))
+        self.executor.dispatch(self._masked(output))
 
-    def _with_masks(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Returns a step with what the forms of its requests allow."""
-        matchers: dict[int, tuple[Matcher, list[int]]] = {}
-        for i, sample in enumerate(output.samples):
-            found = self.scheduler.find(sample.seq_id)
-            if found is not None and found[0].sampling_params.structured_outputs is not None:
-                group, seq = found
-                matcher = self.requests[group.request_id].matcher_of(seq)
-                assert matcher is not None, "it was made when the request was checked"
-                matchers[i] = matcher, seq.output_token_ids
-        return dataclasses.replace(output, token_masks=token_masks(output, matchers)) if matchers else output
+    def _masked(self, output: SchedulerOutput) -> SchedulerOutput:
+        if not any(state.is_constrained for state in self.requests.values()):
+            return output
+        return self._features.with_token_masks(output, self.scheduler, self.requests)
 
-    def _run(self, plan: StepPlan) -> None:
-        assert self._plan is not None, "only what is planned runs"
-        output = self._plan.output
-        if plan.output != output:
-            output = self.scheduler.edit(output, self._plan.places_of(plan))
-        self._dispatch(output)
-        self._take_in(self._in_flight.popleft(), self.executor.result())
+    def _run_planned(self, rows: list[int] | None) -> None:
+        output = self.planned
+        assert output is not None, "only a planned step runs"
+        self._dispatch(output if rows is None else self.scheduler.edit(output, rows))
+        self._process_result(self._in_flight.popleft(), self.executor.result())
 
     def take_changed(self) -> list[RequestState]:
-        """Returns what has changed since it was last asked for."""
+        """Returns the requests that have changed since this was last called."""
         changed = list(self.changed)
         self.changed.clear()
         return changed
 
-    def _take_in(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+    def _process_result(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         now = time.monotonic()
         self.num_shared_tokens += result.num_shared_tokens
         update = self.scheduler.update(output, result, now)
@@ -251,8 +359,11 @@ class StepLoop:
                 status = SequenceStatus.FINISHED_STOPPED
                 self.scheduler.finish(group, seq, status, now, stop, num_output_tokens=num_output_tokens)
                 ended[group.request_id] = None
-        if self.scheduler.drafts.takes_expected:
-            self._expect_forced(update.new_tokens)
+        if self.scheduler.drafts is not None and self.scheduler.drafts.takes_expected:
+            for request_id, index, token_ids in self._features.forced_tokens(
+                update.new_tokens, self.requests
+            ):
+                self.scheduler.expect(request_id, index, token_ids)
         request_ids = [*output.ended, *(group.request_id for group in update.changed)]
         self.changed |= dict.fromkeys(self.requests[request_id] for request_id in request_ids)
         for group in update.changed:
@@ -261,17 +372,6 @@ class StepLoop:
             self._finish_ended(self.requests[request_id], now)
         for observe in self.observers:
             observe(self.scheduler, output)
-
-    def _expect_forced(self, new_tokens: list[NewTokens]) -> None:
-        """Tells the scheduler what the forms of running requests leave no choice about."""
-        for group, seq, _, _ in new_tokens:
-            if group.sampling_params.structured_outputs is None or seq.status.is_finished:
-                continue
-            matcher = self.requests[group.request_id].matcher_of(seq)
-            assert matcher is not None, "it was made when the request was checked"
-            matcher.follow(seq.output_token_ids)
-            if token_ids := matcher.forced():
-                self.scheduler.expect(group.request_id, group.sequences.index(seq), token_ids)
 
     def _finish_ended(self, state: RequestState, now: float) -> None:
         """Finishes the outputs whose sequences have ended; forgets a request that has ended as a whole."""

@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from jax_paged.arguments.plain_values import plain
 from jax_paged.arguments.suggestions import suggestion
@@ -11,57 +11,66 @@ from jax_paged.checks import Problems, TooLongError, check, check_int, check_num
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.kv_cache.cache_group import blocks_of
 from jax_paged.core.sequence import PromptEmbeds, StandIn
-from jax_paged.engine.features import pooling
-from jax_paged.engine.features.lora import Adapters
-from jax_paged.engine.features.structured_output.grammars import Grammar, Grammars
 from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, one_salt, with_soft_prompt
-from jax_paged.engine.replicas.prior_outputs import GivenOutput
+from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.text.stop_strings import StopStrings
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_list
 from jax_paged.lora_request import LoRARequest
-from jax_paged.models.features.lora.adapter_files import Adapter
 from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
 
+if TYPE_CHECKING:
+    from jax_paged.engine.features.lora import Adapters
+    from jax_paged.engine.features.pooling import PoolingRequests
+    from jax_paged.engine.features.structured_output.grammars import Grammar, Grammars
+    from jax_paged.models.features.lora.adapter_files import Adapter
+
+# Parameters of a request; None takes the model's defaults.
+RequestParams = SamplingParams | BeamSearchParams | PoolingParams | None
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckedRequest:
     """A prompt and parameters that the engine can run.
 
     Args:
         prompt: The text of prompt_token_ids; None if they came without one.
         prompt_token_ids: The prompt's tokens; of an encoder-decoder model, those of the decoder.
-        encoder_prompt: The text for the encoder; None if there is none.
-        encoder_token_ids: Tokens for the encoder; empty for a decoder.
-        params: The engine's own copy: max_tokens is filled in, -1 resolved, bad_words are token ids too.
-        beam_params: A copy too, if the request is a beam search.
+        params: The engine's copy: max_tokens is filled in, -1 resolved, bad_words are token ids too.
         cache_salt: Only requests of equal salt share cached prefixes.
         priority: Requests of a lower value are served earlier.
         stop: The stop strings of params, prepared; None if there are none.
-        grammar: Their structured_outputs, compiled; None if there are none.
-        adapter: What its lora_request names; None if there is none.
-        embeds: What the first tokens of the prompt are, if they are vectors; placeholders stand for them.
-        stand_ins: What other tokens of the prompt are: the images that it came with, in order.
-        given: What there is of its outputs already, each with a token or more; empty for a new request.
+        encoder_prompt: The text for the encoder; None if there is none.
+        encoder_token_ids: Tokens for the encoder; empty for a decoder.
+        beam_params: A copy too, if the request is a beam search.
+        grammar: The compiled structured_outputs of params; None if there are none.
+        adapter: The adapter of its lora_request; None if there is none.
+        embeds: Vectors in place of the first tokens of the prompt, which are placeholders then.
+        stand_ins: The images of the prompt, in order; their tokens are placeholders.
+        prior_outputs: Outputs that another engine has begun, each with a token or more; empty if it is new.
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
-    encoder_prompt: str | None
-    encoder_token_ids: list[int]
     params: SamplingParams
-    beam_params: BeamSearchParams | None = None
     cache_salt: str = ""
     priority: int = 0
     stop: StopStrings | None = dataclasses.field(default=None, compare=False)
-    grammar: Grammar | None = dataclasses.field(default=None, compare=False)
-    adapter: Adapter | None = None
+    encoder_prompt: str | None = None
+    encoder_token_ids: list[int] = dataclasses.field(default_factory=list)
+    beam_params: BeamSearchParams | None = None
+    grammar: "Grammar | None" = dataclasses.field(default=None, compare=False)
+    adapter: "Adapter | None" = None
     embeds: PromptEmbeds | None = None
     stand_ins: tuple[StandIn, ...] = ()
-    given: tuple[GivenOutput, ...] = ()
+    prior_outputs: tuple[PriorOutput, ...] = ()
+
+    @property
+    def adapter_key(self) -> str:
+        """A hash of what the adapter does; "" without one. A soft prompt has no key: it is vectors alone."""
+        return self.adapter.key if self.adapter and self.adapter.pairs else ""
 
     @property
     def num_seqs(self) -> int:
@@ -79,25 +88,40 @@ class InputProcessor:
     Args:
         config: Limits of the model and of the pool.
         tokenizer: None if prompts come as token ids only.
+        prompts: Reads the prompts.
+        adapters: The LoRA adapters of the engine.
+        grammars: Compiles structured outputs; None without a tokenizer.
+        pooling: Checks pooling requests.
 
     Raises:
         ValueError: If the model's defaults for sampling (its generation_config.json) can't be used.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        prompts: PromptReader,
+        *,
+        adapters: "Adapters",
+        grammars: "Grammars | None",
+        pooling: "PoolingRequests",
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self.adapters = Adapters(config)
-        self._prompts = PromptReader(config, tokenizer)
-        self._grammars = tokenizer and Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
+        self._prompts = prompts
+        self.adapters = adapters
+        self.pooling = pooling
+        self._grammars = grammars
         try:
             self._default_params = SamplingParams(**config.sampling_defaults)
         except (TypeError, ValueError) as error:
             raise ValueError(f"generation_config.json of {config.model_name!r}: {error}") from error
         self._max_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._generates = config.pooling is None or config.pooling.generates
 
     def close(self) -> None:
-        """Ends what is still being checked."""
+        """Ends the compilation of grammars."""
         if self._grammars is not None:
             self._grammars.close()
 
@@ -109,7 +133,7 @@ class InputProcessor:
     def check(
         self,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | PoolingParams | None,
+        params: RequestParams,
         cache_salt: str = "",
         priority: int = 0,
         lora_request: LoRARequest | None = None,
@@ -124,54 +148,69 @@ class InputProcessor:
         problems = Problems()
         problems.note(check, isinstance(cache_salt, str), "cache_salt", cache_salt, "a string")
         problems.note(self._check_priority, priority)
-        own_params = problems.note(self._own_params, params)
-        if isinstance(params, PoolingParams):
-            prompt = pooling.with_default_prompt(prompt, self._config.pooling)
-            is_truncated = pooling.is_truncated(params, self._config)
-        else:
-            given_params = self._default_params if params is None else params
-            is_truncated = getattr(given_params, "truncate_prompt_tokens", None) is not None
-        prompts = problems.note(self._prompts.read, prompt, is_truncated=is_truncated)
-        adapter = problems.note(self.adapters.get, lora_request)
+        checked_params = problems.note(self._checked_params, params)
+        prompts = problems.note(self._read, prompt, params)
+        adapter = None if lora_request is None else problems.note(self.adapters.get, lora_request)
         problems.raise_if_any()
-        assert own_params is not None, "there was no problem"
+        assert checked_params is not None, "there was no problem"
         assert prompts is not None, "there was no problem"
-        (own, beams), (encoder, decoder) = own_params, prompts
-        self._check_parts(own, beams, adapter, decoder)
-        self._truncate(encoder or decoder, own)
-        if adapter is not None and adapter.prompt is not None:
-            decoder = with_soft_prompt(decoder, adapter.prompt)
-        encoder_ids = encoder.token_ids if encoder else []
-        self._fit_max_tokens(len(decoder.token_ids), own, beams)
+        encoder, decoder = prompts
+        is_plain = _is_sampling(params) and adapter is None and decoder.is_plain
+        if not is_plain:
+            decoder = self._combined(checked_params, params, adapter, encoder, decoder)
+        num_tokens = checked_params.truncate_prompt_tokens
+        if num_tokens is not None and checked_params.pooling is None:
+            most = self._config.max_model_len - 1
+            del (encoder or decoder).token_ids[: -(most if num_tokens == -1 else num_tokens)]
+        self._fit_max_tokens(len(decoder.token_ids), checked_params)
         request = CheckedRequest(
-            decoder.text,
-            decoder.token_ids,
-            encoder.text if encoder else None,
-            encoder_ids,
-            own,
-            beams,
-            one_salt(cache_salt, encoder, decoder),
-            priority,
-            # Made here and not by the engine, whose thread must not wait for it.
-            StopStrings(own.stop_strings) if own.stop_strings else None,
-            self.grammar_of(own),
-            adapter,
-            decoder.embeds,
-            decoder.stand_ins,
+            prompt=decoder.text,
+            prompt_token_ids=decoder.token_ids,
+            params=checked_params,
+            cache_salt=one_salt(cache_salt, encoder, decoder),
+            priority=priority,
+            # Prepared here because the engine's thread must not wait for it.
+            stop=StopStrings(checked_params.stop_strings) if checked_params.stop_strings else None,
         )
+        if not is_plain or encoder is not None or checked_params.structured_outputs is not None:
+            request = self._with_features(request, params, adapter, encoder, decoder)
         self._check_length(request)
         return request
 
-    def grammar_of(self, params: SamplingParams) -> Grammar | None:
-        """Returns the structured_outputs of a request, compiled; None if there are none.
+    def _with_features(
+        self,
+        request: CheckedRequest,
+        params: RequestParams,
+        adapter: "Adapter | None",
+        encoder: TokenizedPrompt | None,
+        decoder: TokenizedPrompt,
+    ) -> CheckedRequest:
+        """Returns a request with everything that a request for plain text does not have."""
+        beams, max_tokens = None, request.params.max_tokens
+        if isinstance(params, BeamSearchParams):
+            assert max_tokens is not None, "it was filled in"
+            beams = dataclasses.replace(params, max_tokens=max_tokens)
+        return dataclasses.replace(
+            request,
+            encoder_prompt=encoder.text if encoder else None,
+            encoder_token_ids=encoder.token_ids if encoder else [],
+            beam_params=beams,
+            grammar=self.grammar_of(request.params),
+            adapter=adapter,
+            embeds=decoder.embeds,
+            stand_ins=decoder.stand_ins,
+        )
+
+    def grammar_of(self, params: SamplingParams) -> "Grammar | None":
+        """Returns the compiled structured_outputs of a request; None if there are none.
 
         Raises:
             ValueError: If they can't be used.
         """
-        form = params.structured_outputs
-        if form is not None and self._grammars is None:
+        structured_outputs = params.structured_outputs
+        if structured_outputs is not None and self._grammars is None:
             raise ValueError("structured_outputs is given; allowed: None, as the engine has no tokenizer")
-        return form and self._grammars and self._grammars.compile(form)
+        return structured_outputs and self._grammars and self._grammars.compile(structured_outputs)
 
     def _check_priority(self, priority: int) -> None:
         check_int("priority", priority, -(2**63), 2**63 - 1)
@@ -180,50 +219,43 @@ class InputProcessor:
 
     # The prompt.
 
-    def _truncate(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
-        num_tokens, ids, pools = params.truncate_prompt_tokens, prompt.token_ids, params.pooling is not None
-        most, spec = self._config.max_model_len - (not pools), self._config.pooling if pools else None
-        frame = self._tokenizer.frame if self._tokenizer and spec else ([], [])
-        if spec is not None and num_tokens in (None, -1) and pooling.has_text_limit(self._config):
-            limit, side = spec.text.max_seq_length or most, spec.text.truncation_side
-            ids[:] = pooling.truncated(ids, limit, side, frame)
-        elif num_tokens is not None:
-            num_tokens = most if num_tokens == -1 else num_tokens
-            if spec is not None and spec.is_encoder:
-                ids[:] = pooling.truncated(ids, num_tokens, "right", frame)
-            else:
-                del ids[:-num_tokens]
+    def _read(self, prompt: Prompt, params: RequestParams) -> tuple[TokenizedPrompt | None, TokenizedPrompt]:
+        """Returns what an encoder reads, None without one, and the decoder's prompt."""
+        if isinstance(params, PoolingParams):
+            prompt, is_truncated = self.pooling.prepared(prompt, params)
+        else:
+            params = self._default_params if params is None else params
+            is_truncated = getattr(params, "truncate_prompt_tokens", None) is not None
+        return self._prompts.read(prompt, is_truncated=is_truncated)
 
     # The parameters.
 
-    def _own_params(
-        self, given: SamplingParams | BeamSearchParams | PoolingParams | None
-    ) -> tuple[SamplingParams, BeamSearchParams | None]:
-        """Returns checked copies of a request's parameters; a beam search has both kinds."""
-        spec = self._config.pooling
-        if isinstance(given, PoolingParams):
-            params = pooling.resolved(given, None, self._config)
-            assert spec is not None, "it can pool"
-            return pooling.as_sampling(params, spec), None
-        if spec is not None and not spec.generates:
-            shown = "None" if given is None else type(given).__name__
-            name = self._config.architecture
-            raise ValueError(f"sampling_params is {shown}; allowed: PoolingParams, as {name} draws no tokens")
-        if isinstance(given, BeamSearchParams):
-            beams = dataclasses.replace(given)
-            beams.validate()
-            return self._params_of_beams(beams), beams
-        params = self._default_params if given is None else given
-        ok = isinstance(params, SamplingParams)
-        check(ok, "sampling_params", params, "SamplingParams or BeamSearchParams")
-        params = params.clone()
+    def _checked_params(self, params: RequestParams) -> SamplingParams:
+        """Returns a checked copy of a request's parameters, as the sampling parameters that it runs with."""
+        if not (_is_sampling(params) and self._generates):
+            return self._special_params(params)
+        params = (self._default_params if params is None else params).clone()
         params.validate()
         self._resolve(params)
         self._check_limits(params)
-        return params, None
+        return params
+
+    def _special_params(self, params: RequestParams) -> SamplingParams:
+        """Returns the sampling parameters that a pooling request or a beam search runs with."""
+        if isinstance(params, PoolingParams):
+            return self.pooling.sampling_params(params)
+        if not self._generates:
+            shown, name = "None" if params is None else type(params).__name__, self._config.architecture
+            raise ValueError(f"sampling_params is {shown}; allowed: PoolingParams, as {name} draws no tokens")
+        ok = isinstance(params, BeamSearchParams)
+        check(ok, "sampling_params", params, "SamplingParams or BeamSearchParams")
+        assert isinstance(params, BeamSearchParams), "just checked"
+        return self._params_of_beams(params)
 
     def _params_of_beams(self, beams: BeamSearchParams) -> SamplingParams:
         """Returns the sampling parameters under which a beam search runs."""
+        beams = dataclasses.replace(beams)
+        beams.validate()
         high = min(self._config.max_logprobs // 2, self._max_seqs)
         check_int("beam_width", beams.beam_width, 1, high)
         return SamplingParams(
@@ -236,10 +268,26 @@ class InputProcessor:
 
     def _resolve(self, params: SamplingParams) -> None:
         """Replaces what stands for something else; -1 of logprobs is replaced where it is checked."""
+        if params.hook_args is not None or params.extra_args is not None or params.logits_processors:
+            self._resolve_user_functions(params)
+        else:
+            params.skip_reading_prefix_cache = not params.reads_prefix_cache
+        if params.bad_words:
+            if self._tokenizer is None:
+                raise ValueError(
+                    f"bad_words is {params.bad_words!r}; allowed: None, as the engine has no tokenizer"
+                )
+            num_words = len(params.bad_words) + len(params.bad_words_token_ids or ())
+            check_int("the number of bad words", num_words, 0, MAX_BAD_WORDS)
+            words = [ids for word in params.bad_words for ids in tokenizations(word, self._tokenizer)]
+            params.bad_words_token_ids = [*(params.bad_words_token_ids or ()), *words]
+
+    def _resolve_user_functions(self, params: SamplingParams) -> None:
+        """Checks hooks and logits processors, and converts their arguments."""
         config = self._config
         for field, known in (("hook_args", config.hooks), ("extra_args", config.logits_processors)):
             setattr(params, field, _resolved_args(field, getattr(params, field), known))
-        captures = not self._config.capturing.isdisjoint(params.hook_args or ())
+        captures = not config.capturing.isdisjoint(params.hook_args or ())
         params.skip_reading_prefix_cache = captures or not params.reads_prefix_cache
         if params.logits_processors:
             backend = config.distributed_executor_backend
@@ -247,14 +295,6 @@ class InputProcessor:
             check(backend == "uni", "logits_processors", params.logits_processors, allowed)
             message = "logits_processors run on the host, token by token, which is slow: see LogitsProcessor"
             warnings.warn(message, UserWarning, stacklevel=2)
-        if params.bad_words:
-            if self._tokenizer is None:
-                given = f"bad_words is {params.bad_words!r}"
-                raise ValueError(f"{given}; allowed: None, as the engine has no tokenizer")
-            num_words = len(params.bad_words) + len(params.bad_words_token_ids or ())
-            check_int("the number of bad words", num_words, 0, MAX_BAD_WORDS)
-            words = [ids for word in params.bad_words for ids in tokenizations(word, self._tokenizer)]
-            params.bad_words_token_ids = [*(params.bad_words_token_ids or ()), *words]
 
     def _resolve_logprobs(self, params: SamplingParams, name: str) -> None:
         """Checks logprobs or prompt_logprobs, and replaces -1: nothing after this knows of it."""
@@ -285,27 +325,32 @@ class InputProcessor:
 
     # Both together.
 
-    def _check_parts(
+    def _combined(
         self,
         params: SamplingParams,
-        beams: BeamSearchParams | None,
-        adapter: Adapter | None,
-        prompt: TokenizedPrompt,
-    ) -> None:
-        """Checks what adapters and vectors in place of tokens have no meaning for."""
+        request_params: RequestParams,
+        adapter: "Adapter | None",
+        encoder: TokenizedPrompt | None,
+        decoder: TokenizedPrompt,
+    ) -> TokenizedPrompt:
+        """Checks what adapters and vectors in place of tokens exclude; returns the decoder's whole prompt."""
         if adapter is not None and params.pooling is not None:
             raise ValueError("lora_request is given; allowed for pooling: None")
-        if prompt.stand_ins:
+        if decoder.stand_ins:
             allowed = "None with images, whose tokens stay together"
             for name in ("truncate_prompt_tokens", "pooling"):
                 check(getattr(params, name) is None, name, getattr(params, name), allowed)
-        is_soft = adapter is not None and adapter.prompt is not None
-        if is_soft and prompt.embeds is not None:
+        if params.pooling is not None:
+            self.pooling.truncate((encoder or decoder).token_ids, params.truncate_prompt_tokens)
+        soft_prompt = None if adapter is None else adapter.prompt
+        is_soft = soft_prompt is not None
+        if is_soft and decoder.embeds is not None:
             raise ValueError("prompt_embeds is given beside a soft prompt; allowed: one of them")
-        if not is_soft and prompt.embeds is None:
-            return
+        if not is_soft and decoder.embeds is None:
+            return decoder
         problems, what = Problems(), "a soft prompt" if is_soft else "prompt_embeds"
         allowed = f"SamplingParams with {what}: hypotheses are returned with the tokens of their prompt"
+        beams = request_params if isinstance(request_params, BeamSearchParams) else None
         problems.note(check, beams is None, "sampling_params", beams, allowed)
         for name, neutral in (
             ("prompt_logprobs", None),
@@ -319,20 +364,17 @@ class InputProcessor:
             value, ok = getattr(params, name), getattr(params, name) in (neutral, [])
             problems.note(check, ok, name, value, f"{neutral} with {what}, whose tokens have no ids")
         problems.raise_if_any()
+        return decoder if soft_prompt is None else with_soft_prompt(decoder, soft_prompt)
 
-    def _fit_max_tokens(
-        self, num_tokens: int, params: SamplingParams, beams: BeamSearchParams | None
-    ) -> None:
+    def _fit_max_tokens(self, num_tokens: int, params: SamplingParams) -> None:
         """Cuts max_tokens to what max_model_len has room for, and checks that there is room."""
-        pools = params.pooling is not None  # then the token that is drawn means nothing
+        pools = params.pooling is not None  # the token that such a request draws is not used
         room = self._config.max_model_len - num_tokens + pools
         if room < 1:
             needs = "" if pools else " and needs room for one more"
             raise TooLongError(f"the prompt has {num_tokens} tokens{needs}", self._config.max_model_len)
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
-        if beams is not None:
-            beams.max_tokens = params.max_tokens
 
     def _check_length(self, request: CheckedRequest) -> None:
         config, n, num_seqs = self._config, len(request.prompt_token_ids), request.num_seqs
@@ -356,6 +398,10 @@ class InputProcessor:
                 f"{usable} blocks of the pool. A larger pool holds it: kv_cache_memory_bytes={num_bytes} or "
                 f"num_gpu_blocks_override={(needed + 1) * num_engines}"
             )
+
+
+def _is_sampling(params: RequestParams) -> TypeGuard[SamplingParams | None]:
+    return params is None or isinstance(params, SamplingParams)
 
 
 def _resolved_args(

@@ -14,6 +14,7 @@ from jax_paged.checks import check
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.output_processor import RequestState
+from jax_paged.engine.sample_output import OutputSettings
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.outputs import RequestOutput
 from jax_paged.sampling_params import SamplingParams
@@ -47,66 +48,68 @@ def request_state(
         tokenizer: The engine's; None if it has none.
     """
     params, cache_salt = with_seed(request, new_seed).params, request.cache_salt
-    if request.encoder_token_ids:
-        # What the decoder has computed is of use only beside the same encoder output.
-        cache_salt += hashlib.sha256(array("q", request.encoder_token_ids).tobytes()).hexdigest()
-    if params.hook_args:
-        cache_salt += f"\0{sorted(params.hook_args.items())}"  # they change what is computed
-    # A soft prompt takes no slot: it is vectors alone.
-    adapter = request.adapter.key if request.adapter and request.adapter.pairs else ""
-    if adapter:
-        cache_salt += f"\0adapter {adapter}"
-    if request.embeds:
-        cache_salt += f"\0embeds {hashlib.sha256(request.embeds.data).hexdigest()}"
+    if request.encoder_token_ids or params.hook_args or request.adapter or request.embeds:
+        cache_salt = _extended_salt(request)
     group = SequenceGroup(
         request_id,
-        _given_sequences(request, params) or [_new_sequence(request, params)],
+        _sequences(request, params),
         params,
         RequestMetrics(arrival_time),
         cache_salt,
         request.priority,
-        request.beam_params,
-        request.encoder_token_ids,
-        adapter=adapter,
+        beam_params=request.beam_params,
+        encoder_token_ids=request.encoder_token_ids,
+        adapter=request.adapter_key,
         prompt_embeds=request.embeds,
     )
-    tokenizer = tokenizer if params.detokenize else None
-    state = RequestState(
-        group, request.prompt, tokenizer, request.encoder_prompt, request.stop, request.grammar
-    )
+    settings = OutputSettings(tokenizer if params.detokenize else None, request.stop, request.grammar)
+    state = RequestState(group, request.prompt, settings, request.encoder_prompt)
     state.adapter = request.adapter
-    if request.given:
-        state.go_on_with(request.given)
+    if request.prior_outputs:
+        state.continue_from(request.prior_outputs)
     return state
 
 
-def _new_sequence(request: CheckedRequest, params: SamplingParams) -> Sequence:
-    return Sequence(request.prompt_token_ids, seed=params.seed or 0, stand_ins=request.stand_ins)
+def _extended_salt(request: CheckedRequest) -> str:
+    """Returns a salt under which a request shares blocks only with requests that compute the same."""
+    cache_salt = request.cache_salt
+    if request.encoder_token_ids:
+        # The decoder's blocks depend on the encoder's output.
+        cache_salt += hashlib.sha256(array("q", request.encoder_token_ids).tobytes()).hexdigest()
+    if request.params.hook_args:
+        cache_salt += f"\0{sorted(request.params.hook_args.items())}"
+    if request.adapter_key:
+        cache_salt += f"\0adapter {request.adapter_key}"
+    if request.embeds:
+        cache_salt += f"\0embeds {hashlib.sha256(request.embeds.data).hexdigest()}"
+    return cache_salt
 
 
-def _given_sequences(request: CheckedRequest, params: SamplingParams) -> list[Sequence]:
-    """Returns the sequences of a request that another engine has begun; none if there are none.
+def _sequences(request: CheckedRequest, params: SamplingParams) -> list[Sequence]:
+    """Returns the sequences of a request: one that is new, or those that another engine has begun.
 
-    Their tokens are computed again as those of a request that was preempted. Each draw depends on the seed
-    and the position alone, and what was drawn counts as output: so they go on as they would have there.
+    Prior outputs are computed again as those of a preempted request. Each draw depends on the seed and the
+    position alone, and prior tokens count as output, so the sequences continue as they would have there.
     """
+    if not request.prior_outputs:
+        return [Sequence(request.prompt_token_ids, seed=params.seed or 0, stand_ins=request.stand_ins)]
     return [
         Sequence(
             request.prompt_token_ids,
             index,
             params.seed_of(index),
-            list(given.token_ids),
-            SequenceStatus.WAITING if given.finish_reason is None else _ENDED[given.finish_reason],
-            stop_reason=given.stop_reason,
-            # How likely they were is known for those alone whose log-probabilities are; nobody asks.
-            cumulative_logprobs=[0.0] * len(given.token_ids),
+            list(prior.token_ids),
+            SequenceStatus.WAITING if prior.finish_reason is None else _ENDED[prior.finish_reason],
+            stop_reason=prior.stop_reason,
+            # Log-probabilities are known only if they were requested; nothing reads these sums.
+            cumulative_logprobs=[0.0] * len(prior.token_ids),
             stand_ins=request.stand_ins,
         )
-        for index, given in enumerate(request.given)
+        for index, prior in enumerate(request.prior_outputs)
     ]
 
 
-def given_output(request: CheckedRequest, request_id: str, tokenizer: Tokenizer | None) -> RequestOutput:
+def prior_output(request: CheckedRequest, request_id: str, tokenizer: Tokenizer | None) -> RequestOutput:
     """Returns what there is of a request that another engine has begun, as an engine would have told it."""
     output = request_state(request_id, request, time.monotonic(), lambda: 0, tokenizer).take_delta()
     # The first part has told them, if they were asked for: they are in no later one.

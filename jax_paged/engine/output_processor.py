@@ -7,17 +7,23 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from jax_paged.core.sequence import Sequence, SequenceGroup
-from jax_paged.engine.features.structured_output.grammars import Grammar, Matcher
-from jax_paged.engine.replicas.prior_outputs import GivenOutput
-from jax_paged.engine.sample_output import SampleState, logprob_dict, logprob_of_values, logprob_values
+from jax_paged.engine.replicas.prior_outputs import PriorOutput
+from jax_paged.engine.sample_output import (
+    OutputSettings,
+    SampleState,
+    logprob_dict,
+    logprob_of_values,
+    logprob_values,
+)
 from jax_paged.engine.text.stop_strings import StopStrings
 from jax_paged.engine.text.tokenizer import Tokenizer
-from jax_paged.models.features.lora.adapter_files import Adapter
-from jax_paged.outputs import CompletionOutput, RequestOutput, TokenLogprobDict, snapshot
+from jax_paged.outputs import CompletionOutput, RequestOutput, TokenLogprobDict, list_so_far
 from jax_paged.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
     from jax_paged.core.model_runner_output import TokenLogprobs
+    from jax_paged.engine.features.structured_output.grammars import Grammar, Matcher
+    from jax_paged.models.features.lora.adapter_files import Adapter
 
 
 class RequestState:
@@ -26,23 +32,19 @@ class RequestState:
     Args:
         group: The request; only read.
         prompt: Its text; None if it came as token ids.
-        tokenizer: None leaves all texts empty.
+        settings: How its outputs become text.
         encoder_prompt: The text that an encoder reads; None if there is none.
-        stop: The stop strings; None for none.
-        grammar: The form of the outputs; None if it is open.
 
     Attributes:
-        adapter: What the request is computed with; None for the model alone.
+        adapter: The LoRA adapter of the request; None for the model alone.
     """
 
     def __init__(
         self,
         group: SequenceGroup,
         prompt: str | None,
-        tokenizer: Tokenizer | None,
+        settings: OutputSettings,
         encoder_prompt: str | None = None,
-        stop: StopStrings | None = None,
-        grammar: Grammar | None = None,
     ) -> None:
         self.group = group
         self.prompt = prompt
@@ -50,12 +52,10 @@ class RequestState:
         self.adapter: Adapter | None = None
         self._encoder_prompt = encoder_prompt
         self.is_finished = False
-        self._tokenizer = tokenizer
-        self._stop = stop
-        self._grammar = grammar
+        self._settings = settings
         # By the sequence's index. The others are forked from the first when the prompt is computed; until
         # then its state stands for all.
-        self._samples = [SampleState(group.sequences[0], group, tokenizer, stop, grammar)]
+        self._samples = [SampleState(group.sequences[0], group, settings)]
         self._prompt_logprobs: list[TokenLogprobDict | None] | None = (
             None if group.sampling_params.prompt_logprobs is None else [None]
         )
@@ -63,12 +63,11 @@ class RequestState:
         self._captured: dict[int, list[tuple[str, int, np.ndarray]]] = {}
         self._pooled: np.ndarray | None = None
 
-    def go_on_with(self, given: tuple[GivenOutput, ...]) -> None:
-        """Takes the outputs that another engine has begun, one per sequence, as if they had come here."""
-        texts = self.group, self._tokenizer, self._stop, self._grammar
-        self._samples = [SampleState(seq, *texts) for seq in self.group.sequences]
-        for sample, output in zip(self._samples, given, strict=True):
-            sample.go_on_with(output)
+    def continue_from(self, prior: tuple[PriorOutput, ...]) -> None:
+        """Adds the outputs that another engine has begun, one per sequence."""
+        self._samples = [self._sample(seq) for seq in self.group.sequences]
+        for sample, output in zip(self._samples, prior, strict=True):
+            sample.continue_from(output)
         self.is_finished = self.group.is_finished
 
     def values(self) -> dict[str, Any]:
@@ -83,19 +82,27 @@ class RequestState:
             "samples": [sample.values() for sample in self._samples],
         }
 
+    @property
+    def is_constrained(self) -> bool:
+        """True if the outputs follow a grammar."""
+        return self._settings.grammar is not None
+
     @classmethod
     def of_values(
         cls,
         group: SequenceGroup,
         values: dict[str, Any],
         tokenizer: Tokenizer | None,
-        grammar: Grammar | None,
+        grammar: "Grammar | None",
     ) -> Self:
         """Returns the state of which `values` were taken, for a group that was restored."""
         params = group.sampling_params
-        stop = StopStrings(params.stop_strings) if params.stop_strings else None
-        tokenizer = tokenizer if params.detokenize else None
-        state = cls(group, values["prompt"], tokenizer, values["encoder_prompt"], stop, grammar)
+        settings = OutputSettings(
+            tokenizer=tokenizer if params.detokenize else None,
+            stop=StopStrings(params.stop_strings) if params.stop_strings else None,
+            grammar=grammar,
+        )
+        state = cls(group, values["prompt"], settings, values["encoder_prompt"])
         state.is_finished = values["is_finished"]
         state._weight_versions = tuple(values.get("weight_versions", ()))
         if values["prompt_logprobs"] is not None:
@@ -103,15 +110,14 @@ class RequestState:
             state._prompt_logprobs = [entry and logprob_of_values(entry) for entry in entries]
         samples = values["samples"]
         for seq in group.sequences[1 : len(samples)]:
-            state._samples.append(SampleState(seq, group, tokenizer, stop, grammar))
+            state._samples.append(state._sample(seq))
         for sample, entry in zip(state._samples, samples, strict=True):
             sample.restore(entry)
         return state
 
     def forked(self, group: SequenceGroup) -> "RequestState":
         """Returns the state of a request that goes on from where this one is; of both, one sequence."""
-        texts = self.prompt, self._tokenizer, self._encoder_prompt
-        state = RequestState(group, *texts, self._stop, self._grammar)
+        state = RequestState(group, self.prompt, self._settings, self._encoder_prompt)
         state.adapter = self.adapter
         state._samples = [self._samples[0].restarted(group.sequences[0], group)]
         if self._prompt_logprobs is not None:
@@ -124,8 +130,8 @@ class RequestState:
         """Follows its only sequence, which has lost its last tokens."""
         self._samples[0] = self._samples[0].rolled_back()
 
-    def matcher_of(self, seq: Sequence) -> Matcher | None:
-        """Returns what the form of one of its sequences allows; None if it is open.
+    def matcher_of(self, seq: Sequence) -> "Matcher | None":
+        """Returns the grammar state of one of its sequences; None without a grammar.
 
         Before the others have got a token, it is that of the first.
         """
@@ -148,7 +154,7 @@ class RequestState:
         for position, entry in enumerate(logprobs, start + 1):
             if position == len(kept):
                 token_id = self._prompt_token_ids[position]
-                kept.append(logprob_dict(token_id, entry, k, self._tokenizer))
+                kept.append(logprob_dict(token_id, entry, k, self._settings.tokenizer))
 
     def add_captured(self, seq: Sequence, start: int, arrays: dict[str, np.ndarray]) -> None:
         """Takes what hooks captured of the tokens of a sequence at positions start and on, by name.
@@ -167,7 +173,7 @@ class RequestState:
         """Takes the tokens that one of its sequences has just got; see SampleState.add_tokens."""
         samples = self._samples
         if seq.index == len(samples):  # samples come in the order of their index
-            samples.append(SampleState(seq, self.group, self._tokenizer, self._stop, self._grammar))
+            samples.append(self._sample(seq))
         return samples[seq.index].add_tokens(token_ids, logprobs)
 
     def finish(self) -> list[tuple[Sequence, str]]:
@@ -219,7 +225,7 @@ class RequestState:
             request_id=group.request_id,
             prompt=self.prompt,
             prompt_token_ids=self._prompt_token_ids,
-            prompt_logprobs=None if logprobs is None else snapshot(logprobs, is_last=self.is_finished),
+            prompt_logprobs=None if logprobs is None else list_so_far(logprobs, is_last=self.is_finished),
             outputs=outputs,
             finished=self.is_finished,
             metrics=group.metrics.snapshot(),
@@ -233,8 +239,7 @@ class RequestState:
         group, samples = self.group, self._samples
         params, n = group.sampling_params, group.sampling_params.n
         if group.beam_params is not None:
-            beams = group.sequences if self.is_finished else []
-            return [self._beam_output(i, seq) for i, seq in enumerate(beams)]
+            return self._beam_outputs()
         if (params.best_of or n) > n:
             if not self.is_finished:
                 return []
@@ -265,16 +270,24 @@ class RequestState:
                 whole[start : start + len(part)] = part
         return result
 
-    def _beam_output(self, index: int, seq: Sequence) -> CompletionOutput:
-        return CompletionOutput(
-            index=index,
-            text=self._tokenizer.decode(seq.output_token_ids) if self._tokenizer else "",
-            token_ids=list(seq.output_token_ids),
-            cumulative_logprob=seq.cumulative_logprob,
-            logprobs=None,
-            finish_reason=seq.status.finish_reason,
-            stop_reason=seq.stop_reason,
-        )
+    def _beam_outputs(self) -> list[CompletionOutput]:
+        """Returns the beams, which are known when all of them have ended."""
+        tokenizer = self._settings.tokenizer
+        return [
+            CompletionOutput(
+                index=i,
+                text=tokenizer.decode(seq.output_token_ids) if tokenizer else "",
+                token_ids=list(seq.output_token_ids),
+                cumulative_logprob=seq.cumulative_logprob,
+                logprobs=None,
+                finish_reason=seq.status.finish_reason,
+                stop_reason=seq.stop_reason,
+            )
+            for i, seq in enumerate(self.group.sequences if self.is_finished else ())
+        ]
+
+    def _sample(self, seq: Sequence) -> SampleState:
+        return SampleState(seq, self.group, self._settings)
 
 
 def _empty_like(output: CompletionOutput, index: int) -> CompletionOutput:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import numbers
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,9 +10,11 @@ from jax_paged.arguments.suggestions import suggestions
 from jax_paged.checks import TooLongError, check, check_int
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.sequence import PromptEmbeds, StandIn
-from jax_paged.engine.features.multimodal.image_reader import ImageReader
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.inputs import as_list
+
+if TYPE_CHECKING:
+    from jax_paged.engine.features.multimodal.image_reader import ImageReader
 
 # Stands in prompts for tokens that are vectors.
 PLACEHOLDER = 0
@@ -28,6 +30,11 @@ class TokenizedPrompt:
     embeds: PromptEmbeds | None = None
     stand_ins: tuple[StandIn, ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """True if all tokens are text."""
+        return not (self.embeds or self.stand_ins)
+
 
 class PromptReader:
     """Tokenizes prompts in any form, and checks them. May be called from any thread.
@@ -35,12 +42,15 @@ class PromptReader:
     Args:
         config: Limits of the model.
         tokenizer: None if prompts come as token ids only.
+        images: Reads the images of prompts; None if the model reads text alone.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer | None, images: "ImageReader | None"
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._images = ImageReader(config.images, tokenizer) if config.images else None
+        self._images = images
 
     def read(
         self, prompt: Any, *, is_truncated: bool = False
@@ -79,7 +89,7 @@ class PromptReader:
             return None, self._tokenize(prompt, max_len)
         return self._tokenize(prompt, max_len), TokenizedPrompt(None, [start])
 
-    def _with_images(self, images: ImageReader, prompt: Any, max_len: int | None) -> TokenizedPrompt:
+    def _with_images(self, images: "ImageReader", prompt: Any, max_len: int | None) -> TokenizedPrompt:
         """Returns a prompt whose placeholders have become those of its images."""
         given = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
         if given:

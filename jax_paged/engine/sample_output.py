@@ -1,19 +1,35 @@
-"""The text and the log-probabilities of one output of a running request, and what its form allows."""
+"""The text and the log-probabilities of one output of a running request."""
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
-from jax_paged.engine.features.structured_output.grammars import Grammar, Matcher
-from jax_paged.engine.replicas.prior_outputs import GivenOutput
+from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.text.detokenizer import Detokenizer
 from jax_paged.engine.text.stop_strings import StopStrings
 from jax_paged.engine.text.tokenizer import Tokenizer
-from jax_paged.outputs import CompletionOutput, Logprob, TokenLogprobDict, snapshot
+from jax_paged.outputs import CompletionOutput, Logprob, TokenLogprobDict, list_so_far
 
 if TYPE_CHECKING:
     from jax_paged.core.model_runner_output import TokenLogprobs
+    from jax_paged.engine.features.structured_output.grammars import Grammar, Matcher
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputSettings:
+    """How the outputs of a request become text, and what constrains them.
+
+    Args:
+        tokenizer: None leaves all texts empty.
+        stop: The stop strings; None for none.
+        grammar: The grammar that outputs follow; None for none.
+    """
+
+    tokenizer: Tokenizer | None
+    stop: StopStrings | None = None
+    grammar: "Grammar | None" = None
 
 
 class SampleState:
@@ -22,43 +38,32 @@ class SampleState:
     Args:
         seq: Its tokens, and why it ended; only read.
         group: Its request; only read.
-        tokenizer: None leaves the text empty.
-        stop: The request's stop strings; None for none.
-        grammar: The form of the output; None if it is open.
+        settings: How it becomes text.
     """
 
-    def __init__(
-        self,
-        seq: Sequence,
-        group: SequenceGroup,
-        tokenizer: Tokenizer | None,
-        stop: StopStrings | None,
-        grammar: Grammar | None,
-    ) -> None:
-        params = group.sampling_params
+    def __init__(self, seq: Sequence, group: SequenceGroup, settings: OutputSettings) -> None:
+        params, tokenizer = group.sampling_params, settings.tokenizer
         self.seq = seq
         self.is_finished = False
         self._group = group
         self._logprobs: list[TokenLogprobDict] | None = None if params.logprobs is None else []
         self._num_logprobs = params.logprobs or 0
-        self._tokenizer = tokenizer
+        self._settings = settings
         self._detokenizer = tokenizer and Detokenizer(
             tokenizer,
             seq.prompt_token_ids,
-            stop=stop,
+            stop=settings.stop,
             skip_special_tokens=params.skip_special_tokens,
             min_tokens=params.min_tokens,
             include_stop=params.include_stop_str_in_output,
         )
-        self._stop = stop
-        self._grammar = grammar
         self._shows_stop_token = params.include_stop_str_in_output
         self._num_tokens_taken = 0
         self._num_chars_taken = 0
 
     def restarted(self, seq: Sequence, group: SequenceGroup) -> "SampleState":
         """Returns the state of a sequence that goes on from this one's first tokens."""
-        state = SampleState(seq, group, self._tokenizer, self._stop, self._grammar)
+        state = SampleState(seq, group, self._settings)
         if self._logprobs is not None:
             state._logprobs = self._logprobs[: len(seq.output_token_ids)]
         if state._detokenizer is not None:
@@ -66,13 +71,13 @@ class SampleState:
                 state._detokenizer.append(token_id)
         return state
 
-    def go_on_with(self, given: GivenOutput) -> None:
-        """Takes what another engine has drawn of this output; of one that has ended, no text."""
+    def continue_from(self, prior: PriorOutput) -> None:
+        """Adds the output that another engine has begun; without its text if the output has ended."""
         if self._logprobs is not None:
-            self._logprobs += given.logprobs or ()
-        self.is_finished = given.finish_reason is not None
+            self._logprobs += prior.logprobs or ()
+        self.is_finished = prior.finish_reason is not None
         if self._detokenizer is not None and not self.is_finished:
-            for token_id in given.token_ids:
+            for token_id in prior.token_ids:
                 self._detokenizer.append(token_id)
 
     def rolled_back(self) -> "SampleState":
@@ -84,12 +89,12 @@ class SampleState:
         return state
 
     @functools.cached_property
-    def matcher(self) -> Matcher | None:
-        """What its form allows; None if it is open. It has not followed the output yet."""
-        if self._grammar is None:
+    def matcher(self) -> "Matcher | None":
+        """The state of its grammar, before the output; None without a grammar."""
+        if self._settings.grammar is None:
             return None
         ignores_eos = self._group.sampling_params.ignore_eos
-        return self._grammar.matcher(self.seq.prompt_token_ids, ignores_eos=ignores_eos)
+        return self._settings.grammar.matcher(self.seq.prompt_token_ids, ignores_eos=ignores_eos)
 
     def add_tokens(
         self, token_ids: list[int], logprobs: "list[TokenLogprobs]"
@@ -101,10 +106,10 @@ class SampleState:
             logprobs: One per token.
 
         Returns:
-            The stop string that the text now holds, None if it is its form that is complete; and how many
+            The stop string that the text now holds, None if it is the grammar that is complete; and how many
             output tokens there are up to there: the tokens after them were not taken. None if it goes on.
         """
-        if self._detokenizer is None and self._logprobs is None and self._grammar is None:
+        if self._detokenizer is None and self._logprobs is None and self._settings.grammar is None:
             return None
         complete = self.matcher and self.matcher.follow(self.seq.output_token_ids)
         hides_last = self.seq.status is SequenceStatus.FINISHED_STOPPED and not self._shows_stop_token
@@ -113,7 +118,7 @@ class SampleState:
             if self._logprobs is not None:
                 is_first = self._detokenizer is not None and self._detokenizer.is_at_start
                 entry = logprob_dict(
-                    token_id, logprob, self._num_logprobs, self._tokenizer, starts_text=is_first
+                    token_id, logprob, self._num_logprobs, self._settings.tokenizer, starts_text=is_first
                 )
                 self._logprobs.append(entry)
             if hides_last and i == len(token_ids):
@@ -159,9 +164,9 @@ class SampleState:
         return CompletionOutput(
             index=index,
             text=detokenizer.text[: detokenizer.num_visible] if detokenizer else "",
-            token_ids=snapshot(self.seq.output_token_ids, is_last=is_last),
+            token_ids=list_so_far(self.seq.output_token_ids, is_last=is_last),
             cumulative_logprob=self.seq.cumulative_logprob,
-            logprobs=None if logprobs is None else snapshot(logprobs, is_last=is_last),
+            logprobs=None if logprobs is None else list_so_far(logprobs, is_last=is_last),
             finish_reason=self.seq.status.finish_reason,
             stop_reason=self._stop_reason,
         )

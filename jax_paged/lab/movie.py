@@ -16,7 +16,7 @@ import numpy as np
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.lab.pool_map import MAX_DRAWN, PITCH, SIDE, PoolMap, box, cell_place, owner_name, pool_map
-from jax_paged.lab.recording import tell
+from jax_paged.lab.recording import replay_events
 
 _Block = tuple[str, int]  # memory, and id
 Observer = Callable[[Scheduler, SchedulerOutput], None]
@@ -138,7 +138,7 @@ def movie_of(lines: Iterable[str], *, max_frames: int = 400) -> Movie:
         ValueError: As `recording.replay` does.
     """
     movie = Movie(max_frames)
-    tell(lines, observe=movie.add)
+    replay_events(lines, observe=movie.add)
     return movie
 
 

@@ -1,4 +1,4 @@
-"""Writes down what a scheduler was told and what it decided; checks that it decides the same again."""
+"""Recordings: the calls of a scheduler and its decisions, and replays that check or change them."""
 
 import dataclasses
 import itertools
@@ -15,14 +15,14 @@ from jax_paged.core.result_updater import StepUpdate
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from jax_paged.lab.what_if import Replay, Told, arguments_of, step_row, what_if
+from jax_paged.lab.what_if import Replay, ReplayedRun, arguments_of, step_row, what_if
 
 Note = Callable[..., None]
 _EDITS: dict[str, Callable[..., RequestEdit]] = {e.__name__: e for e in (Fork, Rollback, DropBlocks)}
 
 
 class RecordedScheduler(Scheduler):
-    """A scheduler that writes down everything it is told, and every step it decides, as lines of JSON.
+    """A scheduler that records its calls and every step that it decides as lines of JSON.
 
     Args:
         like: The scheduler whose settings are taken, and those of its block manager; the pool begins empty.
@@ -118,7 +118,7 @@ class _RecordedBlockManager(BlockManager):
         self._note = note
 
     def pin(self, name: str, token_ids: list[int], salt: str) -> int:
-        num_tokens = super().pin(name, token_ids, salt)  # what fails is not to be replayed
+        num_tokens = super().pin(name, token_ids, salt)  # first, as a call that fails is not recorded
         self._note("pin", name=name, token_ids=token_ids, salt=salt)
         return num_tokens
 
@@ -152,7 +152,7 @@ def replay(
     scheduler: type[Scheduler] | Callable[[SequenceGroup], Any] | None = None,
     **settings: Any,
 ) -> Replay:
-    """Tells a fresh scheduler what a recorded one was told.
+    """Replays a recording on a new scheduler.
 
     Without other arguments it checks that every decision is the same. With them it finds out what another
     scheduler, or other settings, would have decided: the same requests come at the same times, and draw the
@@ -172,114 +172,166 @@ def replay(
             setting does not exist, or a request does not fit it.
     """
     lines = list(lines)
-    told = tell(lines)
+    run = replay_events(lines)
     if scheduler is None and not settings:
-        return told.replay()
+        return run.replay()
     make = scheduler if isinstance(scheduler, type) else Scheduler
     if scheduler is not None and not isinstance(scheduler, type):
         settings["policy"] = scheduler
-    return what_if([json.loads(line) for line in lines], told, make, settings)
+    return what_if([json.loads(line) for line in lines], run, make, settings)
 
 
-def tell(
+def replay_events(
     lines: Iterable[str],
     device: Device | None = None,
     observe: Callable[[Scheduler, SchedulerOutput], None] | None = None,
-) -> Told:
-    """Tells a fresh scheduler everything that a recorded one was told, and checks that it decides the same.
+) -> ReplayedRun:
+    """Replays a recording on a new scheduler and checks that the scheduler decides the same.
 
     Args:
         lines: A recording from its start, such as an open file or a list.
-        device: Computes the steps again, if there is one; its tokens are checked.
-        observe: Called after each step, with the scheduler and the step.
+        device: Computes the steps again, if given; its tokens are checked.
+        observe: Called after each step with the scheduler and the step.
 
     Raises:
         ValueError: If a decision or a token differs; the message names the first such step, and what differs.
             Also if the first line is not the start of a recording.
     """
-    told, scheduler, clock = Told(), None, 0.0
-    out: dict[int, tuple[int, float, SchedulerOutput]] = {}  # whose results have not been handed back yet
-    groups: dict[str, int] = {}
-
-    def note_step(output: SchedulerOutput, now: float, decided: dict[str, Any]) -> None:
-        assert scheduler is not None, "a recording begins with its start"
-        _check_equal(f"step {len(told.steps)}", decisions(output), decided)
-        out[output.step_id] = len(told.steps), now, output
-        told.steps.append(step_row(output, scheduler, now))
-        told.outputs.append(output)
-
-    for event in map(json.loads, lines):
-        kind = event.pop("event")
-        if kind == "start":
-            scheduler = Scheduler(**arguments_of(event))
-            out, clock = {}, 0.0
-            continue
-        check(scheduler is not None, "the first event", kind, "'start'")
-        assert scheduler is not None, "just checked"
-        if kind == "add":
-            groups[event["request_id"]] = len(told.groups)
-            told.groups.append(request_of_values(event))
-            scheduler.add(told.groups[-1])
-        elif kind == "abort":
-            scheduler.abort(**event)
-        elif kind == "finish":
-            group = told.groups[groups[event.pop("request_id")]]
-            seq, status = group.sequences[event.pop("seq")], SequenceStatus[event.pop("status")]
-            scheduler.finish(group, seq, status, **event)
-        elif kind == "forget_prefixes":
-            scheduler.forget_prefixes(**event)
-        elif kind == "expect":
-            scheduler.expect(**event)
-        elif kind == "schedule":
-            now = event.pop("now")
-            note_step(scheduler.schedule(now), now, event)
-        elif kind == "edit_step":
-            place, now, output = out[event["step_id"]]
-            output = told.outputs[place] = scheduler.edit(output, event["rows"])
-            out[output.step_id] = place, now, output
-            told.steps[place] = step_row(output, scheduler, now)
-        elif kind == "edit_request":
-            group = scheduler.edit_request(_EDITS[event.pop("kind")](**event))
-            if group.request_id not in groups:
-                groups[group.request_id] = len(told.groups)
-                told.groups.append(group)
-        elif kind == "draft":
-            decided = event.pop("decided")
-            output = scheduler.schedule_draft(event["request_id"], event["token_ids"])
-            assert (output is None) == (decided is None), "blocks are found alike"
-            if output is not None:
-                note_step(output, clock, decided)
-        elif kind == "update":
-            place, now, output = out.pop(event["step_id"])
-            result = _result(output, event)
-            if device is not None:
-                device.dispatch(output)
-                _compare(f"step {place}", told, device.result(), result)
-            for sample, entries in zip(output.samples, result.logprobs, strict=True):
-                found = scheduler.find(sample.seq_id)
-                if found is not None and found[0].beam_params is not None:
-                    told.tops[groups[found[0].request_id], tuple(found[1].output_token_ids)] = entries[0]
-            scheduler.update(output, result, event["now"])
-            # A step begins when the one before it is done, or when it is scheduled.
-            told.steps[place] = (*told.steps[place][:-1], event["now"] - max(now, clock))
-            clock = event["now"]
-            if observe is not None:
-                observe(scheduler, output)
-        else:
-            manager = scheduler.block_manager
-            (manager.pin if kind == "pin" else manager.unpin)(**event)
-    return told
+    replayer = _Replayer(device, observe)
+    for line in lines:
+        replayer.handle(**json.loads(line))
+    return replayer.run
 
 
-def _compare(step: str, told: Told, result: ModelRunnerOutput, recorded: ModelRunnerOutput) -> None:
+@dataclasses.dataclass
+class _PendingStep:
+    """A step without results.
+
+    Args:
+        index: Index of the step in the run.
+        now: Time at which it was scheduled (seconds).
+        output: The step.
+    """
+
+    index: int
+    now: float
+    output: SchedulerOutput
+
+
+class _Replayer:
+    """Replays the events of a recording, each with the method of its name.
+
+    Args:
+        device: See replay_events.
+        observe: See replay_events.
+    """
+
+    def __init__(
+        self, device: Device | None, observe: Callable[[Scheduler, SchedulerOutput], None] | None
+    ) -> None:
+        self.run = ReplayedRun()
+        self._device = device
+        self._observe = observe
+        self._scheduler: Scheduler | None = None
+        self._clock = 0.0  # when the last step was done
+        self._pending: dict[int, _PendingStep] = {}
+        self._groups: dict[str, int] = {}  # indices in run.groups
+
+    def handle(self, event: str, **values: Any) -> None:
+        """Replays one event."""
+        if event == "start":
+            self._scheduler = Scheduler(**arguments_of(values))
+            self._pending, self._clock = {}, 0.0
+            return
+        check(self._scheduler is not None, "the first event", event, "'start'")
+        getattr(self, f"_{event}")(self._scheduler, **values)
+
+    def _add(self, scheduler: Scheduler, **request: Any) -> None:
+        group = request_of_values(request)
+        self._keep(group)
+        scheduler.add(group)
+
+    def _keep(self, group: SequenceGroup) -> None:
+        self._groups[group.request_id] = len(self.run.groups)
+        self.run.groups.append(group)
+
+    def _edit_request(self, scheduler: Scheduler, kind: str, **edit: Any) -> None:
+        group = scheduler.edit_request(_EDITS[kind](**edit))
+        if group.request_id not in self._groups:
+            self._keep(group)
+
+    def _expect(self, scheduler: Scheduler, **expected: Any) -> None:
+        scheduler.expect(**expected)
+
+    def _schedule(self, scheduler: Scheduler, now: float, **decided: Any) -> None:
+        self._keep_step(scheduler, scheduler.schedule(now), now, decided)
+
+    def _draft(
+        self, scheduler: Scheduler, request_id: str, token_ids: list[int], decided: dict[str, Any] | None
+    ) -> None:
+        output = scheduler.schedule_draft(request_id, token_ids)
+        assert (output is None) == (decided is None), "blocks are found alike"
+        if output is not None and decided is not None:
+            self._keep_step(scheduler, output, self._clock, decided)
+
+    def _keep_step(
+        self, scheduler: Scheduler, output: SchedulerOutput, now: float, decided: dict[str, Any]
+    ) -> None:
+        index = len(self.run.steps)
+        _check_equal(f"step {index}", decisions(output), decided)
+        self._pending[output.step_id] = _PendingStep(index, now, output)
+        self.run.steps.append(step_row(output, scheduler, now))
+        self.run.outputs.append(output)
+
+    def _edit_step(self, scheduler: Scheduler, step_id: int, rows: list[int]) -> None:
+        step = self._pending[step_id]
+        step.output = self.run.outputs[step.index] = scheduler.edit(step.output, rows)
+        self.run.steps[step.index] = step_row(step.output, scheduler, step.now)
+
+    def _update(self, scheduler: Scheduler, step_id: int, now: float, **recorded: Any) -> None:
+        step, run = self._pending.pop(step_id), self.run
+        result = _result(step.output, recorded)
+        if self._device is not None:
+            self._device.dispatch(step.output)
+            _compare(f"step {step.index}", run, self._device.result(), result)
+        for sample, entries in zip(step.output.samples, result.logprobs, strict=True):
+            found = scheduler.find(sample.seq_id)
+            if found is not None and found[0].beam_params is not None:
+                group, seq = found
+                run.tops[self._groups[group.request_id], tuple(seq.output_token_ids)] = entries[0]
+        scheduler.update(step.output, result, now)
+        # A step begins when the one before it is done, or when it is scheduled.
+        run.steps[step.index] = (*run.steps[step.index][:-1], now - max(step.now, self._clock))
+        self._clock = now
+        if self._observe is not None:
+            self._observe(scheduler, step.output)
+
+    def _finish(self, scheduler: Scheduler, request_id: str, seq: int, status: str, **values: Any) -> None:
+        group = self.run.groups[self._groups[request_id]]
+        scheduler.finish(group, group.sequences[seq], SequenceStatus[status], **values)
+
+    def _abort(self, scheduler: Scheduler, request_id: str) -> None:
+        scheduler.abort(request_id)
+
+    def _pin(self, scheduler: Scheduler, **prefix: Any) -> None:
+        scheduler.block_manager.pin(**prefix)
+
+    def _unpin(self, scheduler: Scheduler, name: str) -> None:
+        scheduler.block_manager.unpin(name)
+
+    def _forget_prefixes(self, scheduler: Scheduler, kept_salt: str | None) -> None:
+        scheduler.forget_prefixes(kept_salt)
+
+
+def _compare(step: str, run: ReplayedRun, result: ModelRunnerOutput, recorded: ModelRunnerOutput) -> None:
     ours = {"token_ids": result.token_ids, "is_finite": result.is_finite}
     _check_equal(step, ours, {"token_ids": recorded.token_ids, "is_finite": recorded.is_finite})
-    most = told.max_logprob_difference or 0.0
+    most = run.max_logprob_difference or 0.0
     for entries, others in zip(result.logprobs, recorded.logprobs, strict=True):
         for entry, other in zip(entries, others, strict=True):
             if entry.logprob != other.logprob:  # both may be infinite
                 most = max(most, abs(entry.logprob - other.logprob))
-    told.max_logprob_difference = most
+    run.max_logprob_difference = most
 
 
 def _result(output: SchedulerOutput, event: dict[str, Any]) -> ModelRunnerOutput:
@@ -314,7 +366,7 @@ def _check_equal(step: str, decided: dict[str, Any], recorded: dict[str, Any]) -
 
 
 def _settings(scheduler: Scheduler) -> dict[str, dict[str, Any]]:
-    manager, speculation = scheduler.block_manager, scheduler.drafts.speculation
+    manager, speculation = scheduler.block_manager, scheduler.speculation
     return {
         "block_manager": {
             "num_blocks": manager.pool.num_blocks,

@@ -90,8 +90,8 @@ class Replay:
 
 
 @dataclasses.dataclass
-class Told:
-    """What a recording has come to, when a scheduler was told all of it.
+class ReplayedRun:
+    """Requests and steps of a recording that has been replayed.
 
     Args:
         groups: Its requests, in the order in which they came.
@@ -147,24 +147,27 @@ def arguments_of(
 
 
 def what_if(
-    events: list[dict[str, Any]], told: Told, make: Callable[..., Scheduler], settings: dict[str, Any]
+    events: list[dict[str, Any]],
+    recorded: ReplayedRun,
+    make: Callable[..., Scheduler],
+    settings: dict[str, Any],
 ) -> Replay:
     """Serves the requests of a recording with another scheduler.
 
     Args:
         events: The recording.
-        told: What the recorded scheduler has made of it.
+        recorded: The run of the recorded scheduler.
         make: Makes the scheduler.
         settings: Of the scheduler or its block manager, in place of the recorded ones.
 
     Raises:
         ValueError: If a setting does not exist, a request does not fit it, or a step was edited by hand.
     """
-    new, clock = Told(), 0.0
-    seconds = _fitted(np.array(told.steps, STEP))
+    new, clock = ReplayedRun(), 0.0
+    seconds = _fitted(np.array(recorded.steps, STEP))
     for part in _parts(events):
         scheduler = make(**arguments_of(_changed(part[0], settings)))
-        clock = _WhatIf(told, new, scheduler, seconds).serve(part[1:], clock)
+        clock = _WhatIf(recorded, new, scheduler, seconds).serve(part[1:], clock)
     return new.replay()
 
 
@@ -172,16 +175,20 @@ class _WhatIf:
     """Serves the requests of one part of a recording, which begins with an empty scheduler.
 
     Args:
-        told: What the recorded scheduler has made of the recording.
+        recorded: The run of the recorded scheduler.
         new: Takes what happens now.
         scheduler: Decides.
         seconds: Per decode step, per token, and of the quickest step.
     """
 
     def __init__(
-        self, told: Told, new: Told, scheduler: Scheduler, seconds: tuple[float, float, float]
+        self,
+        recorded: ReplayedRun,
+        new: ReplayedRun,
+        scheduler: Scheduler,
+        seconds: tuple[float, float, float],
     ) -> None:
-        self.told, self.new, self.scheduler, self.seconds = told, new, scheduler, seconds
+        self.recorded, self.new, self.scheduler, self.seconds = recorded, new, scheduler, seconds
         self.places: dict[SequenceGroup, int] = {}
         self.current: dict[str, str] = {}  # the id here of the last request of a recorded id
         # Of sequences that a stop string has ended: by request and index, the event.
@@ -274,7 +281,7 @@ class _WhatIf:
             place, num_tokens = self.places[group], output.burst[i] if output.burst else 1
             if group.beam_params is not None:
                 tokens.append([0])
-                logprobs.append([self.told.tops.get((place, tuple(seq.output_token_ids)), _NO_LOGPROBS)])
+                logprobs.append([self.recorded.tops.get((place, tuple(seq.output_token_ids)), _NO_LOGPROBS)])
                 continue
             drawn, first = self._drawn(place, seq.index), len(seq.output_token_ids)
             tokens.append(drawn[first : first + num_tokens] or [0])  # past the end of what is known: see _end
@@ -283,7 +290,7 @@ class _WhatIf:
         return ModelRunnerOutput(output.step_id, tokens, logprobs, [True] * num_rows, [[]] * num_rows)
 
     def _drawn(self, place: int, index: int) -> list[int]:
-        seqs = self.told.groups[place].sequences
+        seqs = self.recorded.groups[place].sequences
         return seqs[index].output_token_ids if index < len(seqs) else []
 
     def _end(self, group: SequenceGroup, now: float) -> None:

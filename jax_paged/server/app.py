@@ -16,11 +16,11 @@ from starlette.types import ASGIApp
 
 from jax_paged.engine.errors import EngineAsleepError, EngineDeadError
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
-from jax_paged.server.http.guard import guarded
-from jax_paged.server.http.keys import with_all_keys
+from jax_paged.server.http.api_keys import with_all_keys
 from jax_paged.server.http.limits import BodyLimits, json_route
+from jax_paged.server.http.middleware import with_middleware
 from jax_paged.server.launch.options import ServerOptions
-from jax_paged.server.lifecycle import Gate, Life
+from jax_paged.server.lifecycle import Gate, Lifecycle
 from jax_paged.server.observability.access import AccessLog
 from jax_paged.server.observability.logs import log_statistics
 from jax_paged.server.observability.metrics import Metrics
@@ -50,12 +50,12 @@ from jax_paged.server.routes.docs_page import docs_page
 from jax_paged.server.routes.generation import GenerationRoutes
 from jax_paged.server.routes.information import InformationRoutes
 from jax_paged.server.routes.models import ServedModels
-from jax_paged.server.routes.page import PageRoutes
 from jax_paged.server.routes.pooling import PoolingRoutes
 from jax_paged.server.routes.responses import ResponsesRoute
+from jax_paged.server.routes.status_page import StatusPageRoutes
 from jax_paged.server.streaming import RequestRunner
 from jax_paged.server.text_reader import Lane, TextReader
-from jax_paged.server.waiting_queue import WaitingRoom
+from jax_paged.server.waiting_queue import WaitingQueue
 
 _TICK_S = 0.1
 
@@ -76,7 +76,7 @@ class OpenAIServer:
         self.engine = engine
         self.model_name = model_name
         self.options = with_all_keys(options or ServerOptions(), None)
-        self.life = Life(
+        self.lifecycle = Lifecycle(
             engine,
             shutdown_timeout=self.options.shutdown_timeout,
             step_timeout=self.options.step_timeout,
@@ -84,9 +84,11 @@ class OpenAIServer:
         )
         # Enough to run, and some that wait in the engine: a seat that is left is taken in the next step.
         max_num_seqs = len(engine.replicas) * engine.engine.config.max_num_seqs
-        self._room = WaitingRoom(max_num_seqs + max(4, max_num_seqs // 4), self.options.max_num_waiting)
-        self.metrics = Metrics(engine, model_name, lambda: self._room.num_waiting)
-        runner = RequestRunner(engine, self._room, self.metrics)
+        self._waiting_queue = WaitingQueue(
+            max_num_seqs + max(4, max_num_seqs // 4), self.options.max_num_waiting
+        )
+        self.metrics = Metrics(engine, model_name, lambda: self._waiting_queue.num_waiting)
+        runner = RequestRunner(engine, self._waiting_queue, self.metrics)
         self._lane = Lane()
         texts = TextReader(self._lane)
         self._models = ServedModels(engine, model_name, self.options.lora_modules)
@@ -105,7 +107,7 @@ class OpenAIServer:
 
         async def watch() -> None:
             while True:
-                self.life.tick(time.monotonic())
+                self.lifecycle.tick(time.monotonic())
                 await asyncio.sleep(_TICK_S)
 
         statistics = log_statistics(self.engine, self.metrics.num_waiting)
@@ -113,7 +115,7 @@ class OpenAIServer:
         try:
             yield
         finally:
-            self.life.end(time.monotonic())
+            self.lifecycle.end(time.monotonic())
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
@@ -139,7 +141,7 @@ class OpenAIServer:
         for path, (handler, form) in running.items():
             app.post(path, **answers(form))(known(handler))
         app.add_middleware(BodyLimits, options=self.options, lane=self._lane)
-        app.add_middleware(Gate, life=self.life, room=self._room, paths=running)  # pyright: ignore
+        app.add_middleware(Gate, lifecycle=self.lifecycle, waiting_queue=self._waiting_queue, paths=running)  # pyright: ignore
         information = self._information
         app.post("/tokenize", **answers(TokenizeAnswer))(known(information.tokenize))
         app.post("/detokenize", **answers(DetokenizeAnswer))(known(information.detokenize))
@@ -164,7 +166,7 @@ class OpenAIServer:
             app.post("/update_weights", **answers(WeightVersionAnswer, 403))(weights)
             app.get("/weight_version", **answers(WeightVersionAnswer))(developer.weight_version)
         if self.options.ui:
-            page = PageRoutes(self.engine, self.metrics, self.model_name)
+            page = StatusPageRoutes(self.engine, self.metrics, self.model_name)
             app.get("/", include_in_schema=False)(page.page)
             app.get("/ui/state", include_in_schema=False)(page.state)
         app.exception_handler(ApiError)(_on_api_error)
@@ -176,17 +178,17 @@ class OpenAIServer:
         describe(app, information.version_name)
         app.get("/docs", include_in_schema=False)(lambda: docs_page(app.openapi()))
         routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
-        return AccessLog(guarded(app, self.options), self.metrics, routes)
+        return AccessLog(with_middleware(app, self.options), self.metrics, routes)
 
     async def health(self) -> Response:
         """GET /health: 200 while the engine runs, 503 once it has stopped."""
-        if self.engine.error is not None and (error := self.life.refusal()) is not None:
+        if self.engine.error is not None and (error := self.lifecycle.refusal()) is not None:
             raise error
         return json_response({"status": "ok"})
 
     async def ready(self) -> Response:
         """GET /ready: 200 while requests are taken, 503 from the begin of a shutdown on."""
-        if (error := self.life.refusal()) is not None:
+        if (error := self.lifecycle.refusal()) is not None:
             raise error
         return json_response({"status": "ready"})
 

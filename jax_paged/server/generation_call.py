@@ -1,4 +1,4 @@
-"""One HTTP request that generates text, ready to run."""
+"""Generation call: one HTTP request that generates text, ready to run."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jax_paged.server.ray_serve.continuation import Journal
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class GenerationCall:
     """One HTTP request, ready to run.
 
     Args:

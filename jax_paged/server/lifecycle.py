@@ -1,4 +1,4 @@
-"""How the server lives and ends: what it refuses while it ends, who is waited for, and what it exits with."""
+"""Lifecycle of the server: draining, failure of the engine, refusals meanwhile, and the exit status."""
 
 import contextlib
 import logging
@@ -10,7 +10,7 @@ from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
 from jax_paged.server.http.paths import route_path
 from jax_paged.server.protocol.responses import ApiError, asleep_error
-from jax_paged.server.waiting_queue import WaitingRoom
+from jax_paged.server.waiting_queue import WaitingQueue
 
 # Exit statuses.
 DRAINED = 0
@@ -22,8 +22,8 @@ _LAST_WORDS_S = 2
 _LOGGER = logging.getLogger(__name__)
 
 
-class Life:
-    """Whether the server takes requests; `tick` is called several times a second.
+class Lifecycle:
+    """State of the server: whether it takes requests. `tick` is called several times a second.
 
         running --signal--> draining --all answered, timeout, second signal--> ended
            |                                                                     ^
@@ -135,15 +135,17 @@ class Gate:
 
     Args:
         app: The application behind.
-        life: Refuses all while the server ends.
-        room: Refuses those that would have to wait where too many wait already.
+        lifecycle: Refuses all while the server ends.
+        waiting_queue: Refuses those that would have to wait where too many wait already.
         paths: Of the routes that generate text; all others pass.
     """
 
-    def __init__(self, app: ASGIApp, life: Life, room: WaitingRoom, paths: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, lifecycle: Lifecycle, waiting_queue: WaitingQueue, paths: Collection[str]
+    ) -> None:
         self._app = app
-        self._life = life
-        self._room = room
+        self._lifecycle = lifecycle
+        self._waiting_queue = waiting_queue
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -158,9 +160,9 @@ class Gate:
             return
         journal = scope.get("state", {}).get("journal")
         has_begun = journal is not None and journal.has_begun  # elsewhere: it is refused no more
-        error = self._life.refusal() or (None if has_begun else self._room.refusal())
+        error = self._lifecycle.refusal() or (None if has_begun else self._waiting_queue.refusal())
         if error is not None:
             await error.response()(scope, receive, send)
             return
-        with self._life.active():
+        with self._lifecycle.active():
             await self._app(scope, receive, send)

@@ -13,17 +13,17 @@ from jax_paged.core.sequence import RequestMetrics
 from jax_paged.engine.async_engine.request_stream import RequestStream
 from jax_paged.engine.errors import NOT_RUNNING, EngineAsleepError, EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
-from jax_paged.engine.new_request import given_output
+from jax_paged.engine.new_request import prior_output
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
-from jax_paged.server.generation_call import Call
+from jax_paged.server.generation_call import GenerationCall
 from jax_paged.server.http.http_protocol import BodyWriter
 from jax_paged.server.observability.access import RequestRecord
 from jax_paged.server.observability.metrics import Metrics
 from jax_paged.server.protocol.logprobs import prompt_logprobs
 from jax_paged.server.protocol.responses import ApiError, asleep_error, request_error, usage
-from jax_paged.server.waiting_queue import WaitingRoom
+from jax_paged.server.waiting_queue import WaitingQueue
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -33,17 +33,17 @@ class RequestRunner:
 
     Args:
         engine: Computes the outputs.
-        room: Where requests wait until the engine takes them.
+        waiting_queue: Where requests wait until the engine takes them.
         metrics: Counts every request that ends, aborted ones included.
     """
 
-    def __init__(self, engine: ServingEngine, room: WaitingRoom, metrics: Metrics) -> None:
+    def __init__(self, engine: ServingEngine, waiting_queue: WaitingQueue, metrics: Metrics) -> None:
         self._engine = engine
-        self._room = room
+        self._waiting_queue = waiting_queue
         self._metrics = metrics
         self._leaving: set[asyncio.Task[None]] = set()  # an event loop does not keep its tasks alive
 
-    async def answer(self, call: Call) -> dict[str, Any]:
+    async def answer(self, call: GenerationCall) -> dict[str, Any]:
         """Runs all requests of a call to their end, and returns the body of the answer.
 
         Raises:
@@ -71,7 +71,7 @@ class RequestRunner:
 
     async def events(
         self,
-        call: Call,
+        call: GenerationCall,
         *,
         first: Sequence[dict[str, Any]] = (),
         include_usage: bool = False,
@@ -79,8 +79,8 @@ class RequestRunner:
     ) -> AsyncGenerator[bytes, BodyWriter | None]:
         """Runs all requests of a call; yields server-sent events: a chunk per part of an output, and the end.
 
-        The first event comes with the first part of an output: until then the answer has no status yet. A
-        writer that is sent in return writes what comes of a single request, up to its end.
+        The first event comes with the first part of an output: until then the response has no status yet. If
+        the caller sends a writer, the rest of a call with a single request goes to the writer.
 
         Args:
             call: What to run.
@@ -91,56 +91,26 @@ class RequestRunner:
         Raises:
             ApiError: If a request fails before the first event; a later failure becomes an event.
         """
-        n = call.num_outputs
-        head = b"data: " + orjson.dumps(call.head)[:-1]
-        begun: set[int] = set()
-        ended: set[int] = set()
-
-        def chunk(
-            choice: dict[str, Any], part: RequestOutput, num_tokens: int, more: dict[str, Any] | None = None
-        ) -> bytes:
-            event = b'%b,"choices":[%b]' % (head, orjson.dumps(choice))
-            if more:
-                event += b"," + orjson.dumps(more)[1:-1]
-            if include_usage:
-                counts = usage([part], num_tokens * call.counts_output) if continuous_usage else None
-                event += b',"usage":' + orjson.dumps(counts)
-            return event + b"}\n\n"
-
-        def chunks(i: int, part: RequestOutput) -> bytes:
-            found = b""
-            for completion in part.outputs:
-                index = i * n + completion.index
-                if index not in ended and (completion.token_ids or completion.finish_reason):
-                    num_tokens = requests[i].num_tokens[completion.index]
-                    for one in self.with_end_apart(completion, call.requests[i].params):
-                        choice = call.choice(index, one, part) | call.output_ids(one)
-                        if index not in begun:
-                            choice |= call.prompt_ids("choice", part)
-                            begun.add(index)
-                        found += chunk(
-                            choice, part, num_tokens - (one.finish_reason != completion.finish_reason)
-                        )
-                if completion.finish_reason:
-                    ended.add(index)
-            return found
-
+        encoder = _ChunkEncoder(
+            call, self.with_end_apart, include_usage=include_usage, continuous_usage=continuous_usage
+        )
         journal, has_begun = call.journal, call.has_begun
         try:
             async with self._running(call) as requests, contextlib.aclosing(_merged(requests)) as parts:
                 async for i, part in parts:
-                    event = chunks(i, part)
+                    event = encoder.chunks(i, part, requests[i].num_tokens)
                     if part is requests[i].given:
                         continue  # the client has it
                     if journal is not None:
-                        journal.note(i * n, part)
+                        journal.note(i * call.num_outputs, part)
                     if not has_begun:
                         has_begun = True
-                        ids = call.prompt_ids("answer", part)
-                        event = b"".join(chunk(choice, part, 0, ids) for choice in first) + event
+                        event = encoder.first_chunks(first, part) + event
                     writer = (yield event) if event else None
                     if writer is not None and len(requests) == 1 and not part.finished:
-                        await requests[0].write_rest(writer, lambda part: chunks(0, part))
+                        await requests[0].write_rest(
+                            writer, lambda part: encoder.chunks(0, part, requests[0].num_tokens)
+                        )
                         break
             end = _DONE
             if include_usage:
@@ -148,12 +118,12 @@ class RequestRunner:
         except ApiError as error:
             if not has_begun or call.moves_on(error):
                 raise
-            end = _event(error.body())  # and nothing behind it: the answer is not whole
+            end = _event(error.body())  # without _DONE: the answer is not whole
         if journal is not None:
             journal.end()
         yield end
 
-    async def parts(self, call: Call, *, whole: bool = False) -> AsyncGenerator[RequestOutput]:
+    async def parts(self, call: GenerationCall, *, whole: bool = False) -> AsyncGenerator[RequestOutput]:
         """Runs a call of one request; yields its output part by part, or at its end as a `whole`.
 
         The first part of a request that another replica has begun is what the client has of it.
@@ -168,7 +138,9 @@ class RequestRunner:
                 yield part
 
     @contextlib.asynccontextmanager
-    async def _running(self, call: Call, *, whole: bool = False) -> AsyncIterator[list["_RunningRequest"]]:
+    async def _running(
+        self, call: GenerationCall, *, whole: bool = False
+    ) -> AsyncIterator[list["_RunningRequest"]]:
         """Starts the requests of a call when their turn has come; at the end, aborts those that still run.
 
         Args:
@@ -182,15 +154,15 @@ class RequestRunner:
         num_seqs = sum(request.num_seqs for request in call.requests)
         start = time.monotonic()
         turn = call.client, call.requests[0].priority
-        async with self._room.place(num_seqs, *turn, has_begun=call.has_begun):
+        async with self._waiting_queue.admission(num_seqs, *turn, has_begun=call.has_begun):
             waited_s = time.monotonic() - start
             try:
                 for i, checked in enumerate(call.requests):
                     request_id, given, stream = f"{call.head['id']}-{i}", None, None
                     if call.journal is not None:
                         checked = call.journal.begun(i, call.num_outputs, checked)
-                    if checked.given:
-                        given = given_output(checked, request_id, self._engine.engine.tokenizer)
+                    if checked.prior_outputs:
+                        given = prior_output(checked, request_id, self._engine.engine.tokenizer)
                     if given is None or not given.finished:
                         stream = await self._engine.submit(checked, None, request_id, whole=whole)
                     facts = checked, call.num_outputs, waited_s, self._metrics, call.record
@@ -242,6 +214,82 @@ class RequestRunner:
         task = asyncio.create_task(_exhaust(request))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
+
+
+class _ChunkEncoder:
+    """Encodes the parts of a call's outputs as chunks: server-sent events with one choice each.
+
+    Args:
+        call: The call.
+        with_end_apart: See RequestRunner.with_end_apart.
+        include_usage: See RequestRunner.events.
+        continuous_usage: See RequestRunner.events.
+    """
+
+    def __init__(
+        self,
+        call: GenerationCall,
+        with_end_apart: Callable[[CompletionOutput, SamplingParams], Sequence[CompletionOutput]],
+        *,
+        include_usage: bool,
+        continuous_usage: bool,
+    ) -> None:
+        self._call = call
+        self._with_end_apart = with_end_apart
+        self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        self._head = b"data: " + orjson.dumps(call.head)[:-1]
+        self._begun: set[int] = set()  # indices of choices
+        self._ended: set[int] = set()
+
+    def first_chunks(self, choices: Sequence[dict[str, Any]], part: RequestOutput) -> bytes:
+        """Returns chunks of choices that come before the first part of an output."""
+        ids = self._call.prompt_ids("answer", part)
+        return b"".join(self._chunk(choice, part, 0, ids) for choice in choices)
+
+    def chunks(self, i: int, part: RequestOutput, num_tokens: Sequence[int]) -> bytes:
+        """Returns the chunks of a part; none for outputs that it adds nothing to.
+
+        Args:
+            i: Index of the request.
+            part: The part.
+            num_tokens: Tokens of each output of the request so far.
+        """
+        found = b""
+        for completion in part.outputs:
+            index = i * self._call.num_outputs + completion.index
+            if index not in self._ended and (completion.token_ids or completion.finish_reason):
+                found += self._of_completion(i, index, completion, part, num_tokens[completion.index])
+            if completion.finish_reason:
+                self._ended.add(index)
+        return found
+
+    def _of_completion(
+        self, i: int, index: int, completion: CompletionOutput, part: RequestOutput, num_tokens: int
+    ) -> bytes:
+        call, found = self._call, b""
+        for one in self._with_end_apart(completion, call.requests[i].params):
+            choice = call.choice(index, one, part) | call.output_ids(one)
+            if index not in self._begun:
+                choice |= call.prompt_ids("choice", part)
+                self._begun.add(index)
+            # The end, which is apart, has one token.
+            is_before_end = one.finish_reason != completion.finish_reason
+            found += self._chunk(choice, part, num_tokens - is_before_end, {})
+        return found
+
+    def _chunk(
+        self, choice: dict[str, Any], part: RequestOutput, num_tokens: int, more: dict[str, Any]
+    ) -> bytes:
+        event = b'%b,"choices":[%b]' % (self._head, orjson.dumps(choice))
+        if more:
+            event += b"," + orjson.dumps(more)[1:-1]
+        if self._include_usage:
+            counts = None
+            if self._continuous_usage:
+                counts = usage([part], num_tokens * self._call.counts_output)
+            event += b',"usage":' + orjson.dumps(counts)
+        return event + b"}\n\n"
 
 
 class _RunningRequest:
@@ -418,7 +466,7 @@ async def _exhaust(request: _RunningRequest) -> None:
             pass
 
 
-def _usage(call: Call, requests: Sequence[_RunningRequest]) -> dict[str, Any]:
+def _usage(call: GenerationCall, requests: Sequence[_RunningRequest]) -> dict[str, Any]:
     num_output_tokens = sum(sum(request.num_tokens) for request in requests) * call.counts_output
     return usage([request.output for request in requests], num_output_tokens)
 

@@ -1,4 +1,4 @@
-"""Who gets into the engine next, and who is sent away: the requests that wait in the server."""
+"""Queue of the requests that wait in the server: which one the engine gets next, and which are refused."""
 
 import asyncio
 import contextlib
@@ -14,8 +14,8 @@ _MAX_RETRY_AFTER_S = 60
 
 
 @dataclasses.dataclass
-class _Ticket:
-    """A request that waits.
+class _WaitingRequest:
+    """A request in the queue.
 
     Args:
         num_seqs: Sequences that it brings.
@@ -28,8 +28,8 @@ class _Ticket:
     is_inside: bool = False
 
 
-class WaitingRoom:
-    """Lets requests into the engine: by priority, then client after client, then first come, first served.
+class WaitingQueue:
+    """Admits requests to the engine: by priority, then client after client, then first come, first served.
 
     The queue of the engine is kept short, because those in it are served as they came: a client that sends
     a thousand requests would be served before all others. So the thousand wait here:
@@ -50,12 +50,12 @@ class WaitingRoom:
         self._free = capacity
         self._max_waiting = max_waiting
         # By priority; the clients of a priority stand in the order of their turns.
-        self._queues: dict[int, dict[str, deque[_Ticket]]] = {}
+        self._queues: dict[int, dict[str, deque[_WaitingRequest]]] = {}
         self._seconds_per_request = 1.0
         self._last_admission: float | None = None  # while requests wait
 
     def refusal(self) -> ApiError | None:
-        """Returns what a request is answered that finds no place, not even one to wait; or None."""
+        """Returns the error for a new request if the queue is full; None if it may wait."""
         has_room = self._free > 0 and not self._queues
         if has_room or self.num_waiting < self._max_waiting:
             return None
@@ -73,10 +73,10 @@ class WaitingRoom:
         )
 
     @contextlib.asynccontextmanager
-    async def place(
+    async def admission(
         self, num_seqs: int, client: str, priority: int, *, has_begun: bool = False
     ) -> AsyncIterator[None]:
-        """Waits until a request may run, and keeps its place while it does.
+        """Waits until a request may run, and holds its capacity while it runs.
 
         Args:
             num_seqs: Sequences that it brings, at least 1.
@@ -91,43 +91,43 @@ class WaitingRoom:
         is_first = not self._queues and num_seqs <= self._free
         if not (is_first or has_begun) and self.num_waiting >= self._max_waiting:
             raise self._too_many()
-        ticket = _Ticket(num_seqs, asyncio.get_running_loop().create_future())
+        request = _WaitingRequest(num_seqs, asyncio.get_running_loop().create_future())
         queue = self._queues.setdefault(priority, {}).setdefault(client, deque())
-        queue.append(ticket)
+        queue.append(request)
         self.num_waiting += 1
         self._admit()
         try:
-            await ticket.admitted
+            await request.admitted
             yield
         finally:
-            if ticket.is_inside:
+            if request.is_inside:
                 self._free += num_seqs
             else:  # its client has left
-                self._remove(ticket, priority, client)
+                self._remove(request, priority, client)
             self._admit()
 
     def _admit(self) -> None:
         while self._queues:
             priority = min(self._queues)
             client = next(iter(self._queues[priority]))
-            ticket = self._queues[priority][client][0]
-            if ticket.num_seqs > self._free:
+            request = self._queues[priority][client][0]
+            if request.num_seqs > self._free:
                 return
-            self._remove(ticket, priority, client)
-            self._free -= ticket.num_seqs
-            ticket.is_inside = True
-            if not ticket.admitted.done():  # a client that leaves in this moment gives its place back
-                ticket.admitted.set_result(None)
+            self._remove(request, priority, client)
+            self._free -= request.num_seqs
+            request.is_inside = True
+            if not request.admitted.done():  # a client that leaves in this moment gives its place back
+                request.admitted.set_result(None)
             now = time.monotonic()
             if self._last_admission is not None:
                 self._seconds_per_request += 0.1 * (now - self._last_admission - self._seconds_per_request)
             self._last_admission = now if self._queues else None
 
-    def _remove(self, ticket: _Ticket, priority: int, client: str) -> None:
-        """Takes a ticket from its queue; the other clients of its priority have their turns first."""
+    def _remove(self, request: _WaitingRequest, priority: int, client: str) -> None:
+        """Takes a request from its queue; the other clients of its priority have their turns first."""
         clients = self._queues[priority]
         queue = clients.pop(client)
-        queue.remove(ticket)
+        queue.remove(request)
         self.num_waiting -= 1
         if queue:
             clients[client] = queue

@@ -1,11 +1,11 @@
-"""The block tables of all seats, on the device: a step brings along only what has changed in them.
+"""The block tables of all batch slots, on the device: a step brings along only what has changed in them.
 
-An int32 array [G, S, M]: G cache groups, S seats, M columns. A place is an index into it, flattened:
+An int32 array [G, S, M]: G cache groups, S batch slots, M columns. A place is an index into it, flattened:
 
-    group g, seat s, column m        place (g * S + s) * M + m
+    group g, batch slot s, column m        place (g * S + s) * M + m
 
-A step writes its changes into the array, in place, and then reads the tables of its rows by their seats. What
-stands behind the end of a table is left over from others: the kernels never look at it.
+A step writes its changes into the array, in place, and then reads the tables of its rows by their batch
+slots. What stands behind the end of a table is left over from others: the kernels never look at it.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ def write_changes(block_tables: Int[Array, "g s m"], changes: Int[Array, "2 n"])
     return block_tables.reshape(-1).at[places].set(blocks, mode="drop").reshape(block_tables.shape)
 
 
-def tables_of(block_tables: Int[Array, "g s m"], seats: Int[Array, " b"]) -> Int[Array, "g b m"]:
-    """Returns the tables of some seats; null blocks for seats from S on."""
-    return block_tables.at[:, seats].get(mode="fill", fill_value=0)
+def tables_of(block_tables: Int[Array, "g s m"], batch_slots: Int[Array, " b"]) -> Int[Array, "g b m"]:
+    """Returns the tables of some batch slots; null blocks for batch slots from S on."""
+    return block_tables.at[:, batch_slots].get(mode="fill", fill_value=0)
 
 
 def pad_changes(changes: np.ndarray, length: int, num_places: int) -> np.ndarray:
@@ -42,14 +42,14 @@ def pad_changes(changes: np.ndarray, length: int, num_places: int) -> np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class WriteBlockTablesProgram(Program):
-    """Writes NUM_WRITTEN changes ahead of a step: of long tables that take their seats, for instance."""
+    """Writes NUM_WRITTEN changes ahead of a step, such as those of long tables in new batch slots."""
 
     def __str__(self) -> str:
         return "write block tables"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
         jitted = jax.jit(write_changes, donate_argnums=0, out_shardings=context.replicated)
-        return jitted.trace(context.seat_arrays().block_tables, context.shape((2, NUM_WRITTEN), np.int32))
+        return jitted.trace(context.state().block_tables, context.shape((2, NUM_WRITTEN), np.int32))
 
 
 def write_block_tables[T](run: Callable[..., Any], block_tables: T, changes: np.ndarray) -> T:
@@ -57,7 +57,7 @@ def write_block_tables[T](run: Callable[..., Any], block_tables: T, changes: np.
 
     Args:
         run: Runs a program on arguments.
-        block_tables: int32 [G, S, M], or a tuple of them, see SeatArrays.
+        block_tables: int32 [G, S, M], or a tuple of them, see StepState.
         changes: int32 [2, n], as InputBatch.take_table_changes returns them.
     """
     num_places = jax.tree.leaves(block_tables)[0].size

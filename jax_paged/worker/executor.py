@@ -176,9 +176,9 @@ class LocalExecutor:
         beside: "LocalExecutor | None" = None,
     ) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
-        from jax_paged.worker.features.interactive import Inspector
-        from jax_paged.worker.features.pooling.encoder_runner import EncoderRunner, is_encoder
+        from jax_paged.worker.composition import Inspector, is_encoder, make_encoder_runner
         from jax_paged.worker.model_runner import ModelRunner
+        from jax_paged.worker.served_model import CallerParts
 
         backend = args.distributed_executor_backend
         allowed = "'uni' for an executor of this process, or beside parts of one's own"
@@ -192,11 +192,11 @@ class LocalExecutor:
             own |= {"speculative_config": args.speculative_config}
             for name, value in own.items():
                 check(value is None, name, value, "None, as the model is an encoder")
-            make = functools.partial(EncoderRunner, args, loaded, first_device)
+            make = functools.partial(make_encoder_runner, args, loaded, first_device)
         else:
-            own_parts = hooks, attend, sampler, logits_processors
+            parts = CallerParts(loaded, tuple(hooks), attend, sampler, tuple(logits_processors))
             runner = beside.runner if beside else None
-            make = functools.partial(ModelRunner, args, loaded, *own_parts, first_device, group, runner)
+            make = functools.partial(ModelRunner, args, parts, first_device, group, runner)
         with _no_arrays_in_traceback():
             self.runner = make()
         self._inspector = Inspector(self.runner)
@@ -232,7 +232,7 @@ class LocalExecutor:
     ) -> "dict[str, np.ndarray]":
         """Returns what some blocks hold, and perhaps the weights; no step is in flight."""
         self._check_whole("to save or load a state")
-        from jax_paged.worker.features import snapshot
+        from jax_paged.worker.composition import snapshot
 
         arrays = self.runner.arrays
         kept = snapshot.read_blocks(arrays["kv_cache"], self.runner.host_blocks, blocks, host_blocks)
@@ -252,19 +252,19 @@ class LocalExecutor:
             ValueError: If an array is missing, or of another shape or type.
         """
         self._check_whole("to save or load a state")
-        from jax_paged.worker.features import snapshot
+        from jax_paged.worker.composition import snapshot
 
         ours = self.runner.arrays
         snapshot.write_blocks(ours["kv_cache"], self.runner.host_blocks, blocks, host_blocks, arrays)
         if with_weights:
             snapshot.write_weights(ours["weights"], arrays)
-            self._forget_images()
+            self.runner.forget_images()
             self._source = None
 
     def fingerprint(self) -> tuple[str, str]:
         """Returns hashes of the weights as they are served, and of how such kernels are packed here."""
         self._check_whole("to save or load a state")
-        from jax_paged.worker.features import snapshot
+        from jax_paged.worker.composition import snapshot
 
         packing = snapshot.packing(self.config.matmul_backend, self.runner.context.dtype)
         return snapshot.fingerprint(self.runner.arrays["weights"]), packing
@@ -300,7 +300,7 @@ class LocalExecutor:
         """Computes with other weights from the next step on; ValueError if they don't fit."""
         self._check_whole("to exchange weights")
         self.runner.served.replace(new, self._overrides)
-        self._forget_images()
+        self.runner.forget_images()
         self._source = new if isinstance(new, str | Path) else None
 
     def check_weights(self) -> None:
@@ -337,11 +337,6 @@ class LocalExecutor:
     def close(self) -> None:
         """Frees the pool, and the weights unless others use them or the caller brought the model."""
         self.runner.close()
-
-    def _forget_images(self) -> None:
-        """Drops what other weights have made of images."""
-        if self.config.images is not None:
-            self.runner.image_encoder.clear()
 
     def _check_whole(self, what: str) -> None:
         """Checks that there is one stage, which has all weights and the whole of each block."""

@@ -1,38 +1,46 @@
 """One int32 buffer per step, moved to the device in one transfer: its fields, and how the device reads them.
 
-The fields lie one after the other (floats as their bits). T token rows, B rows, L rows of logits (B of them,
-but T in steps with drafts), G cache groups, C changes of block tables:
+The fields lie one after the other (floats as their bits). T token rows, B scheduled sequences (rows), L
+logits rows (B of them, but T in steps with drafts), G cache groups, C changes of block tables:
 
     of the token rows:   tokens [T] | positions [T] | slot_mapping [G, T]
-    of the rows:         seats [B] | context_lens [G, B] | query_start_loc [B + 1] | shared_blocks [B]
+    of the rows:         batch_slots [B] | context_lens [G, B] | query_start_loc [B + 1] | shared_blocks [B]
     of the block tables: table_changes [2, C]
-    of the logits rows:  logits_rows [L] | sample_positions [L] | sample_seats [L] | count_seats [L]
+    of the logits rows:  logits_rows [L] | sample_positions [L] | sample_slots [L] | count_slots [L]
                          | sampling [L, 12] | forced_tokens [L, K]
     of hooks:            hook_args [B, A] | processor_args [L, P]
-    of bursts:           max_draws [B] | end_tokens [B, E]
+    of multi-step:       max_draws [B] | end_tokens [B, E]
     of drafts:           num_drafts [L]
     of adapters:         adapter_slots [B]
     of embeddings:       has_embeds [T]
     of states:           state_slots [3, B]
     of M-RoPE:           mrope_positions [3, T]
 
-The block tables themselves lie on the device, by seat (block_tables.py); a row that is not used has a seat
-that does not exist. A token that the host does not know yet is NO_TOKEN, always the last of its row.
-logits_rows holds the token row after which each row of logits stands, sample_positions the position of the
-token that is drawn from it, and sample_seats the seat that gets it. count_seats holds the seat whose token
-counts its penalties read; a row of logits without penalties has a seat that does not exist. The columns of
-`sampling` are FLOATS, then INTS. forced_tokens holds what is chosen whatever is drawn, in each of a burst's K
-steps (K is 1 elsewhere), -1 for what is drawn. hook_args holds, for each row and each hook, whether it is on,
-and its arguments: A columns in all; processor_args the same for each row of logits and each logits processor,
-where 2 stands for one that begins. A row of a burst draws at most max_draws tokens, and none after one of
-its E = MAX_END_TOKENS end tokens, which are padded with -1. num_drafts says of each row of logits behind how
-many drafts it stands: the token rows up to its own, and their rows of logits, are those in front of it.
-adapter_slots holds the slot of each row's
-adapter, 0 for none, and has_embeds which token rows have a vector of their own; only steps that need these
-fields have them. state_slots is that of AttentionMetadata, and empty if no layer keeps a state; so is
-mrope_positions, which only models have whose image tokens stand in rows and columns.
+The block tables stay on the device, by batch slot (block_tables.py). An unused row has a batch slot that does
+not exist.
+
+    tokens            NO_TOKEN for a token that the host does not know yet, always the last one of its row
+    logits_rows       the token row after which a logits row stands
+    sample_positions  the position of the token that is drawn from it
+    sample_slots      the batch slot that gets this token
+    count_slots       the batch slot whose token counts its penalties read; without penalties, one that does
+                      not exist
+    sampling          the columns FLOATS, then INTS
+    forced_tokens     tokens that replace the drawn ones in each of the K decode steps, -1 for none; K is 1
+                      without multi-step decoding
+    hook_args         for each hook, whether it is on, and its arguments: A columns in all
+    processor_args    the same for each logits processor; 2 in place of 1 if its state begins
+    max_draws         the maximum number of tokens that a sequence draws in multi-step decoding
+    end_tokens        E = MAX_END_TOKENS tokens after which it draws no more, padded with -1
+    num_drafts        the number of drafts that precede a logits row: the token rows up to its own, and their
+                      logits rows
+    adapter_slots     the slot of a sequence's adapter, 0 for none
+    has_embeds        whether a token row has a vector in place of its token
+    state_slots       that of AttentionMetadata; empty if no layer has a recurrent state
+    mrope_positions   only for models whose image tokens have positions in rows and columns
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -42,12 +50,8 @@ from jax import lax
 from jaxtyping import Array
 
 from jax_paged.core.scheduler_output import MAX_END_TOKENS
-from jax_paged.models.attention import Attend, AttentionMetadata, Backend
-from jax_paged.models.kv_location import Place
-from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.compilation.buckets import Bucket
-from jax_paged.worker.features.cascade import MIN_ROWS
 from jax_paged.worker.sampling.sampler import SamplingBatch
 
 FLOATS = (
@@ -82,35 +86,47 @@ class Field(NamedTuple):
     shape: tuple[int, ...]
 
 
-def layout(
-    bucket: Bucket,
-    num_groups: int,
-    num_hook_columns: int = 0,
-    num_processor_columns: int = 0,
-    has_states: bool = False,
-    has_mrope: bool = False,
-) -> tuple[dict[str, Field], int]:
+@dataclasses.dataclass(frozen=True)
+class BufferOptions:
+    """Properties of an engine that the fields of its buffers depend on.
+
+    Args:
+        num_groups: Cache groups, G.
+        num_hook_columns: Columns of hook_args, A.
+        num_processor_columns: Columns of processor_args, P.
+        has_states: Whether layers keep a recurrent state of each sequence.
+        has_mrope: Whether tokens of images have rotary positions of their own.
+    """
+
+    num_groups: int
+    num_hook_columns: int = 0
+    num_processor_columns: int = 0
+    has_states: bool = False
+    has_mrope: bool = False
+
+
+def layout(bucket: Bucket, options: BufferOptions) -> tuple[dict[str, Field], int]:
     """Returns the fields of a bucket's buffer, and the buffer's length."""
-    t, b, g = bucket.num_tokens, bucket.num_seqs, num_groups
+    t, b, g = bucket.num_tokens, bucket.num_seqs, options.num_groups
     num_logits = bucket.num_logits
     shapes: dict[str, tuple[int, ...]] = {
         "tokens": (t,),
         "positions": (t,),
         "slot_mapping": (g, t),
-        "seats": (b,),
+        "batch_slots": (b,),
         "context_lens": (g, b),
         "query_start_loc": (b + 1,),
         "shared_blocks": (b,),
         "table_changes": (2, num_step_changes(bucket, g)),
         "logits_rows": (num_logits,),
         "sample_positions": (num_logits,),
-        "sample_seats": (num_logits,),
-        "count_seats": (num_logits,),
+        "sample_slots": (num_logits,),
+        "count_slots": (num_logits,),
         "sampling": (num_logits, NUM_SAMPLING_COLUMNS),
         "forced_tokens": (num_logits, bucket.num_steps),
-        "hook_args": (b, num_hook_columns),
-        "processor_args": (num_logits, num_processor_columns),
-        "state_slots": (3 * has_states, b),
+        "hook_args": (b, options.num_hook_columns),
+        "processor_args": (num_logits, options.num_processor_columns),
+        "state_slots": (3 * options.has_states, b),
     }
     if bucket.num_steps > 1:
         shapes |= {"max_draws": (b,), "end_tokens": (b, MAX_END_TOKENS)}
@@ -120,7 +136,7 @@ def layout(
         shapes["adapter_slots"] = (b,)
     if bucket.has_embeds:
         shapes["has_embeds"] = (t,)
-    if has_mrope:
+    if options.has_mrope:
         shapes["mrope_positions"] = (3, t)
     fields, start = {}, 0
     for name, shape in shapes.items():
@@ -137,17 +153,9 @@ def views(packed: np.ndarray, fields: dict[str, Field]) -> dict[str, np.ndarray]
     }
 
 
-def unpack(
-    packed: Array,
-    bucket: Bucket,
-    num_groups: int,
-    num_hook_columns: int = 0,
-    num_processor_columns: int = 0,
-    has_states: bool = False,
-    has_mrope: bool = False,
-) -> dict[str, Array]:
+def unpack(packed: Array, bucket: Bucket, options: BufferOptions) -> dict[str, Array]:
     """Returns the fields of a bucket's buffer, on the device; `sampling` stays packed."""
-    fields, _ = layout(bucket, num_groups, num_hook_columns, num_processor_columns, has_states, has_mrope)
+    fields, _ = layout(bucket, options)
     return {
         name: lax.slice_in_dim(packed, start, start + math.prod(shape)).reshape(shape)
         for name, (start, shape) in fields.items()
@@ -179,32 +187,6 @@ def neutral_sampling() -> np.ndarray:
     )
 
 
-def attention_metadata(
-    fields: dict[str, Array],
-    block_tables: Array,
-    bucket: Bucket,
-    backend: Backend,
-    places: tuple[Place, ...],
-    is_row_by_row: bool,
-    attend: Attend | None,
-    grid: DeviceGrid | None,
-    shares_prefixes: bool,
-) -> AttentionMetadata:
-    """Returns what the model reads: part of an unpacked buffer, and the block tables of its rows."""
-    names = ("positions", "slot_mapping", "context_lens", "query_start_loc")
-    return AttentionMetadata(
-        **{name: fields[name] for name in names},
-        block_tables=block_tables,
-        is_decode=bucket.is_decode,
-        backend=backend,
-        places=places,
-        is_row_by_row=is_row_by_row,
-        attend=attend,
-        grid=grid,
-        shared_blocks=fields["shared_blocks"] if shares_prefixes and bucket.num_seqs >= MIN_ROWS else None,
-    )
-
-
 def sampling_batch(
     fields: dict[str, Array],
     token_counts: Array,
@@ -224,7 +206,7 @@ def sampling_batch(
         seed=lax.bitcast_convert_type(seed, jnp.uint32),
         position=fields["sample_positions"],
         wants_logprobs=ints["wants_logprobs"] != 0,
-        count_seats=fields["count_seats"],
+        count_slots=fields["count_slots"],
         token_counts=token_counts,
         has_token_mask=ints["has_token_mask"] != 0,
         keeps_draw=ints["has_token_mask"] == KEEPS_DRAW,

@@ -1,15 +1,16 @@
 """Results on the device -> values on the host."""
 
 import dataclasses
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Array
 
 from jax_paged.core.model_runner_output import NO_TOKEN, ModelRunnerOutput, TokenLogprobs
-from jax_paged.worker.features.pooling.pooler import PendingPooled
-from jax_paged.worker.features.prompt_logprobs import PendingPromptLogprobs
 from jax_paged.worker.sampling.logits_rows import LogitsRows
+
+if TYPE_CHECKING:
+    from jax_paged.worker.composition import RowOutputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,18 +23,10 @@ class PendingStep:
         num_samples: Entries of SchedulerOutput.samples.
         logits_rows: What the columns of `results` stand for.
         num_top: Per drawn token, how many most likely tokens to report; -1 for no log-probabilities.
-        results: int32 [4, L] or [5, L] of StepProgram, or [K, 5, B] of a burst; None if the step computes
-            nothing.
-        details: int32 [B, 1 + 2N] of StepProgram, or [K, B, 1 + 2N] of a burst; None if no sample wants
-            log-probabilities.
-        prompt_logprobs: Of rows whose request wants them.
-        captured: What StepProgram returns of hooks.
-        pooled: Hidden states of pooling requests; None if the step computes none.
-        capturing: By the index of each row of which some capture, the first of its token rows, how many there
-            are, and the names of these hooks.
+        results: StepResult.tokens; None if the step computes nothing.
+        details: StepResult.details; None if no sample wants log-probabilities.
+        row_outputs: What features compute of the step's rows; None for nothing.
         num_shared_tokens: Of StepInputs.
-        redrawn: Columns of `results` and rows of `details` that take the place of these.
-        errors: Of ModelRunnerOutput.
     """
 
     step_id: int
@@ -43,13 +36,14 @@ class PendingStep:
     num_top: np.ndarray
     results: Array | None
     details: Array | None
-    prompt_logprobs: list[PendingPromptLogprobs]
-    captured: dict[str, Array] = dataclasses.field(default_factory=dict)
-    capturing: dict[int, tuple[int, int, list[str]]] = dataclasses.field(default_factory=dict)
+    row_outputs: "RowOutputs | None" = None
     num_shared_tokens: int = 0
-    redrawn: dict[int, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
-    pooled: PendingPooled | None = None
-    errors: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, step_id: int) -> "PendingStep":
+        """Returns a step that computes nothing."""
+        none = np.empty(0, np.int64)
+        return cls(step_id, 0, 0, LogitsRows(none, none, none, none), none, None, None)
 
     def begin_transfer(self) -> None:
         """Lets the results travel to the host as soon as they are there."""
@@ -62,25 +56,24 @@ class PendingStep:
         if self.results is None:
             return ModelRunnerOutput(self.step_id, [], [], [], [])
         if self.results.ndim == 3:
-            return self._read_burst(np.asarray(self.results)[:, :, : self.num_samples])
+            return self._read_multi_step(np.asarray(self.results)[:, :, : self.num_samples])
         num_drawn = self.logits_rows.num_drawn
         columns = np.array(self.results)[:, : len(self.logits_rows.rows)]
-        for j, (column, _) in self.redrawn.items():
+        outputs = self.row_outputs
+        redrawn = outputs.redrawn if outputs else {}
+        for j, (column, _) in redrawn.items():
             columns[:4, j] = column
         token_ids, logprobs, is_finite, has_choice = columns[:4]
         finite = np.ones(self.num_rows, bool)
         # A row behind drafts may never count: its sequence gets the tokens before it, and draws again there.
         finite[self.logits_rows.rows[(is_finite == 0) & (self.logits_rows.num_drafts == 0)]] = False
-        prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in range(self.num_rows)]
-        for pending in self.prompt_logprobs:
-            prompt_logprobs[pending.row] = pending.read()
         tokens = np.where(has_choice != 0, token_ids, NO_TOKEN)[:num_drawn].tolist()
         chosen = logprobs[:num_drawn].view(np.float32).tolist()
         if self.details is None:
             details = [TokenLogprobs(logprob, 0, [], []) for logprob in chosen]
         else:
             rows = np.array(self.details)[:num_drawn]
-            for j, (_, row) in self.redrawn.items():
+            for j, (_, row) in redrawn.items():
                 rows[j] = row
             details = read_details(rows, chosen, self.num_top.tolist())
         return ModelRunnerOutput(
@@ -88,24 +81,26 @@ class PendingStep:
             token_ids=self._up_to_bad(tokens, is_finite),
             logprobs=self._up_to_bad(details, is_finite),
             is_finite=finite.tolist(),
-            prompt_logprobs=prompt_logprobs,
-            captured=self._read_captured(lambda x, i, first, n: x[first : first + n])
-            | (self.pooled.read() if self.pooled else {}),
+            prompt_logprobs=outputs.read_prompt_logprobs(self.num_rows)
+            if outputs
+            else [[] for _ in range(self.num_rows)],
+            captured=outputs.read_captured() if outputs else {},
             num_shared_tokens=self.num_shared_tokens,
             # The first row of logits of a sample stands behind the token that it had.
             drafts=[tokens[1:] for tokens in self._by_sample(columns[4, :num_drawn].tolist())]
             if len(columns) > 4
             else [],
-            errors=self.errors,
+            errors=outputs.errors if outputs else {},
         )
 
-    def _read_burst(self, results: np.ndarray) -> ModelRunnerOutput:
-        """Returns the result of a burst, whose row i is that of sample i.
+    def _read_multi_step(self, results: np.ndarray) -> ModelRunnerOutput:
+        """Returns the result of multi-step decoding, whose row i is that of sample i.
 
         Args:
             results: int32 [K, 5, num_samples].
         """
         token_ids, logprobs, is_finite, has_choice, is_live = results.transpose(1, 2, 0)
+        outputs = self.row_outputs
         # What is not finite comes last, and draws nothing.
         counts = np.sum(is_live & is_finite, axis=1).tolist()
         tokens = np.where(has_choice != 0, token_ids, NO_TOKEN).tolist()
@@ -123,22 +118,10 @@ class PendingStep:
             logprobs=entries,
             is_finite=np.all((is_live == 0) | (is_finite != 0), axis=1).tolist(),
             prompt_logprobs=[[] for _ in range(self.num_rows)],
-            captured=self._read_captured(lambda x, i, first, n: x[: np.sum(is_live[i]), i]),
+            captured=outputs.read_captured(is_live.sum(axis=1).tolist()) if outputs else {},
             num_shared_tokens=self.num_shared_tokens * int(is_live.any(axis=0).sum()),
-            errors=self.errors,
+            errors=outputs.errors if outputs else {},
         )
-
-    def _read_captured(
-        self, of_row: Callable[[np.ndarray, int, int, int], np.ndarray]
-    ) -> dict[int, dict[str, np.ndarray]]:
-        """Returns what hooks captured of each row, of all the tokens that it has computed."""
-        if not self.capturing:
-            return {}
-        arrays = {name: np.asarray(x) for name, x in self.captured.items()}
-        rows = self.capturing.items()
-        return {
-            i: {name: of_row(arrays[name], i, first, n) for name in names} for i, (first, n, names) in rows
-        }
 
     def _up_to_bad[T](self, items: list[T], is_finite: np.ndarray) -> list[list[T]]:
         """Splits what was drawn into a list per sample, up to logits behind drafts that are not finite."""

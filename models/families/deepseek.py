@@ -38,7 +38,7 @@ from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import Linear, RMSNorm, normal, parameter
 from jax_paged.models.moe import Experts, MoeConfig, RoutedTokens, Router
 from jax_paged.models.parallel.sharding import even
-from jax_paged.models.quantization.quantized_linear import SmallKernel
+from jax_paged.models.quantization.quantized_linear import QuantizedWeight
 from jax_paged.models.rope import Rope, rope_values, yarn_score_factor
 
 # Of the norms of latents, whatever rms_norm_eps is.
@@ -159,12 +159,12 @@ class LatentMaps(nnx.Module):
         self.sizes = config.qk_nope_head_dim, config.v_head_dim
         heads, size = config.num_attention_heads, sum(self.sizes)
         value = normal(rngs.params(), (config.kv_lora_rank, heads * size), dtype, config.initializer_range)
-        self.kernel: nnx.Param | SmallKernel = parameter(value, (None, even(heads, size)))
+        self.kernel: nnx.Param | QuantizedWeight = parameter(value, (None, even(heads, size)))
 
     def per_head(self, dtype: jnp.dtype) -> Float[Array, "r h d"]:
         """Returns the kernel by heads: what makes keys, and behind it what makes values."""
         kernel = self.kernel
-        kernel = kernel.dense(dtype) if isinstance(kernel, SmallKernel) else kernel[...]
+        kernel = kernel.dense(dtype) if isinstance(kernel, QuantizedWeight) else kernel[...]
         return kernel.reshape(len(kernel), -1, sum(self.sizes))
 
     def queries(self, q: Float[Array, "*t h n"]) -> Float[Array, "*t h r"]:

@@ -272,7 +272,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         self.per_layer_inputs = PerLayerInputs(config, dtype=dtype, rngs=rngs) if has_own else None
 
     @property
-    def whole_because(self) -> str:
+    def pp_unsupported_reason(self) -> str:
         if self.config.num_kv_shared_layers:
             return "its last layers attend to the keys and values of earlier ones"
         return "its layers have vectors of their own for each token" if self.per_layer_inputs else ""
@@ -284,9 +284,9 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
             return x
         return jnp.concatenate([x, self.per_layer_inputs(EmbeddedTokens(tokens, x), context)], axis=-1)
 
-    def through(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+    def apply_layers(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         if self.per_layer_inputs is None:
-            return super().through(x, context)
+            return super().apply_layers(x, context)
         hidden, own = jnp.split(x, [self.config.hidden_size], axis=-1)
         context, layers = self.with_rotations(context), self.own_layers
         for layer, vectors in zip(layers, jnp.split(own, len(layers), axis=-1), strict=True):

@@ -19,7 +19,7 @@ from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import normal, parameter
 from jax_paged.models.moe import Experts, MoeConfig, MoeDecoderLayer, MoeMLP, Multiply, RoutedTokens
 from jax_paged.models.parallel.sharding import even
-from jax_paged.models.quantization.quantized_linear import SmallKernel
+from jax_paged.models.quantization.quantized_linear import QuantizedWeight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,10 +103,10 @@ class GptOssExperts(Experts):
         zeros = jnp.zeros((self.config.num_experts, size), self.down_proj.dtype)
         self.down_proj_bias = parameter(zeros, (None, None))
 
-    def divided_weights(self) -> tuple[nnx.Param | SmallKernel, ...]:
+    def divided_weights(self) -> tuple[nnx.Param | QuantizedWeight, ...]:
         return self.gate_up_proj, self.gate_up_proj_bias, self.down_proj
 
-    def through(
+    def apply_experts(
         self,
         rows: Float[Array, "n e"],
         experts: Int[Array, " n"],

@@ -54,8 +54,8 @@ class HunYuanDenseV1Config(LlamaConfig):
 class HunYuanAttention(LlamaAttention):
     """A Llama's attention, with its steps in another order."""
 
-    def normed(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
-        return super().normed(*super().rotated(q, k, context), context)
+    def norm_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
+        return super().norm_qk(*super().rotated(q, k, context), context)
 
     def rotated(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
         return q, k  # before they were normed

@@ -21,7 +21,7 @@ from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, gated
 from jax_paged.models.parallel.sharding import Units, even, padded, repeated
-from jax_paged.models.quantization.config import SMALL_METHODS, read_quantization
+from jax_paged.models.quantization.config import STORED_METHODS, read_quantization
 from jax_paged.models.rope import Rope, max_positions, read_rope, rope_values
 
 WEIGHT_TABLE = WeightTable(
@@ -83,7 +83,7 @@ class LlamaConfig:
     activation_name: ClassVar[str] = "hidden_act"
     activations: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)
     epsilon_name: ClassVar[str] = "rms_norm_eps"
-    quantization_methods: ClassVar[tuple[str, ...]] = SMALL_METHODS
+    quantization_methods: ClassVar[tuple[str, ...]] = STORED_METHODS
     # Whether partial_rotary_factor may leave dimensions of a head as they are, and how the others form pairs.
     is_partly_rotated: ClassVar[bool] = False
     is_interleaved: ClassVar[bool] = False
@@ -211,7 +211,7 @@ class LlamaAttention(Module):
         """Returns queries, keys and values, their heads joined."""
         return self.q_proj(x, context), self.k_proj(x, context), self.v_proj(x, context)
 
-    def normed(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
+    def norm_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
         """Returns queries and keys as they are rotated; like `rotated`, of heads apart."""
         if self.q_norm is None or self.k_norm is None:
             return q, k
@@ -225,7 +225,7 @@ class LlamaAttention(Module):
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         heads = (*x.shape[:-1], -1, self.config.head_dim)
         q, k, v = (y.reshape(heads) for y in self.project(x, context))
-        q, k = self.normed(q, k, context)
+        q, k = self.norm_qk(q, k, context)
         q, k = self.rotated(q, k, context)
         out = self.attend(q, k, v, context)
         return self.o_proj(out.reshape(*x.shape[:-1], -1), context)
@@ -303,7 +303,7 @@ class LlamaForCausalLM(CausalLM):
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
         return self.embed_tokens(tokens, context)
 
-    def through(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+    def apply_layers(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         context = self.with_rotations(context)
         for layer in self.own_layers:
             x = layer(x, context)
@@ -315,7 +315,7 @@ class LlamaForCausalLM(CausalLM):
         rotations = {rope: rope.at(context.positions) for rope in (x.self_attn.rope for x in layers)}
         return dataclasses.replace(context, rotations=rotations)
 
-    def normed(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+    def final_norm(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         return self.norm(x, context)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:

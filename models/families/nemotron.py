@@ -34,7 +34,7 @@ class NemotronLayerNorm(LayerNorm):
     """A LayerNorm whose scale is 1 + weight."""
 
     def forward(self, x: Float[Array, "... e"], context: ForwardContext) -> Float[Array, "... e"]:
-        return (self.normed(x) + super().forward(x.astype(jnp.float32), context)).astype(x.dtype)
+        return (self.normalize(x) + super().forward(x.astype(jnp.float32), context)).astype(x.dtype)
 
 
 class NemotronDecoderLayer(UngatedDecoderLayer):

@@ -181,12 +181,12 @@ class OPTForCausalLM(CausalLM):
             x = self.project_in(x, context)
         return x + self.embed_positions(context.positions + POSITION_OFFSET, context)
 
-    def through(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+    def apply_layers(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         for layer in self.own_layers:
             x = layer(x, context)
         return x
 
-    def normed(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+    def final_norm(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         return x if self.final_layer_norm is None else self.final_layer_norm(x, context)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:

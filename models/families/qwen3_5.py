@@ -126,7 +126,7 @@ class GatedAttention(LlamaAttention):
         size, (q, k, v) = self.config.head_dim, self.project(x, context)
         q, gate = jnp.split(q.reshape(*x.shape[:-1], -1, 2 * size), 2, axis=-1)
         k, v = (y.reshape(*x.shape[:-1], -1, size) for y in (k, v))
-        q, k = self.rotated(*self.normed(q, k, context), context)
+        q, k = self.rotated(*self.norm_qk(q, k, context), context)
         out = self.attend(q, k, v, context) * jax.nn.sigmoid(gate)
         return self.o_proj(out.reshape(*x.shape[:-1], -1), context)
 

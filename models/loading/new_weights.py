@@ -25,7 +25,7 @@ from jax_paged.models.loading.weight_reading import (
 )
 from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.models.quantization.quantize import float_outline, kernel_places
-from jax_paged.models.quantization.quantized_linear import SmallKernel
+from jax_paged.models.quantization.quantized_linear import QuantizedWeight
 from jax_paged.models.weights import load_model, outline
 
 # A model, its state, tensors by the checkpoint's keys, or what names a checkpoint.
@@ -104,7 +104,7 @@ def _check_forms(like: LanguageModel, new: LanguageModel) -> None:
 
     def forms(model: LanguageModel) -> dict[str, str]:
         places = [(".".join(map(str, p.path)), p.kernel) for p in kernel_places(model)]
-        return {path: repr(k.form if isinstance(k, SmallKernel) else None) for path, k in places}
+        return {path: repr(k.form if isinstance(k, QuantizedWeight) else None) for path, k in places}
 
     ours = forms(like)
     other = [path for path, form in forms(new).items() if form != ours[path]]

@@ -23,7 +23,12 @@ from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.loading.stored_tensors import STORED_DTYPES, StoredTensor
 from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.models.quantization.quantize import kernel_places
-from jax_paged.models.quantization.quantized_linear import Parts, SmallForm, SmallKernel, quantize_file
+from jax_paged.models.quantization.quantized_linear import (
+    Parts,
+    QuantizationScheme,
+    QuantizedWeight,
+    quantize_file,
+)
 
 NUM_LOADING_THREADS = 4
 
@@ -45,10 +50,10 @@ _UNUSED = re.compile(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weight:
-    """A weight of a model, or a small kernel, and where it is in a checkpoint."""
+    """A weight of a model, or a quantized weight, and where it is in a checkpoint."""
 
     path: tuple[Any, ...]
-    param: Any  # a parameter, or a SmallKernel
+    param: Any  # a parameter, or a QuantizedWeight
     key: str
     transposed: bool
 
@@ -77,8 +82,8 @@ class Weight:
         return {key.removesuffix("weight") + end: x for key in self.keys for end, x in tensors.items()}
 
     @property
-    def _form(self) -> SmallForm | None:
-        return self.param.form if isinstance(self.param, SmallKernel) else None
+    def _form(self) -> QuantizationScheme | None:
+        return self.param.form if isinstance(self.param, QuantizedWeight) else None
 
 
 def read_weights(
@@ -94,8 +99,8 @@ def read_weights(
     weights.sort(key=lambda w: -w.param.size)
     start = logged = time.monotonic()
     flat, num_read, num_values = [], 0, sum(w.param.size for w in weights)
-    # What a small kernel is made of is several times as large.
-    is_small = any(isinstance(w.param, SmallKernel) for w in weights)
+    # What a quantized weight is made of is several times as large.
+    is_small = any(isinstance(w.param, QuantizedWeight) for w in weights)
     with ThreadPoolExecutor(1 if is_small else NUM_LOADING_THREADS) as pool:
         values = pool.map(lambda w: jax.block_until_ready(_load(w, stored, dtype, grid)), weights)
         for w, value in zip(weights, values, strict=True):
@@ -114,12 +119,12 @@ def read_weights(
 def weights_of(model: LanguageModel | EagleHead) -> list[Weight]:
     """Returns the weights of a model, and where they are in a checkpoint."""
     found: list[tuple[Any, Any]] = list(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-    found += [(p.path, p.kernel) for p in kernel_places(model) if isinstance(p.kernel, SmallKernel)]
+    found += [(p.path, p.kernel) for p in kernel_places(model) if isinstance(p.kernel, QuantizedWeight)]
     return [weight_at(model, path, param) for path, param in found]
 
 
 def weight_at(model: LanguageModel | EagleHead, path: tuple[Any, ...], param: Any) -> Weight:
-    """Returns a parameter or a small kernel of a model with where it is in a checkpoint."""
+    """Returns a parameter or a quantized weight of a model with where it is in a checkpoint."""
     return Weight(path, param, *model.weight_table.hf_key(".".join(map(str, path))))
 
 
@@ -128,13 +133,15 @@ def _load(
 ) -> list[tuple[tuple[Any, ...], nnx.Variable]]:
     """Returns the variables of a weight, and their paths."""
     kernel = weight.param
-    if not isinstance(kernel, SmallKernel):
+    if not isinstance(kernel, QuantizedWeight):
         return [(weight.path, kernel.replace(_load_weight(weight, stored, grid)))]
     found = kernel.placed(_read_parts(weight, kernel.form, stored, dtype), grid)
     return [((*weight.path, name), getattr(kernel, name).replace(part)) for name, part in found.items()]
 
 
-def _read_parts(weight: Weight, form: SmallForm, stored: dict[str, StoredTensor], dtype: jnp.dtype) -> Parts:
+def _read_parts(
+    weight: Weight, form: QuantizationScheme, stored: dict[str, StoredTensor], dtype: jnp.dtype
+) -> Parts:
     shape = weight.param.shape
 
     def read(key: str) -> Parts:

@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from jax_paged.models.causal_lm import CausalLM, LanguageModel
-from jax_paged.models.forward_context import Elsewhere
+from jax_paged.models.forward_context import MissingLayer
 
 
 def split_model(model: LanguageModel, num_stages: int) -> list[CausalLM]:
@@ -33,8 +33,8 @@ def split_model(model: LanguageModel, num_stages: int) -> list[CausalLM]:
     """
     if not isinstance(model, CausalLM):
         raise ValueError(f"1, as {type(model).__name__} is no decoder alone")
-    if model.whole_because:
-        raise ValueError(f"1, as {type(model).__name__} must be whole: {model.whole_because}")
+    if model.pp_unsupported_reason:
+        raise ValueError(f"1, as {type(model).__name__} must be whole: {model.pp_unsupported_reason}")
     layers = getattr(model, model.layers_name)
     sizes = [num_bytes(layer) for layer in layers]
     if num_stages > len(layers):
@@ -75,7 +75,7 @@ def stage(model: CausalLM, layers: range) -> CausalLM:
     part = nnx.merge(*nnx.split(model))
     all_layers, head = getattr(part, part.layers_name), part.head
     part.begins, part.ends = layers.start == 0, layers.stop == len(all_layers)
-    kept = [layer if i in layers else Elsewhere() for i, layer in enumerate(all_layers)]
+    kept = [layer if i in layers else MissingLayer() for i, layer in enumerate(all_layers)]
     for name, module in list(vars(part).items()):
         is_first = name in part.first_names
         is_here = (part.begins and is_first) or (part.ends and (not is_first or module is head))

@@ -84,11 +84,11 @@ METHODS: dict[str, Callable[[ConfigReader], WeightFormat | None]] = {
     "gptq": _gptq,
     "mxfp4": _mxfp4,
 }
-# Those of kernels that stay as small as they are stored, which every family can have.
-SMALL_METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
+# Methods whose weights stay quantized on the device; every family supports them.
+STORED_METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
 
 
-def read_quantization(read: ConfigReader, methods: Collection[str] = SMALL_METHODS) -> WeightFormat | None:
+def read_quantization(read: ConfigReader, methods: Collection[str] = STORED_METHODS) -> WeightFormat | None:
     """Returns how the kernels of a checkpoint are held; None if they are floats, or become floats.
 
     What is wrong is noted with the other problems of the config.

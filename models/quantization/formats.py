@@ -1,4 +1,4 @@
-"""How checkpoints hold small kernels: the layouts of AWQ, GPTQ, compressed-tensors and fp8, read with NumPy.
+"""Checkpoint formats of quantized weights: AWQ, GPTQ, compressed-tensors and fp8, read with NumPy.
 
 All of them divide a kernel's rows (what a linear map takes) into groups with scales of their own, and differ
 in the order of numbers of four bits within words of 32, in which of two matrices is transposed, and in names.
@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from jax_paged.models.quantization.quantized_linear import Parts, SmallForm, pairs
+from jax_paged.models.quantization.quantized_linear import Parts, QuantizationScheme, pairs
 
 WORD = ("I32",)
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -42,7 +42,7 @@ class Header(Protocol):
 class WeightFormat(Protocol):
     """What a checkpoint's quantization_config says of all its kernels."""
 
-    def form(self, found: Mapping[str, Header], rows: int, columns: int) -> SmallForm | None:
+    def form(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
         """Returns the form of a kernel; None if it is not small.
 
         Args:
@@ -63,10 +63,10 @@ class AwqFormat:
 
     group_size: int | None
 
-    def form(self, found: Mapping[str, Header], rows: int, columns: int) -> SmallForm | None:
+    def form(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
         if "qweight" not in found:
             return None
-        return SmallForm("uint8", self.group_size or rows, self, _scales(found, "scales"), True)
+        return QuantizationScheme("uint8", self.group_size or rows, self, _scales(found, "scales"), True)
 
     def tensors(self, rows: int, columns: int) -> dict[str, Expected]:
         groups = _groups(rows, self.group_size)
@@ -95,13 +95,13 @@ class GptqFormat:
     is_ordered: bool
     is_v2: bool
 
-    def form(self, found: Mapping[str, Header], rows: int, columns: int) -> SmallForm | None:
+    def form(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
         if "qweight" not in found:
             return None
         is_ordered = self.is_ordered and self.group_size is not None
         source = dataclasses.replace(self, is_ordered=is_ordered)
         scales = _scales(found, "scales")
-        return SmallForm("uint8", self.group_size or rows, source, scales, True, is_ordered)
+        return QuantizationScheme("uint8", self.group_size or rows, source, scales, True, is_ordered)
 
     def tensors(self, rows: int, columns: int) -> dict[str, Expected]:
         groups = _groups(rows, self.group_size)
@@ -227,14 +227,16 @@ class CompressedFormat:
 
     block: tuple[int, int] | None = None
 
-    def form(self, found: Mapping[str, Header], rows: int, columns: int) -> SmallForm | None:
+    def form(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
         zeros, ordered = "weight_zero_point" in found, "weight_g_idx" in found
         if "weight_packed" in found:
             scale = found.get("weight_scale")
             num_groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
             source = PackedKernel4(num_groups, zeros, ordered)
             group_size = _group_size(rows, num_groups)
-            return SmallForm("uint8", group_size, source, _scales(found, "weight_scale"), True, ordered)
+            return QuantizationScheme(
+                "uint8", group_size, source, _scales(found, "weight_scale"), True, ordered
+            )
         weight = found.get("weight")
         if weight is None or weight.dtype not in BYTES:
             return None
@@ -248,7 +250,7 @@ class CompressedFormat:
             if end in found
         )
         source = ByteKernel(weight.dtype, name, scale_shape, self.block, zeros, others)
-        return SmallForm(BYTES[weight.dtype], group_size, source, _scales(found, name), zeros)
+        return QuantizationScheme(BYTES[weight.dtype], group_size, source, _scales(found, name), zeros)
 
 
 def _scales(found: Mapping[str, Header], name: str) -> str:

@@ -1,4 +1,4 @@
-"""Which kernels of a model are small, and models whose kernels are made small on the fly.
+"""Quantization of a model on the fly, and which of its weights are quantized.
 
 Linear maps and experts are; the head, the router and embeddings stay as they are, as everything else does.
 """
@@ -12,7 +12,13 @@ from flax import nnx
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.layers import Linear
 from jax_paged.models.moe import Experts
-from jax_paged.models.quantization.quantized_linear import KIND_DTYPES, Kind, SmallForm, SmallKernel, quantize
+from jax_paged.models.quantization.quantized_linear import (
+    KIND_DTYPES,
+    Kind,
+    QuantizationScheme,
+    QuantizedWeight,
+    quantize,
+)
 
 
 class KernelPlace(NamedTuple):
@@ -30,7 +36,7 @@ class KernelPlace(NamedTuple):
 
     @property
     def kernel(self) -> Any:
-        """The kernel: a parameter, or a SmallKernel."""
+        """The kernel: a parameter, or a QuantizedWeight."""
         return getattr(self.owner, self.name)
 
 
@@ -47,20 +53,20 @@ def _kernel_places(model: nnx.Module) -> Iterator[KernelPlace]:
 
 
 def kind_to_make(models: Sequence[nnx.Module], quantization: str | None) -> Kind | None:
-    """Returns what float kernels become on the fly; nothing where some are small in their checkpoint.
+    """Returns the type that float kernels are quantized to on the fly; None if the checkpoint is quantized.
 
     Args:
         models: Those that share a checkpoint; weights, or shapes in their places.
         quantization: As EngineArgs has it.
     """
     kernels = (place.kernel for model in models for place in kernel_places(model))
-    if any(isinstance(k, SmallKernel) and not isinstance(k.form.source, str) for k in kernels):
+    if any(isinstance(k, QuantizedWeight) and not isinstance(k.form.source, str) for k in kernels):
         return None
     return next((kind for kind in KIND_DTYPES if kind == quantization), None)
 
 
-def outline_small(model: nnx.Module, form_of: Callable[[KernelPlace], SmallForm | None]) -> None:
-    """Puts the shapes of small kernels in the places of float ones, in a model without weights.
+def outline_quantized(model: nnx.Module, form_of: Callable[[KernelPlace], QuantizationScheme | None]) -> None:
+    """Puts the shapes of quantized weights in the places of float ones, in a model without weights.
 
     Args:
         model: Has shapes in place of its weights; modified.
@@ -69,7 +75,7 @@ def outline_small(model: nnx.Module, form_of: Callable[[KernelPlace], SmallForm 
     for place in kernel_places(model):
         param = place.kernel
         if isinstance(param, nnx.Param) and (form := form_of(place)) is not None:
-            kernel = SmallKernel(form, param.shape, param.get_metadata()["split"])
+            kernel = QuantizedWeight(form, param.shape, param.get_metadata()["split"])
             setattr(place.owner, place.name, kernel)
 
 
@@ -79,23 +85,23 @@ def outline_kind[M: LanguageModel](model: M, kind: Kind | None) -> M:
         return model
     made = {place.path for place in _made(model)}
 
-    def form_of(place: KernelPlace) -> SmallForm | None:
-        return SmallForm.of_kind(kind, place.kernel.shape[-2]) if place.path in made else None
+    def form_of(place: KernelPlace) -> QuantizationScheme | None:
+        return QuantizationScheme.of_kind(kind, place.kernel.shape[-2]) if place.path in made else None
 
-    outline_small(model, form_of)
+    outline_quantized(model, form_of)
     return model
 
 
 def quantized[M: nnx.Module](model: M, kind: Kind | None) -> M:
-    """Returns a copy of a model whose kernels are small, which shares all else; for None, the model."""
+    """Returns a copy of a model with quantized kernels that shares all else; the model itself for None."""
     if kind is None:
         return model
     model = nnx.merge(*nnx.split(model))
     for place in _made(model):
         param = place.kernel
         split, kernel = param.get_metadata()["split"], param[...]
-        form = SmallForm.of_kind(kind, kernel.shape[-2])
-        setattr(place.owner, place.name, SmallKernel(form, kernel.shape, split, quantize(kernel, kind)))
+        form = QuantizationScheme.of_kind(kind, kernel.shape[-2])
+        setattr(place.owner, place.name, QuantizedWeight(form, kernel.shape, split, quantize(kernel, kind)))
     return model
 
 
@@ -103,12 +109,12 @@ def float_outline[M: nnx.Module](model: M, dtype: jax.typing.DTypeLike) -> M:
     """Returns a model without weights, as it was before `quantized`.
 
     Raises:
-        ValueError: If its checkpoint holds small kernels.
+        ValueError: If its checkpoint holds quantized weights.
     """
     model = nnx.merge(*nnx.split(model))
     for place in kernel_places(model):
         kernel = place.kernel
-        if isinstance(kernel, SmallKernel):
+        if isinstance(kernel, QuantizedWeight):
             if not isinstance(kernel.form.source, str):
                 raise ValueError(
                     "the weights are a model's or tensors; allowed for a model that is served from a "
@@ -120,7 +126,7 @@ def float_outline[M: nnx.Module](model: M, dtype: jax.typing.DTypeLike) -> M:
 
 
 def _made(model: nnx.Module) -> Iterator[KernelPlace]:
-    """Yields the float kernels that are made small on the fly."""
+    """Yields the float kernels that are quantized on the fly."""
     head = model.head if isinstance(model, LanguageModel) else None
     for place in kernel_places(model):
         # Routers are a subclass: they are small, and a little noise there chooses other experts.

@@ -27,12 +27,12 @@ KIND_DTYPES: dict[Kind, DTypeLike] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 # Rows of a kernel that a CPU makes floats of at a time.
 _BLOCK, _MIN_BLOCK = 128, 16
-# Columns of a kernel that are made small at a time.
+# Columns of a kernel that are quantized at a time.
 _COLUMNS = 256
 
 
-class SmallPart(nnx.Variable[Array]):
-    """An array of a small kernel, to serve with and not to train."""
+class QuantizedParam(nnx.Variable[Array]):
+    """An array of a quantized weight, to serve with and not to train."""
 
 
 class Parts(NamedTuple):
@@ -53,7 +53,7 @@ class Parts(NamedTuple):
 
 
 class StoredKernel(Protocol):
-    """How a checkpoint holds a small kernel; see quantized_formats.py."""
+    """How a checkpoint holds a quantized weight; see quantized_formats.py."""
 
     def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
         """Returns the shapes and the types that its tensors have, by the ends of their keys."""
@@ -65,8 +65,8 @@ class StoredKernel(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class SmallForm:
-    """What a small kernel is made of.
+class QuantizationScheme:
+    """Layout of a quantized weight.
 
     Args:
         values: Type of the values; "uint8" is two numbers of four bits in each.
@@ -85,7 +85,7 @@ class SmallForm:
     has_groups: bool = False
 
     @classmethod
-    def of_kind(cls, kind: Kind, rows: int) -> "SmallForm":
+    def of_kind(cls, kind: Kind, rows: int) -> "QuantizationScheme":
         """Returns what kernels with so many rows become on the fly."""
         return cls(jnp.dtype(KIND_DTYPES[kind]).name, rows, kind)
 
@@ -112,8 +112,8 @@ class SmallForm:
         return Parts(values, by_group, by_group, (*stack, rows))
 
 
-class SmallKernel(nnx.Module):
-    """A kernel [*e, I, O] in its small form: arrays, or shapes in their places.
+class QuantizedWeight(nnx.Module):
+    """A kernel [*e, I, O] in quantized form: arrays, or shapes in their places.
 
     Args:
         form: What it is made of.
@@ -123,12 +123,12 @@ class SmallKernel(nnx.Module):
     """
 
     def __init__(
-        self, form: SmallForm, shape: tuple[int, ...], split: Split, parts: Parts | None = None
+        self, form: QuantizationScheme, shape: tuple[int, ...], split: Split, parts: Parts | None = None
     ) -> None:
         self.form, self.shape, self.split = form, shape, split
         parts = form.shapes(shape) if parts is None else parts
         made = [
-            None if x is None else SmallPart(x, split=s)
+            None if x is None else QuantizedParam(x, split=s)
             for x, s in zip(parts, form.splits(shape, split), strict=True)
         ]
         self.values, self.scales, self.zeros, self.groups = made
@@ -270,7 +270,7 @@ def one_of(parts: Parts, index: Int[Array, ""]) -> Parts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KernelStack:
-    """The small kernels of several experts, in a pass.
+    """The quantized weights of several experts, in a pass.
 
     Args:
         parts: Of all of them.

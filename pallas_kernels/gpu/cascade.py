@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels.gpu import tuning
-from jax_paged.pallas_kernels.gpu.paged_decode import attend_with_stats, decode_config, work_list
+from jax_paged.pallas_kernels.gpu.paged_decode import attend_with_stats, decode_shape, work_list
 from jax_paged.pallas_kernels.gpu.shared_tiles import shared_tiles
 
 
@@ -67,14 +67,9 @@ def with_denominators(
     interpret: bool,
 ) -> tuple[Float[Array, "b h d"], Float[Array, "b h"]]:
     """Returns what paged_decode does, and the logarithm to base 2 of each denominator; -inf of no context."""
-    tuning.check_shape(q, kv_pages, interpret=interpret)
-    gpu = tuning.target(interpret=interpret)
-    config = decode_config(gpu, kv_pages.shape, kv_pages.dtype)
-    work = work_list(context_lens, config.num_parts, config.block_tokens, None)
-    out, stats = attend_with_stats(
-        q, kv_pages, block_tables, context_lens, work, None, None,
-        scale, None, soft_cap, config, gpu, interpret,
-    )  # fmt: skip
+    shape = decode_shape(q, kv_pages, scale=scale, window=None, soft_cap=soft_cap, interpret=interpret)
+    work = work_list(context_lens, shape.config.num_parts, shape.tokens, None)
+    out, stats = attend_with_stats(shape, q, kv_pages, block_tables, context_lens, work)
     item, (first, count) = jnp.arange(len(stats)), work.spans.T
     is_its = (item >= first[:, None]) & (item < (first + count)[:, None])
     seq = jnp.where(is_its.any(0), is_its.argmax(0), len(q))

@@ -13,48 +13,47 @@ import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from jax_paged.pallas_kernels.gpu import ragged_tile, tuning
-from jax_paged.pallas_kernels.gpu.ragged_tile import Carry, Kernel
+from jax_paged.pallas_kernels.gpu.ragged_tile import Carry, PrefillShape
 
 
-def mma_kernel(kernel: Kernel) -> Callable[..., Array]:
+def mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
     """Returns the kernel: tiles of queries, and the pages that they see, to tiles of attention."""
-    config, page_size, tokens = kernel.config, kernel.page_size, kernel.config.block_tokens
+    config, page_size, tokens = shape.config, shape.page_size, shape.config.block_tokens
     num_stages, pages = config.num_stages, tokens // page_size
     lhs, rhs, out = (
-        layout(kernel.dtype, m_warps=kernel.rows // 16)
+        layout(shape.dtype, m_warps=shape.rows // 16)
         for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
     )
-    mma = functools.partial(tuning.mma, interpret=kernel.interpret)
+    mma = functools.partial(tuning.mma, interpret=shape.interpret)
 
     def body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, bias_ref, out_ref, k_s, v_s, p_s, k_bar, v_bar):
-        head, index, tile = ragged_tile.of_block(kernel, tiles_ref)
-        begin, *_middle, end = ragged_tile.spans(kernel, tile)
+        head, index, tile = ragged_tile.of_block(shape, tiles_ref)
+        begin, *_middle, end = ragged_tile.spans(shape, tile)
 
         def copy(step: Array) -> None:
-            slot = lax.rem(step, jnp.int32(num_stages))
-            page_ids = ragged_tile.pages_of(kernel, tile, tables_ref, step)
+            slot = shape.stage(step)
+            page_ids = ragged_tile.pages_of(shape, tile, tables_ref, step)
             for which, (ref, bar) in enumerate(((k_s, k_bar), (v_s, v_bar))):
                 for i, page in enumerate(page_ids):
                     target = ref.at[slot, pl.ds(i * page_size, page_size)]
                     plgpu.copy_gmem_to_smem(kv_ref.at[page, which, head], target, bar.at[slot])
 
         def attend(step: Array, carry: Carry, *, is_full: bool) -> Carry:
-            slot, ahead = lax.rem(step, jnp.int32(num_stages)), step + (num_stages - 1)
+            slot, ahead = shape.stage(step), step + (num_stages - 1)
             # Loaded again at every step, as no registers are left to keep them.
             queries = plgpu.load(q_ref.at[index, head], layout=lhs, optimized=False)
-            scores = plgpu.layout_cast(jnp.zeros((kernel.rows, tokens), jnp.float32), out)
+            scores = plgpu.layout_cast(jnp.zeros((shape.rows, tokens), jnp.float32), out)
             plgpu.barrier_wait(k_bar.at[slot])
             keys = plgpu.load(k_s.at[slot].T, layout=rhs, optimized=False)
-            live = None if is_full else ragged_tile.live(kernel, tile, 0, step, out)
-            bias = ragged_tile.bias(kernel, tile, head, 0, step, out, bias_ref)
+            live = None if is_full else ragged_tile.live(shape, tile, 0, step, out)
+            bias = ragged_tile.bias(shape, tile, head, 0, step, out, bias_ref)
             probs, (acc, largest, total) = ragged_tile.softmax(
-                kernel, mma(scores, queries, keys), carry, live, bias
+                shape, mma(scores, queries, keys), carry, live, bias
             )
             p_s[...] = probs
             plgpu.commit_smem()
@@ -63,20 +62,20 @@ def mma_kernel(kernel: Kernel) -> Callable[..., Array]:
             probs = plgpu.load(p_s, layout=lhs, optimized=False)
             values = plgpu.load(v_s.at[slot], layout=rhs, optimized=False)
             if not is_full:
-                values = ragged_tile.clear_dead(kernel, tile, values, step * tokens, rhs)
+                values = ragged_tile.clear_dead(shape, tile, values, step * tokens, rhs)
             return mma(acc, probs, values), largest, total
 
         @pl.when(end > begin)
         def _():
             for stage in range(num_stages - 1):
                 pl.when(begin + stage < end)(functools.partial(copy, begin + stage))
-            carry = ragged_tile.start(kernel, out, sinks_ref.at[head] if kernel.has_sinks else None)
-            tuning.store(out_ref.at[index, head], ragged_tile.walk(kernel, tile, attend, carry))
+            carry = ragged_tile.start(shape, out, sinks_ref.at[head] if shape.has_sinks else None)
+            tuning.store(out_ref.at[index, head], ragged_tile.walk(shape, tile, attend, carry))
 
-    transforms = tuning.smem_transforms(kernel.head_dim, kernel.dtype)
-    stages = plgpu.SMEM((num_stages, tokens, kernel.head_dim), kernel.dtype, transforms=transforms)
+    transforms = tuning.smem_transforms(shape.head_dim, shape.dtype)
+    stages = plgpu.SMEM((num_stages, tokens, shape.head_dim), shape.dtype, transforms=transforms)
     probs = plgpu.SMEM(
-        (kernel.rows, tokens), kernel.dtype, transforms=tuning.smem_transforms(tokens, kernel.dtype)
+        (shape.rows, tokens), shape.dtype, transforms=tuning.smem_transforms(tokens, shape.dtype)
     )
     loaded = plgpu.Barrier(num_arrivals=pages, num_barriers=num_stages)
-    return ragged_tile.make(kernel, body, [stages, stages, probs, loaded, loaded])
+    return ragged_tile.make(shape, body, [stages, stages, probs, loaded, loaded])

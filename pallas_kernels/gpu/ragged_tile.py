@@ -1,5 +1,6 @@
-"""What both ragged kernels do with a tile: the steps that it walks, the softmax of a step, and the masks."""
+"""Functions that the ragged kernels share: the steps of a tile, the softmax of a step, and the masks."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,8 +37,26 @@ class Tile(NamedTuple):
     context_len: Array
 
 
-class Kernel(NamedTuple):
-    """What is known of a kernel when it is traced."""
+@dataclasses.dataclass(frozen=True)
+class PrefillShape:
+    """Static shape and options of a ragged attention kernel.
+
+    Args:
+        config: Tile sizes.
+        num_tiles: Tiles of the batch.
+        kv_heads: Key-value heads.
+        group: Query heads per kv head.
+        page_size: Tokens per page.
+        head_dim: Elements of a head.
+        dtype: Dtype of the queries.
+        scale: Factor of the scores.
+        window: Number of last tokens that a query sees; None for all.
+        soft_cap: Limit of the scores; None for no limit.
+        has_sinks: Whether each head has a sink.
+        has_bias: Whether scores have a distance bias.
+        is_quantized: Whether the pool stores one byte per number.
+        interpret: Whether the kernel runs in the interpreter.
+    """
 
     config: KernelConfig
     num_tiles: int
@@ -51,8 +70,18 @@ class Kernel(NamedTuple):
     soft_cap: float | None
     has_sinks: bool
     has_bias: bool
-    is_bytes: bool
+    is_quantized: bool
     interpret: bool
+
+    @property
+    def queries(self) -> int:
+        """Queries per tile."""
+        return self.config.block_rows // self.group
+
+    @property
+    def num_computing(self) -> int:
+        """Warpgroups that multiply by wgmma."""
+        return self.config.block_rows // WGMMA_ROWS
 
     @property
     def rows(self) -> int:
@@ -66,6 +95,10 @@ class Kernel(NamedTuple):
         staged = config.num_stages * 2 * config.block_tokens * self.head_dim
         beside = config.block_rows * (self.head_dim if config.has_wgmma else config.block_tokens)
         return (staged + beside) * itemsize
+
+    def stage(self, step: Array) -> Array:
+        """Returns the stage of a step."""
+        return lax.rem(step, jnp.int32(self.config.num_stages))
 
 
 def prefill_config(
@@ -114,85 +147,78 @@ def plan_tiles(
     return jnp.stack(Tile(seq, first, last, context_len), axis=1).astype(jnp.int32), row
 
 
-def of_block(kernel: Kernel, tiles_ref: Any) -> tuple[Array, Array, Tile]:
+def of_block(shape: PrefillShape, tiles_ref: Any) -> tuple[Array, Array, Tile]:
     """Returns kv head, index and tile of this block of threads.
 
     The last tiles of a prompt see most tokens, so they go first, those of all heads: the last name of a grid
     changes fastest.
     """
-    index = kernel.num_tiles - 1 - lax.axis_index("tile")
+    index = shape.num_tiles - 1 - lax.axis_index("tile")
     tile = Tile(*(tiles_ref[index, column] for column in range(len(Tile._fields))))
     return lax.axis_index("head"), index, tile
 
 
-def make(kernel: Kernel, body: Callable[..., None], scratch_types: list[Any], **threads: Any) -> Any:
+def make(shape: PrefillShape, body: Callable[..., None], scratch_types: list[Any], **threads: Any) -> Any:
     """Returns the kernel with this body, for a grid of a block of threads per tile and kv head."""
-    shape = (kernel.num_tiles, kernel.kv_heads, kernel.config.block_rows, kernel.head_dim)
-
-    def call(tiles_ref, q_ref, kv_ref, tables_ref, *rest):
-        rest = list(rest)
-        sinks_ref = rest.pop(0) if kernel.has_sinks else None
-        bias_ref = rest.pop(0) if kernel.has_bias else None
-        body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, bias_ref, *rest)
-
+    out_shape = (shape.num_tiles, shape.kv_heads, shape.config.block_rows, shape.head_dim)
     return plgpu.kernel(
-        call,
-        out_type=jax.ShapeDtypeStruct(shape, kernel.dtype),
+        body,
+        out_type=jax.ShapeDtypeStruct(out_shape, shape.dtype),
         scratch_types=scratch_types,
-        grid=(kernel.num_tiles, kernel.kv_heads),
+        grid=(shape.num_tiles, shape.kv_heads),
         grid_names=("tile", "head"),
         kernel_name="ragged_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        interpret=tuning.interpret_params(kernel.interpret),
+        interpret=tuning.interpret_params(shape.interpret),
         **threads,
     )
 
 
-def spans(kernel: Kernel, tile: Tile) -> tuple[Array, Array, Array, Array]:
+def spans(shape: PrefillShape, tile: Tile) -> tuple[Array, Array, Array, Array]:
     """Returns begin, full_begin, full_end and end of a tile's steps; every row sees the full ones whole."""
-    tokens = jnp.int32(kernel.config.block_tokens)
+    tokens = jnp.int32(shape.config.block_tokens)
     end = lax.div(tile.last + tokens - 1, tokens)
     begin = full_begin = jnp.int32(0)
-    if kernel.window is not None:
-        begin = jnp.minimum(lax.div(jnp.maximum(tile.first - kernel.window + 1, 0), tokens), end)
-        full_begin = lax.div(jnp.maximum(tile.last - kernel.window, 0) + tokens - 1, tokens)
+    if shape.window is not None:
+        begin = jnp.minimum(lax.div(jnp.maximum(tile.first - shape.window + 1, 0), tokens), end)
+        full_begin = lax.div(jnp.maximum(tile.last - shape.window, 0) + tokens - 1, tokens)
         full_begin = jnp.clip(full_begin, begin, end)
     return begin, full_begin, jnp.clip(lax.div(tile.first + 1, tokens), full_begin, end), end
 
 
-def walk(kernel: Kernel, tile: Tile, attend: Callable[..., Carry], carry: Carry) -> Array:
+def walk(shape: PrefillShape, tile: Tile, attend: Callable[..., Carry], carry: Carry) -> Array:
     """Runs a tile's steps, with masks only where needed; returns the attention, 0 if there was nothing."""
-    begin, full_begin, full_end, end = spans(kernel, tile)
+    begin, full_begin, full_end, end = spans(shape, tile)
     masked = functools.partial(attend, is_full=False)
-    if kernel.window is not None:
+    if shape.window is not None:
         carry = lax.fori_loop(begin, full_begin, masked, carry)
     carry = lax.fori_loop(full_begin, full_end, functools.partial(attend, is_full=True), carry)
     acc, _, total, *_ = lax.fori_loop(full_end, end, masked, carry)
     factor = lax.integer_pow(jnp.where(total > 0, total, 1.0), -1)
-    return (acc * lax.broadcast_in_dim(factor, acc.shape, [0])).astype(kernel.dtype)
+    return (acc * lax.broadcast_in_dim(factor, acc.shape, [0])).astype(shape.dtype)
 
 
-def start(kernel: Kernel, layout: Any, sinks_ref: Any) -> Carry:
+def start(shape: PrefillShape, layout: Any, sinks_ref: Any) -> Carry:
     """Returns the carry before the first step: a sink has a score and no value."""
-    acc = plgpu.layout_cast(jnp.zeros((kernel.rows, kernel.head_dim), jnp.float32), layout)
-    largest = jnp.full((kernel.rows,), MASKED_SCORE, jnp.float32)
-    total = jnp.full((kernel.rows,), 1.0 if kernel.has_sinks else 0.0, jnp.float32)
-    if kernel.has_sinks:
+    acc = plgpu.layout_cast(jnp.zeros((shape.rows, shape.head_dim), jnp.float32), layout)
+    largest = jnp.full((shape.rows,), MASKED_SCORE, jnp.float32)
+    total = jnp.full((shape.rows,), 1.0 if shape.has_sinks else 0.0, jnp.float32)
+    if shape.has_sinks:
         largest = plgpu.load(sinks_ref, layout=layout.reduce(1), optimized=False)
     return acc, *(plgpu.layout_cast(x, layout.reduce(1)) for x in (largest, total))
 
 
 def softmax(
-    kernel: Kernel, scores: Array, carry: Carry, live: Array | None, bias: Array | None
+    shape: PrefillShape, scores: Array, carry: Carry, live: Array | None, bias: Array | None
 ) -> tuple[Array, Carry]:
     """Returns the probabilities of a step, relative to the largest score so far, and the new carry."""
     acc, largest, total = carry
-    factor = kernel.scale * LOG2E
-    if kernel.soft_cap is not None:
+    factor = shape.scale * LOG2E
+    if shape.soft_cap is not None:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), as the hardware's has 11 bits; softmax does not see the 1 left out.
         # A power takes fewer registers than a division.
-        power = jnp.exp2(scores * (2 * factor / kernel.soft_cap))
-        scores, factor = -2 * lax.integer_pow(power + 1, -1), kernel.soft_cap * LOG2E
+        power = jnp.exp2(scores * (2 * factor / shape.soft_cap))
+        scores, factor = -2 * lax.integer_pow(power + 1, -1), shape.soft_cap * LOG2E
     if bias is not None:
         scores, factor = scores * factor + bias, 1.0
     if live is not None:
@@ -202,25 +228,33 @@ def softmax(
     decay = jnp.exp2(largest - new_largest)
     probs = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_largest, scores.shape, [0]))
     acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
-    return probs.astype(kernel.dtype), (acc, new_largest, total * decay + probs.sum(axis=1))
+    return probs.astype(shape.dtype), (acc, new_largest, total * decay + probs.sum(axis=1))
 
 
 def distances(
-    kernel: Kernel, tile: Tile, first_row: Array | int, step: Array, layout: Any
+    shape: PrefillShape, tile: Tile, first_row: Array | int, step: Array, layout: Any
 ) -> tuple[Array, Array]:
     """Returns how far each row's query is behind each token of a step, and the number of the row's head."""
-    shape = (kernel.rows, kernel.config.block_tokens)
-    row = first_row + plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1))
-    query = lax.div(row, jnp.full_like(row, kernel.group))
+    scores_shape = (shape.rows, shape.config.block_tokens)
+    row = first_row + plgpu.broadcasted_iota(jnp.int32, scores_shape[:1], 0, layout=layout.reduce(1))
+    query = lax.div(row, jnp.full_like(row, shape.group))
     position = query + tile.first
     # The step is added to the tokens, not to the positions: otherwise the compiler keeps all columns in
     # registers.
-    token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + step * kernel.config.block_tokens
-    return lax.broadcast_in_dim(position, shape, [0]) - token, row - query * kernel.group
+    token = (
+        plgpu.broadcasted_iota(jnp.int32, scores_shape, 1, layout=layout) + step * shape.config.block_tokens
+    )
+    return lax.broadcast_in_dim(position, scores_shape, [0]) - token, row - query * shape.group
 
 
 def bias(
-    kernel: Kernel, tile: Tile, head: Array, first_row: Array | int, step: Array, layout: Any, table_ref: Any
+    shape: PrefillShape,
+    tile: Tile,
+    head: Array,
+    first_row: Array | int,
+    step: Array,
+    layout: Any,
+    table_ref: Any,
 ) -> Array | None:
     """Returns what is added to the scores of a step in base 2, by distance; None for nothing.
 
@@ -229,30 +263,30 @@ def bias(
     """
     if table_ref is None:
         return None
-    distance, own = distances(kernel, tile, first_row, step, layout)
-    bias_len = table_ref.shape[0] // (kernel.kv_heads * kernel.group)
-    first = lax.broadcast_in_dim((head * kernel.group + own) * bias_len, distance.shape, [0])
+    distance, own = distances(shape, tile, first_row, step, layout)
+    bias_len = table_ref.shape[0] // (shape.kv_heads * shape.group)
+    first = lax.broadcast_in_dim((head * shape.group + own) * bias_len, distance.shape, [0])
     index = first + jnp.clip(distance, 0, bias_len - 1)
-    return tuning.look_up(table_ref, index, layout, interpret=kernel.interpret)
+    return tuning.look_up(table_ref, index, layout, interpret=shape.interpret)
 
 
-def live(kernel: Kernel, tile: Tile, first_row: Array | int, step: Array, layout: Any) -> Array:
+def live(shape: PrefillShape, tile: Tile, first_row: Array | int, step: Array, layout: Any) -> Array:
     """Returns which tokens of a step each row sees; what rows past the tile's last see does not matter."""
-    distance, _ = distances(kernel, tile, first_row, step, layout)
+    distance, _ = distances(shape, tile, first_row, step, layout)
     # One comparison does for both ends: a token ahead of the row wraps around to a large distance.
-    return distance >= 0 if kernel.window is None else distance.astype(jnp.uint32) < kernel.window
+    return distance >= 0 if shape.window is None else distance.astype(jnp.uint32) < shape.window
 
 
-def clear_dead(kernel: Kernel, tile: Tile, values: Array, first_token: Array, layout: Any) -> Array:
+def clear_dead(shape: PrefillShape, tile: Tile, values: Array, first_token: Array, layout: Any) -> Array:
     """Clears the values of slots outside of context and window, as 0 * NaN is NaN."""
     token = tuning.iota(values.shape, 0, layout) + first_token
     live = token < tile.context_len
-    if kernel.window is not None:
-        live &= token > tile.first - kernel.window
+    if shape.window is not None:
+        live &= token > tile.first - shape.window
     return jnp.where(live, values, jnp.zeros_like(values))
 
 
-def pages_of(kernel: Kernel, tile: Tile, tables_ref: Any, step: Array) -> list[Array]:
+def pages_of(shape: PrefillShape, tile: Tile, tables_ref: Any, step: Array) -> list[Array]:
     """Returns the pages of a step."""
-    pages = kernel.config.block_tokens // kernel.page_size
+    pages = shape.config.block_tokens // shape.page_size
     return [tables_ref[tile.seq, step * pages + i] for i in range(pages)]

@@ -37,6 +37,7 @@ TESTS = {
     "core/features/interactive/step_edits.py": ("core/test_running_ahead",),
     "core/features/lora.py": ("core/test_adapter_slots", "core/test_scheduler_machine"),
     "worker/batch_builder.py": ("worker/test_batch",),
+    "worker/features/multi_step.py": ("worker/test_batch",),
     "worker/input_batch.py": ("worker/test_input_batch",),
     "worker/block_mover.py": ("worker/test_block_mover",),
 }

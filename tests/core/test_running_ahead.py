@@ -80,9 +80,9 @@ class RunningAhead(Simulation):
         counts["swaps"] += bool(output.blocks_to_swap_out)
         counts["copies"] += len(output.blocks_to_copy)
         counts["short"] += sched._is_short
-        drafts = sched.drafts
-        counts["verified"], counts["drafts"] = drafts.num_rows, drafts.num_drafts
-        counts["accepted"] = sum(drafts.num_accepted)
+        if (drafts := sched.drafts) is not None:
+            counts["verified"], counts["drafts"] = drafts.num_rows, drafts.num_drafts
+            counts["accepted"] = sum(drafts.num_accepted)
         return output
 
     def edit(self, output: SchedulerOutput) -> SchedulerOutput:

@@ -113,11 +113,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight.append(output)
         assert is_ahead or output.scheduled or output.ended, "a step without progress"
         # A request may find a slot free that others gave back in this very step, but in the next one it runs.
-        could_run = {group for group in sched.queues.set_aside if sched.adapters.has_room(group)}
+        could_run = {
+            group for group in sched.queues.set_aside if sched.adapters and sched.adapters.has_room(group)
+        }
         assert not could_run & self.could_run, "a request waits for a slot that it could have"
         self.could_run = could_run
-        for name in ("preempted", "ended", "blocks_to_swap_out", "adapter_loads", "states_to_copy"):
+        for name in ("preempted", "ended", "blocks_to_swap_out", "adapter_loads"):
             self.counts[name] += bool(getattr(output, name))
+        self.counts["state copies"] += bool(output.state_moves.copies)
         self.counts["set aside"] += bool(sched.queues.set_aside)
         self.counts["ahead"] += is_ahead
 
@@ -187,10 +190,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         sequences = {name: {seq for g in groups for seq in g.unfinished} for name, groups in at.items()}
         assert manager.block_tables.keys() <= sequences["running"]
         assert manager.swapped_tables.keys() <= sequences["swapped"]
-        assert queues.num_seats_taken == sum(group.num_seats for group in at["running"]) <= sched.max_num_seqs
+        assert (
+            queues.num_batch_slots_taken
+            == sum(g.num_batch_slots for g in at["running"])
+            <= sched.max_num_seqs
+        )
         assert queues.running_adapters == collections.Counter(g.adapter for g in at["running"] if g.adapter)
         assert len(queues.running_adapters) <= sched.max_loras
-        assert sorted(sched.adapters.slots.values()) == list(range(1, len(sched.adapters.slots) + 1))
+        slots = sched.adapters.slots if sched.adapters else {}
+        assert sorted(slots.values()) == list(range(1, len(slots) + 1))
         assert set(queues.set_aside) <= set(at["waiting"])
         if not self.in_flight:
             pools = [manager.pool, manager.states.pool]
@@ -215,7 +223,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for pool in (manager.pool, manager.swap_pool, manager.states.pool, manager.states.swap_pool):
             assert pool.num_free == pool.num_usable
         assert not self.sched.queues.running_adapters
-        assert not self.sched.queues.num_seats_taken
+        assert not self.sched.queues.num_batch_slots_taken
 
 
 def run_machine(number: int, num_examples: int) -> collections.Counter[str]:
@@ -241,7 +249,7 @@ def test_every_request_ends_and_nothing_is_left_whatever_is_scarce() -> None:
     counts: collections.Counter[str] = collections.Counter()
     for number in range(3, 9):
         counts += run_machine(number, 50)
-        if counts.keys() >= {"preempted", "adapter_loads", "states_to_copy", "set aside", "ahead"}:
+        if counts.keys() >= {"preempted", "adapter_loads", "state copies", "set aside", "ahead"}:
             return
     raise AssertionError(f"the machine has not reached every state: {counts}")
 

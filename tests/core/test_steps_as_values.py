@@ -162,6 +162,7 @@ def running(num_drafts: int = 0, **values) -> tuple[Scheduler, SequenceGroup, Sc
             output,
             scheduled=(row._replace(token_ids=[*row.token_ids, *drafts]),),
             samples=(sample._replace(num_logits=1 + num_drafts),),
+            num_batched_tokens=1 + num_drafts,
         ),
     )
 

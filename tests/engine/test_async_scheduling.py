@@ -39,18 +39,18 @@ RNG = np.random.default_rng(5)
 @pytest.fixture
 def ahead(engine: LLMEngine) -> Iterator[LLMEngine]:
     """The engine that all tests share, with two steps in flight."""
-    engine._loop.max_in_flight = 2
+    engine._core.max_in_flight = 2
     yield engine
-    engine._loop.max_in_flight = 1
+    engine._core.max_in_flight = 1
     while engine.has_unfinished_requests():
         engine.step()
 
 
 def in_turns(engine: LLMEngine, requests: list[Request]) -> tuple[list[RequestOutput], list[RequestOutput]]:
     """Returns the outputs with one step in flight, and with two."""
-    engine._loop.max_in_flight = 1
+    engine._core.max_in_flight = 1
     expected = run(reset(engine), requests)
-    engine._loop.max_in_flight = 2
+    engine._core.max_in_flight = 2
     return expected, run(reset(engine), requests)
 
 
@@ -161,7 +161,7 @@ def test_prefixes_can_be_pinned_after_the_last_output(ahead: LLMEngine) -> None:
     add(ahead, [Request(prompt, stop)])
     while not any(output.finished for output in ahead.step()):
         pass
-    assert ahead._loop._in_flight
+    assert ahead._core._in_flight
     ahead.unpin_prefix(ahead.pin_prefix({"prompt_token_ids": prompt}))
     assert_no_block_lost(ahead)
 

@@ -248,7 +248,7 @@ def test_blocks_that_held_nan_are_reused(small_engine: LLMEngine, expected: list
     with nan_embedding(small_engine, list(range(VOCAB_SIZE))):
         outputs = run(small_engine, [Request([i] * 150, params) for i in range(20)])
     assert {o.outputs[0].finish_reason for o in outputs} == {"abort"}
-    held_nan = np.isnan(np.asarray(small_engine.executor.runner._kv_cache[0])).any(axis=(1, 2, 3, 4))
+    held_nan = np.isnan(np.asarray(small_engine.executor.runner._state.kv_cache[0])).any(axis=(1, 2, 3, 4))
     assert held_nan.sum() >= 8
     # The blocks freed last are handed out first.
     assert held_nan[list(small_engine.scheduler.block_manager.pool._free)[:8]].all()

@@ -53,11 +53,11 @@ def session_engine(checkpoint: Path) -> Iterator[LLMEngine]:
 
 @pytest.fixture(params=[1, 2], ids=["one in flight", "two in flight"])
 def bursting(engine: LLMEngine, request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
-    engine._loop.max_in_flight = request.param
+    engine._core.max_in_flight = request.param
     yield engine
     while engine.has_unfinished_requests():
         engine.step()
-    engine._loop.max_in_flight = 1
+    engine._core.max_in_flight = 1
 
 
 def without_bursts(engine: LLMEngine, **settings: Any) -> LLMEngine:
@@ -70,9 +70,9 @@ def in_turns(
     engine: LLMEngine, requests: list[Request], least: int, **settings: Any
 ) -> tuple[list[RequestOutput], list[RequestOutput]]:
     """Returns the outputs without bursts, one step in flight, and with them, of which there are some."""
-    depth, engine._loop.max_in_flight = engine._loop.max_in_flight, 1
+    depth, engine._core.max_in_flight = engine._core.max_in_flight, 1
     expected = run(without_bursts(engine, **settings), requests)
-    engine._loop.max_in_flight = depth
+    engine._core.max_in_flight = depth
     reschedule(engine, **settings)
     with pytest.MonkeyPatch.context() as patch:
         steps = steps_of(engine, patch)
@@ -257,7 +257,7 @@ def test_one_burst_after_another_while_the_first_is_in_flight(
         Request(text, greedy(ignore_eos=True)),
         Request(text, greedy(ignore_eos=True, stop_token_ids=[tokens[at]])),
     ]
-    monkeypatch.setattr(engine._loop, "max_in_flight", 2)
+    monkeypatch.setattr(engine._core, "max_in_flight", 2)
     reschedule(engine)
     steps, results = steps_of(engine, monkeypatch), []
     result = engine.executor.result

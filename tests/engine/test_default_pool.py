@@ -7,19 +7,19 @@ import pytest
 from helpers.scripted_engine import run
 
 from jax_paged import LLMEngine, SamplingParams
-from jax_paged.engine.input_processor import InputProcessor
+from jax_paged.engine.composition import make_input_processor
 
 
 def test_a_refusal_names_settings_that_help(scripted) -> None:
     executor = scripted(num_gpu_blocks_override=3, block_size=4)[1]
     config = dataclasses.replace(executor.config, kv_cache_bytes=3000)
     with pytest.raises(ValueError, match=r"9 tokens and needs 3 blocks of 4; allowed: the 2 blocks") as error:
-        InputProcessor(config, None).check([5] * 9, None)
+        make_input_processor(config, None).check([5] * 9, None)
     sizes = re.search(r"kv_cache_memory_bytes=(\d+) or num_gpu_blocks_override=(\d+)", str(error.value))
     assert sizes is not None
     assert sizes.groups() == ("4000", "4")
     larger = dataclasses.replace(config, num_blocks=4, kv_cache_bytes=4000)
-    assert InputProcessor(larger, None).check([5] * 9, None).prompt_token_ids == [5] * 9
+    assert make_input_processor(larger, None).check([5] * 9, None).prompt_token_ids == [5] * 9
 
 
 def test_the_blocks_of_the_longest_text_are_enough_to_end_it(scripted) -> None:

@@ -184,7 +184,7 @@ def test_an_llm_that_can_not_be_made(checkpoint, leftovers, monkeypatch, at):
     elif at == "programs":
         monkeypatch.setattr(model_runner.ServedModel, "compiled", fail_when_compiled)
     else:
-        monkeypatch.setattr("jax_paged.engine.request_engine.with_end_token", fail_when_compiled)
+        monkeypatch.setattr("jax_paged.engine.composition.with_end_token", fail_when_compiled)
     with pytest.raises((ValueError, RuntimeError)) as kept:
         LLM(str(checkpoint), **settings)
     leftovers.check()
@@ -291,7 +291,7 @@ def test_the_process_that_tries_grammars_ends_with_its_engine(scripted, leftover
     schema = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]})
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
     engine.check_request("abc?", params)
-    trials = [x for x in gc.get_objects() if type(x).__name__ == "FormTrial" and x._process is not None]
+    trials = [x for x in gc.get_objects() if type(x).__name__ == "CompileSandbox" and x._process is not None]
     processes = [trial._process for trial in trials]
     leftovers.watch(engine, *trials)
     del engine, trials

@@ -147,7 +147,7 @@ def module_engine(checkpoint: Path, random_head: Path) -> Iterator[LLMEngine]:
 @pytest.fixture
 def eagle(module_engine: LLMEngine) -> LLMEngine:
     """An engine with a random head, idle; its scheduler has no bursts."""
-    module_engine._loop.max_in_flight = 1
+    module_engine._core.max_in_flight = 1
     watched(reset(module_engine)).drafted.clear()
     schedule(module_engine)
     return module_engine
@@ -334,7 +334,7 @@ def in_turns(engine: LLMEngine) -> list[RequestOutput]:
 def test_outputs_are_those_without_drafts(
     eagle: LLMEngine, trained_head: Path, expected: list[list[list[int]]], name: str, in_flight: int
 ) -> None:
-    eagle._loop.max_in_flight = in_flight
+    eagle._core.max_in_flight = in_flight
     runner, num_bursts = watched(eagle).runner, watched(eagle).num_bursts
     with head_of(eagle, trained_head):
         runner.fill_kv_cache(np.nan)

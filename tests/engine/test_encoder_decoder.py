@@ -50,7 +50,7 @@ def encoded(llm, monkeypatch):
     def note(output):
         texts.extend(text.token_ids for text in output.to_encode)
 
-    monkeypatch.setattr(engine._loop, "executor", WrappedExecutor(engine.executor, before=note))
+    monkeypatch.setattr(engine._core, "executor", WrappedExecutor(engine.executor, before=note))
     return texts
 
 
@@ -72,7 +72,7 @@ def test_bursts_are_exact(llm, case, monkeypatch, depth):
     prompts = [{"prompt_token_ids": encoder_ids(case)[i:]} for i in range(4)]
     params = [GREEDY, *(SamplingParams(seed=i, max_tokens=30, repetition_penalty=1.2) for i in range(3))]
     expected = llm.generate(prompts, params, use_tqdm=False)
-    monkeypatch.setattr(engine._loop, "max_in_flight", depth)
+    monkeypatch.setattr(engine._core, "max_in_flight", depth)
     reschedule(engine, burst_size=8)
     steps = steps_of(engine, monkeypatch)
     outputs = llm.generate(prompts, params, use_tqdm=False)

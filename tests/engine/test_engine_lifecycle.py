@@ -304,7 +304,7 @@ def test_requests_can_be_aborted_after_any_failure(scripted, monkeypatch):
             assert (output.finished, output.outputs[0].finish_reason) == (True, "abort")
             assert output.outputs[0].text == "a"
             engine.abort_request(["a", "b"])
-            assert not engine._loop.requests
+            assert not engine._core.requests
 
 
 def test_an_abort_that_fails_ends_the_engine(scripted, monkeypatch):

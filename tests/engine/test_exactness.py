@@ -33,7 +33,6 @@ from jax_paged import LLMEngine
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.worker.batch_builder import StepInputs
 from jax_paged.worker.compilation.buckets import Bucket
-from jax_paged.worker.packed_buffer import layout, views
 from jax_paged.worker.sampling.logits_rows import LogitsRows
 
 # Of this seed's requests every token leads by more than TOLERANCE, so no rounding can change one.
@@ -206,13 +205,12 @@ def test_a_mistake_in_the_batch_is_noticed(
     engine: LLMEngine, expected: list[list[int]], damage: Damage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = engine.executor.runner
-    builder, context = runner.builder, runner.context
+    builder = runner.builder
     build = builder.build
 
     def build_wrongly(output: SchedulerOutput, logits_rows: LogitsRows, bucket: Bucket) -> StepInputs:
         inputs = build(output, logits_rows, bucket)
-        fields, _ = layout(bucket, len(context.layout.groups))
-        damage(views(inputs.packed, fields), output)
+        damage(inputs.fields, output)
         return inputs
 
     monkeypatch.setattr(builder, "build", build_wrongly)

@@ -125,7 +125,7 @@ class Fuzz:
 
     def alone(self, requests: list[Request]) -> tuple[list[Request], list[RequestOutput]]:
         """Returns what requests get alone, but of those with tokens that rounding could change."""
-        config, loop = self.engine.config, self.engine._loop
+        config, loop = self.engine.config, self.engine._core
         plain = {"burst_size": 1, "speculation": None, "enable_prefix_caching": False}
         reschedule(self.engine, max_num_batched_tokens=config.max_num_batched_tokens, **plain)
         kept, loop.max_in_flight = loop.max_in_flight, 1

@@ -6,7 +6,7 @@ import pytest
 
 from jax_paged import LLMEngine, SamplingParams
 from jax_paged.engine.input_processor import CheckedRequest
-from jax_paged.engine.replicas.prior_outputs import GivenOutput, joined
+from jax_paged.engine.replicas.prior_outputs import PriorOutput, joined
 from jax_paged.outputs import CompletionOutput, RequestOutput
 
 PROMPT = list(range(3, 40))
@@ -38,10 +38,10 @@ def run(engine: LLMEngine, checked: CheckedRequest) -> list[RequestOutput]:
     return outputs
 
 
-def given(output: CompletionOutput) -> GivenOutput:
+def given(output: CompletionOutput) -> PriorOutput:
     values = output.token_ids, output.logprobs, output.finish_reason, output.stop_reason
     tokens, logprobs, *ending = values
-    return GivenOutput(list(tokens), None if logprobs is None else list(logprobs), *ending)
+    return PriorOutput(list(tokens), None if logprobs is None else list(logprobs), *ending)
 
 
 def values(output: RequestOutput) -> list[tuple[object, ...]]:
@@ -56,7 +56,7 @@ def test_a_request_goes_on_from_everywhere_as_if_nothing_had_happened(engine: LL
     checked = engine.check_request({"prompt_token_ids": PROMPT}, CHOICES[choice])
     parts = run(engine, checked)
     for part in parts[:-1]:
-        begun = dataclasses.replace(checked, given=tuple(given(output) for output in part.outputs))
+        begun = dataclasses.replace(checked, prior_outputs=tuple(given(output) for output in part.outputs))
         assert values(run(engine, begun)[-1]) == values(parts[-1])
 
 
@@ -65,8 +65,8 @@ def test_samples_that_have_ended_stay_as_they_are(engine: LLMEngine) -> None:
     checked = engine.check_request({"prompt_token_ids": PROMPT}, params)
     whole = run(engine, checked)[-1]
     first, second = (given(output) for output in whole.outputs)
-    begun = GivenOutput(second.token_ids[:3])
-    (*_, last) = run(engine, dataclasses.replace(checked, given=(first, begun)))
+    begun = PriorOutput(second.token_ids[:3])
+    (*_, last) = run(engine, dataclasses.replace(checked, prior_outputs=(first, begun)))
     assert values(last)[0][0] == first.token_ids
     assert values(last)[1] == values(whole)[1]
 
@@ -81,11 +81,11 @@ def test_text_that_was_held_back_for_a_stop_string_comes_behind_the_seam(engine:
     parts = run(engine, checked)
     assert parts[-1].outputs[0].stop_reason == stop
     for part in parts[:-1]:
-        begun = dataclasses.replace(checked, given=(given(part.outputs[0]),))
+        begun = dataclasses.replace(checked, prior_outputs=(given(part.outputs[0]),))
         assert values(run(engine, begun)[-1]) == values(parts[-1])
 
 
 def test_parts_are_joined() -> None:
-    parts = [GivenOutput([1, 2]), GivenOutput([3]), GivenOutput((), None, "stop", 3)]
-    assert joined(parts) == GivenOutput([1, 2, 3], None, "stop", 3)
-    assert joined([]) == GivenOutput([])
+    parts = [PriorOutput([1, 2]), PriorOutput([3]), PriorOutput((), None, "stop", 3)]
+    assert joined(parts) == PriorOutput([1, 2, 3], None, "stop", 3)
+    assert joined([]) == PriorOutput([])

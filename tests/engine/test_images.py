@@ -38,7 +38,7 @@ from jax_paged.engine.features.multimodal.image_reader import (
     is_data_url,
     num_jpeg_scans,
 )
-from jax_paged.engine.replicas.prior_outputs import GivenOutput
+from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.models.families.idefics3 import Idefics3Config
 from jax_paged.models.features.multimodal import ImageSpec
@@ -77,7 +77,7 @@ def engine(llm: LLM) -> LLMEngine:
 
 
 def encoder_of(engine: LLMEngine) -> ImageEncoder:
-    return engine.executor.runner.image_encoder  # pyright: ignore[reportAttributeAccessIssue]
+    return engine.executor.runner.features.image_encoder  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def prompt(text: str, *pictures: Any) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def test_an_image_that_can_not_be_encoded_ends_its_own_request(
         set_prefix_caching(engine, True)
         with monkeypatch.context() as patch:
             patch.setattr(runner, "_run", fail)
-            patch.setattr(engine._loop, "max_in_flight", 1 + is_async)
+            patch.setattr(engine._core, "max_in_flight", 1 + is_async)
             failed, *others = run(engine, prompts, SHORT)
         (completion,) = failed.outputs
         assert (completion.finish_reason, list(completion.token_ids)) == ("abort", [])
@@ -335,8 +335,8 @@ def test_a_model_may_draw_placeholders(engine: LLMEngine) -> None:
     assert [[list(x.token_ids) for x in output.outputs] for output in together] == tokens
     reschedule(engine)
     for each, output in zip(prompts, alone, strict=True):
-        begun = tuple(GivenOutput(x.token_ids[:9], x.logprobs[:9]) for x in output.outputs if x.logprobs)
-        checked = dataclasses.replace(engine.check_request(each, params), given=begun)
+        begun = tuple(PriorOutput(x.token_ids[:9], x.logprobs[:9]) for x in output.outputs if x.logprobs)
+        checked = dataclasses.replace(engine.check_request(each, params), prior_outputs=begun)
         engine.add_request("a", checked)
         last = drain(engine)["a"]
         assert [list(x.token_ids) for x in last.outputs] == [list(x.token_ids) for x in output.outputs]
@@ -366,7 +366,7 @@ def test_the_check_of_batch_invariance_has_no_images(
         monkeypatch.setattr(invariance.random, "Random", Placeholders)
     problems = ""
     try:
-        invariance.check_invariance(engine)
+        invariance.check_invariance(engine._core, engine.input_processor)
     except ValueError as error:
         problems = str(error)
     assert not problems or "batch_invariant is True" in problems  # the engine was not made for it

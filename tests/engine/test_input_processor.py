@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
+from jax_paged.engine.composition import make_input_processor
 from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
@@ -47,14 +48,14 @@ def tokenizer(folder: str) -> Tokenizer:
 
 @pytest.fixture
 def processor(tokenizer: Tokenizer) -> InputProcessor:
-    return InputProcessor(CONFIG, tokenizer)
+    return make_input_processor(CONFIG, tokenizer)
 
 
 @pytest.fixture
 def encoding(tokenizer: Tokenizer) -> InputProcessor:
     groups = (CacheGroup(), CacheGroup(is_cross=True))
     config = dataclasses.replace(CONFIG, cache_groups=groups, decoder_start_token_id=START)
-    return InputProcessor(config, tokenizer)
+    return make_input_processor(config, tokenizer)
 
 
 def test_forms_of_prompts(processor: InputProcessor, tokenizer: Tokenizer) -> None:
@@ -167,7 +168,7 @@ def test_defaults_are_the_models_and_nobody_can_change_them(processor: InputProc
     assert processor.check("abc", None).params.temperature == 0.5
     bad = dataclasses.replace(CONFIG, sampling_defaults={"temperature": -1})
     with pytest.raises(ValueError, match=r"generation_config\.json of 'm': temperature is -1"):
-        InputProcessor(bad, None)
+        make_input_processor(bad, None)
 
 
 def test_minus_one_is_the_vocabulary(tokenizer: Tokenizer, processor: InputProcessor) -> None:
@@ -175,7 +176,7 @@ def test_minus_one_is_the_vocabulary(tokenizer: Tokenizer, processor: InputProce
     message = "logprobs is -1, the vocabulary of 300 tokens; allowed: up to max_logprobs, 20"
     with pytest.raises(ValueError, match=f"^{message}\nprompt_{message}$"):
         processor.check("abc", params)
-    everything = InputProcessor(dataclasses.replace(CONFIG, max_logprobs=300), tokenizer)
+    everything = make_input_processor(dataclasses.replace(CONFIG, max_logprobs=300), tokenizer)
     checked = everything.check("abc", params).params
     assert (checked.logprobs, checked.prompt_logprobs, params.logprobs) == (300, 300, -1)
     with pytest.raises(ValueError, match=r"logprobs is 21; allowed: an integer in \[0, 20\]"):
@@ -200,7 +201,7 @@ def test_bad_words_become_token_ids(processor: InputProcessor, tokenizer: Tokeni
     given = SamplingParams(bad_words=["ab"], bad_words_token_ids=[[9, 8]])
     assert processor.check("a", given).params.bad_words_token_ids == [[9, 8], tokenizer.encode("ab")]
     assert given.bad_words_token_ids == [[9, 8]]
-    no_tokenizer = InputProcessor(CONFIG, None)
+    no_tokenizer = make_input_processor(CONFIG, None)
     assert no_tokenizer.check([5], SamplingParams(bad_words_token_ids=[[9]])).params.bad_words_token_ids == [
         [9]
     ]
@@ -213,7 +214,7 @@ def test_bad_words_become_token_ids(processor: InputProcessor, tokenizer: Tokeni
 def test_bad_words_of_a_tokenizer_with_spaces_in_its_tokens() -> None:
     tokenizer = Tokenizer("jax_paged/models/pagelet")
     config = dataclasses.replace(CONFIG, vocab_size=2048)
-    request = InputProcessor(config, tokenizer).check("abc", SamplingParams(bad_words=["the"]))
+    request = make_input_processor(config, tokenizer).check("abc", SamplingParams(bad_words=["the"]))
     alone, inside = tokenizer.encode("the"), tokenizer.encode(" the")
     assert len(alone) == len(inside) == 1
     assert request.params.bad_words_token_ids == [alone, inside]
@@ -243,7 +244,7 @@ def test_bad_words_are_banned_in_all_tokenizations(tmp_path: Path, case: str, pr
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
     tokenizer = Tokenizer(str(tmp_path))
     config = dataclasses.replace(CONFIG, vocab_size=len(pieces))
-    request = InputProcessor(config, tokenizer).check([5], SamplingParams(bad_words=["word"]))
+    request = make_input_processor(config, tokenizer).check([5], SamplingParams(bad_words=["word"]))
     banned = request.params.bad_words_token_ids or []
     assert sorted([pieces[i] for i in ids] for ids in banned) == sorted(expected)
     # Whatever precedes the word, its tokens end with a banned sequence.
@@ -289,11 +290,12 @@ CHECKS_A_REQUEST = f"""
 import sys
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
+from jax_paged.engine.composition import make_input_processor
 from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.sampling_params import SamplingParams
 
-processor = InputProcessor({CONFIG!r}, Tokenizer(sys.argv[1]))
+processor = make_input_processor({CONFIG!r}, Tokenizer(sys.argv[1]))
 assert processor.check("abc", SamplingParams(bad_words=["x"])).prompt == "abc"
 loaded = {{name.partition(".")[0] for name in sys.modules}}
 assert not loaded & {{"jax", "jaxlib", "flax", "transformers"}}, loaded

@@ -84,9 +84,9 @@ def is_idle(engine: LLMEngine) -> bool:
     queues, states = engine.scheduler.queues, engine.scheduler.block_manager.states
     return (
         not engine.has_unfinished_requests()
-        and not engine._loop.requests
+        and not engine._core.requests
         and not len(queues)
-        and not queues.num_seats_taken
+        and not queues.num_batch_slots_taken
         and not queues.running_adapters
         and states.pool.num_free == states.pool.num_usable
         and no_block_lost(engine)
@@ -175,7 +175,7 @@ def test_an_error_inside_a_step_stops_the_engine_clearly(folder: str, num_engine
         with pytest.raises(UserError):
             texts_of(runner, engines[0])
         assert "failed" in repr(engines[0])
-        assert not engines[0]._loop.requests
+        assert not engines[0]._core.requests
         with pytest.raises(EngineDeadError, match="the engine has failed: UserError"):
             engines[0].check_request("a", PARAMS)
         for engine in engines[1:]:
@@ -210,7 +210,7 @@ def test_a_request_of_the_user_is_not_ended_with_those_of_a_call(folder: str) ->
     engine.add_request("generate-1", "abc?", PARAMS)
     with pytest.raises(ValueError, match="request_id is 'generate-1'"):
         texts_of(ListRunner([engine]), engine)
-    assert set(engine._loop.requests) == {"generate-1"}
+    assert set(engine._core.requests) == {"generate-1"}
 
 
 @pytest.mark.parametrize("method", ["chat", "beam_search", "generate"])

@@ -122,7 +122,7 @@ def test_states_outlive_a_sleep(llm: LLM, level: int) -> None:
     alone = [generate(llm, [p], [params(name)])[0] for p, name in zip(PROMPTS, names, strict=False)]
     for i, name in enumerate(names):
         engine.add_request(str(i), {"prompt_token_ids": PROMPTS[i]}, params(name))
-    states = [engine._loop.requests[str(i)] for i in range(3)]
+    states = [engine._core.requests[str(i)] for i in range(3)]
     while not all(state.group.sequences[0].output_token_ids for state in states):
         engine.step()
     assert not any(state.is_finished for state in states)

@@ -16,7 +16,7 @@ from helpers.real_model import make_engine, reschedule, reset, steps_of
 from helpers.wrapped_executor import WrappedExecutor
 
 from jax_paged import LLM, BeamSearchParams, LLMEngine, LoRARequest, SamplingParams
-from jax_paged.engine import request_engine
+from jax_paged.engine import engine_core
 from jax_paged.models.weights import load_model
 from jax_paged.outputs import RequestOutput
 
@@ -211,14 +211,14 @@ def test_the_prefix_cache_shares_nothing_between_adapters(engine: LLMEngine) -> 
 
 @pytest.mark.quick
 def test_the_test_notices_a_missing_salt(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = request_engine.request_state
+    make = engine_core.request_state
 
     def without_salt(*args: Any) -> Any:
         state = make(*args)
         state.group.cache_salt = ""
         return state
 
-    monkeypatch.setattr(request_engine, "request_state", without_salt)
+    monkeypatch.setattr(engine_core, "request_state", without_salt)
     with pytest.raises(AssertionError):
         check_that_nothing_is_shared(engine)
 

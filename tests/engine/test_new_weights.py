@@ -304,7 +304,7 @@ def dense_logprobs(model: Any, output: Any) -> np.ndarray:
 def serve_ten_versions(llm: LLM, model: Any) -> None:
     """Trains a model ten times; after each, an engine that goes on running has to say what the model does."""
     runner = llm.llm_engine.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
-    num_traces, first = runner.compiled.num_traces, llm.llm_engine._loop.num_weight_updates
+    num_traces, first = runner.compiled.num_traces, llm.llm_engine._core.num_weight_updates
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     for i in range(10):
         if not llm.llm_engine.has_unfinished_requests():
@@ -368,7 +368,7 @@ def test_outputs_name_the_weights_that_drew_them(served: tuple[LLM, Any, LLM], m
         llm.update_weights(other, weight_version="")
     llm.update_weights(other)
     output = generate(llm)
-    assert output.weight_version == str(llm.llm_engine._loop.num_weight_updates)
+    assert output.weight_version == str(llm.llm_engine._core.num_weight_updates)
 
 
 def test_weights_of_older_versions_take_no_memory(

@@ -159,7 +159,7 @@ def test_prompt_logprobs_of_an_output_do_not_grow(scripted):
     with LLMEngine(*scripted(max_num_batched_tokens=4)) as engine:
         engine.add_request("a", "abcdefghij?", SamplingParams(prompt_logprobs=0))
         engine.step()
-        early = engine._loop.requests["a"].output()
+        early = engine._core.requests["a"].output()
         lengths = [len(early.prompt_logprobs)]
         engine.step()
         lengths.append(len(early.prompt_logprobs))

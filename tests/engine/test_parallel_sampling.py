@@ -21,7 +21,7 @@ from helpers.real_model import (
 from helpers.wrapped_executor import WrappedExecutor
 
 from jax_paged import AsyncLLMEngine, BeamSearchParams, LLMEngine, SamplingParams
-from jax_paged.engine.input_processor import InputProcessor
+from jax_paged.engine.composition import make_input_processor
 from jax_paged.outputs import CompletionOutput, RequestOutput
 
 RNG = np.random.default_rng(2)
@@ -276,7 +276,7 @@ def test_streams_of_which_the_best_is_known_at_the_end(
 
 def test_a_group_that_can_never_fit_is_refused(shared_engine: LLMEngine) -> None:
     config = dataclasses.replace(shared_engine.input_processor._config, num_blocks=21)
-    checker = InputProcessor(config, None)
+    checker = make_input_processor(config, None)
     prompt = [5] * 68  # 17 full blocks, that all share; each sequence needs one of its own
     checker.check(prompt, SamplingParams(n=3), "", 0)
     checker.check(prompt, SamplingParams(n=4, max_tokens=1), "", 0)  # their only tokens are never written

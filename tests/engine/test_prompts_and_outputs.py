@@ -10,7 +10,7 @@ import tokenizers
 from helpers.scripted_engine import EOS, LONG, TEMPLATE, VOCAB_SIZE, no_block_lost, run
 
 from jax_paged import LLM, EngineArgs, LLMEngine, SamplingParams
-from jax_paged.engine.assembly import tokenizer_name
+from jax_paged.engine.composition import tokenizer_name
 from jax_paged.engine.text.tokenizer import Tokenizer
 
 

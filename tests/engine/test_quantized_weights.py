@@ -24,7 +24,7 @@ from helpers.real_model import (
 
 from jax_paged import LLM, EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from jax_paged.models.quantization.quantize import kernel_places, quantized
-from jax_paged.models.quantization.quantized_linear import SmallKernel
+from jax_paged.models.quantization.quantized_linear import QuantizedWeight
 from jax_paged.models.weights import load_model, random_checkpoint, save_model
 from jax_paged.outputs import RequestOutput
 from jax_paged.worker.compilation import plan_steps
@@ -69,7 +69,7 @@ def write_floats(base: Path, out: Path, kind: Any) -> None:
     """Writes the floats that kernels mean which are made small on the fly."""
     model, small = load_model(base, "float32").model, quantized(load_model(base, "float32").model, kind)
     for place, made in zip(kernel_places(model), kernel_places(small), strict=True):
-        if isinstance(made.kernel, SmallKernel):
+        if isinstance(made.kernel, QuantizedWeight):
             place.kernel.set_value(made.kernel.dense("float32"))
     save_model(model, out, json.loads((base / "config.json").read_text()))
     for file in ("tokenizer.json", "tokenizer_config.json"):

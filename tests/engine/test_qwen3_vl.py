@@ -98,7 +98,7 @@ def test_equals_transformers(folder: Path) -> None:
     with make_engine(folder, **SETTINGS) as engine:
         batched = run(engine, prompts)
         engine.scheduler.max_num_batched_tokens = 24  # images have up to 64 or 100 tokens
-        encoder: Any = engine.executor.runner.image_encoder  # pyright: ignore[reportAttributeAccessIssue]
+        encoder: Any = engine.executor.runner.features.image_encoder  # pyright: ignore[reportAttributeAccessIssue]
         encoder.clear()
         encoder._max_bytes = 0
         chunked = run(engine, prompts[::-1])[::-1]
@@ -115,7 +115,7 @@ def test_tokens_of_nine_patches_and_images_that_fail(monkeypatch: pytest.MonkeyP
     with make_engine(MERGE3, **SETTINGS) as engine:
         assert_right(run(engine, prompts_of(cases)), cases)
         runner: Any = engine.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
-        runner.image_encoder.clear()
+        runner.features.image_encoder.clear()
         set_prefix_caching(engine, True)
         execute, large = runner._run, EncodePatchesProgram(513)
 
@@ -245,7 +245,7 @@ def test_every_program_of_a_model_can_be_traced(folder: Path) -> None:
     config = Qwen3VLConfig.from_hf(json.loads((folder / "config.json").read_text()))
     float32, context = (
         jnp.dtype("float32"),
-        Mock(image_spec=spec_of(folder), replicated=None, max_model_len=128),
+        Mock(features=Mock(image_spec=spec_of(folder)), replicated=None, max_model_len=128),
     )
     graph, state = nnx.split(
         nnx.eval_shape(lambda: Qwen3VLForConditionalGeneration(config, dtype=float32, rngs=nnx.Rngs(0)))
@@ -312,7 +312,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture
 def engine(llm: LLM) -> LLMEngine:
-    llm.llm_engine.executor.runner.image_encoder.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    llm.llm_engine.executor.runner.features.image_encoder.clear()  # pyright: ignore[reportAttributeAccessIssue]
     return reset(llm.llm_engine)
 
 
@@ -328,7 +328,7 @@ def cached_tokens(engine: LLMEngine) -> list[int]:
     set_prefix_caching(engine, False)
     alone: list[RequestOutput] = []
     for each in prompts[:3]:
-        engine.executor.runner.image_encoder.clear()  # pyright: ignore[reportAttributeAccessIssue]
+        engine.executor.runner.features.image_encoder.clear()  # pyright: ignore[reportAttributeAccessIssue]
         alone += run(engine, [each])
     set_prefix_caching(engine, True)
     logprobs = [output.outputs[0].cumulative_logprob or 0.0 for output in alone]
@@ -435,7 +435,7 @@ def test_a_state_with_weights_forgets_the_vectors_of_others(engine: LLMEngine) -
     state = reset(engine).state(weights=True)
     runner: Any = engine.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
     weights, kept = runner.arrays["weights"], list(runner.arrays["weights"])
-    runner.image_encoder.clear()
+    runner.features.image_encoder.clear()
     try:
         weights[:] = [1.5 * weight for weight in weights]
         run(engine, each)

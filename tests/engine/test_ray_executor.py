@@ -21,8 +21,8 @@ from helpers.real_model import drain, greedy_requests, mixed_requests, run, toke
 from helpers.waiting import wait_until
 
 from jax_paged import EngineArgs, LLMEngine, SamplingParams
-from jax_paged.engine.assembly import make_executor
 from jax_paged.engine.errors import EngineDeadError
+from jax_paged.engine.executors import make_executor
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed: pip install 'jax-paged[ray]'", allow_module_level=True)

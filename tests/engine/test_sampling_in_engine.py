@@ -96,7 +96,7 @@ def test_tokens_are_those_of_the_dense_logits(alone: list[RequestOutput], dense:
             seed=jnp.tile(jnp.array([p.seed & 0xFFFFFFFF, p.seed >> 32], jnp.uint32), (rows, 1)),
             position=jnp.asarray(total, jnp.int32),
             wants_logprobs=column(False, np.bool_),
-            count_seats=jnp.arange(rows, dtype=jnp.int32),
+            count_slots=jnp.arange(rows, dtype=jnp.int32),
             token_counts=jnp.asarray(counts, jnp.int32),
             has_token_mask=column(False, np.bool_),
             keeps_draw=column(False, np.bool_),

@@ -11,6 +11,7 @@ import tokenizers
 
 from jax_paged import LLMEngine, PoolingParams
 from jax_paged.config.engine_args import EngineConfig
+from jax_paged.engine.composition import make_input_processor
 from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.models.features.pooling import PoolingSpec, read_pooling
@@ -52,7 +53,7 @@ def processor(config: EngineConfig, folder: Path, **settings: Any) -> InputProce
         tokenizer.lower_texts()
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     sizes = {"max_model_len": 64, "vocab_size": vocab_size, "num_blocks": 1000} | settings
-    return InputProcessor(dataclasses.replace(config, pooling=spec, **sizes), tokenizer)
+    return make_input_processor(dataclasses.replace(config, pooling=spec, **sizes), tokenizer)
 
 
 def ids_of(

@@ -263,7 +263,7 @@ def test_close_ends_the_call_of_another_thread(make_llm):
     # Set before the lock is waited for, which the call that runs has.
 
     def go_on():
-        wait_until(lambda: llm.llm_engine._closed, "another thread closes the engine")
+        wait_until(lambda: llm.llm_engine._core.is_closed, "another thread closes the engine")
         may_go_on.set()
 
     waiting = threading.Thread(target=go_on)

@@ -406,7 +406,7 @@ def test_what_was_in_flight_reaches_its_client_before_the_sleep(async_engine: As
             await asyncio.sleep(0.01)
             if num_tokens % 2:
                 task.cancel()
-            elif not engine.engine._loop.requests:
+            elif not engine.engine._core.requests:
                 assert task.done()  # nobody computes for it any more
             await engine.wake_up()
             done = await asyncio.gather(task, return_exceptions=True)

@@ -31,7 +31,7 @@ from jax_paged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams, S
 from jax_paged.core.features.speculation.num_drafts import Speculation
 from jax_paged.lab.recording import replay
 from jax_paged.outputs import RequestOutput
-from jax_paged.worker import traced_step
+from jax_paged.worker.composition import TracedFeatures
 
 pytestmark = pytest.mark.thorough
 
@@ -104,10 +104,10 @@ def in_turns(
     engine: LLMEngine, requests: list[Request], **settings: Any
 ) -> tuple[list[RequestOutput], list[RequestOutput]]:
     """Returns the outputs without drafts, one step at a time, and with them."""
-    depth, engine._loop.max_in_flight = engine._loop.max_in_flight, 1
+    depth, engine._core.max_in_flight = engine._core.max_in_flight, 1
     reschedule(reset(engine), speculation=None, burst_size=1)
     expected = run(engine, requests)
-    engine._loop.max_in_flight = depth
+    engine._core.max_in_flight = depth
     reschedule(engine, **settings)
     return expected, run(engine, requests)
 
@@ -132,7 +132,7 @@ def engine(request: Any, checkpoint: Path, other_draft: Path) -> Iterator[LLMEng
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_requests(engine: LLMEngine, depth: int) -> None:
-    engine._loop.max_in_flight = depth
+    engine._core.max_in_flight = depth
     assert_same(*in_turns(engine, random_requests(depth, 10)))
     drafts = engine.scheduler.drafts
     assert drafts.num_rows > 20
@@ -232,7 +232,7 @@ def test_three_hundred_random_requests(
     with speculating(checkpoint, draft, config, num_scheduler_steps=8) as engine:
         pools = itertools.cycle([{}, {"num_blocks": 60, "preemption_mode": "swap"}, {"num_blocks": 60}])
         for seed, pool in zip(range(25), pools, strict=False):
-            engine._loop.max_in_flight = 1 + seed % 2
+            engine._core.max_in_flight = 1 + seed % 2
             requests = random_requests(100 + seed, 12)
             if pool:
                 requests = [r for r in requests if r.beams is None]
@@ -248,7 +248,7 @@ def test_what_a_form_leaves_no_choice_about_is_drafted(checkpoint: Path, adaptiv
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=70, structured_outputs=form)
     requests = [Request([5, 6], params), Request([7, 8, 9], dataclasses.replace(params, n=3))]
     with speculating(checkpoint, checkpoint, config, async_scheduling=depth > 1) as engine:
-        assert engine._loop.max_in_flight == depth
+        assert engine._core.max_in_flight == depth
         lines: list[str] = []
         engine.record(lines.append)
         assert_same(*in_turns(engine, requests))
@@ -262,12 +262,12 @@ def test_what_a_form_leaves_no_choice_about_is_drafted(checkpoint: Path, adaptiv
 
 def test_penalties_that_forget_drafts_are_noticed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted mistake: rows behind drafts count the tokens up to the last known one only."""
-    right = traced_step.drafts_before
+    right = TracedFeatures.drafts_before
 
-    def forgetful(fields: Any, tokens: Any, bucket: Any, vocab_size: int) -> Any:
-        return right(fields, tokens, bucket, vocab_size) * 0 + vocab_size
+    def forgetful(step: Any, tokens: Any, vocab_size: int) -> Any:
+        return right(step, tokens, vocab_size) * 0 + vocab_size
 
-    monkeypatch.setattr(traced_step, "drafts_before", forgetful)
+    monkeypatch.setattr(TracedFeatures, "drafts_before", staticmethod(forgetful))
     few = {"allowed_token_ids": [9, 20, 31, 42], "ignore_eos": True, "frequency_penalty": 0.3}
     params = SamplingParams(temperature=0, max_tokens=60, **few)
     requests = [Request([5, 6, 7 + i], params) for i in range(4)]
@@ -320,7 +320,7 @@ def test_drafts_by_hand_are_not_counted(engine: LLMEngine) -> None:
     add(engine, [Request([5, 6, 7], params)])
     while not engine.step()[0].outputs[0].token_ids:
         pass
-    engine._loop.settle()
+    engine._core.settle()
     seq = next(iter(engine.scheduler.queues.running.values())).sequences[0]
     right = list(expected.outputs[0].token_ids)[len(seq.output_token_ids) :][:9]
     before = engine.scheduler.drafts.num_drafts

@@ -27,7 +27,7 @@ from jax_paged.models.loading.stored_tensors import StoredTensor
 from jax_paged.models.weights import load_model
 from jax_paged.worker.distributed.process_group import OneProcess
 from jax_paged.worker.pipeline.stage_links import StageLinks
-from jax_paged.worker.served_model import ServedModel
+from jax_paged.worker.served_model import CallerParts, ServedModel
 
 pytestmark = pytest.mark.thorough
 
@@ -164,7 +164,7 @@ def test_each_process_has_the_weights_of_its_stage(tmp_path: Path, monkeypatch: 
     sizes, totals = list[int](), set[int]()
     for stage in range(2):
         read.clear()
-        model = ServedModel(args, None, (), None, None, (), 0, InStage(stage))
+        model = ServedModel(args, CallerParts(), 0, InStage(stage))
         sizes.append(sum(x.nbytes for x in model.weights))
         assert sum(read) == sizes[-1]
         assert all(isinstance(x, jax.Array) for x in model.weights)

@@ -286,7 +286,7 @@ def reschedule(
         "speculation": config.speculation,
         "max_loras": config.max_loras,
     }
-    engine._loop.scheduler = Scheduler(block_manager=manager, **(limits | settings))
+    engine._core.scheduler = Scheduler(block_manager=manager, **(limits | settings))
 
 
 class Steps(list[SchedulerOutput]):

@@ -243,7 +243,7 @@ class ToyDevice:
         self.mirror.update(output)
         self.mirror.check(sched, output)
         self.move(output.blocks_to_swap_out, output.blocks_to_swap_in, output.blocks_to_copy)
-        self.move_states(output.states_to_swap_out, output.states_to_swap_in, output.states_to_copy)
+        self.move_states(*output.state_moves)
         for text in output.to_encode:
             group = sched.queues.running[text.request_id]
             assert text.token_ids == group.encoder_token_ids

@@ -72,9 +72,9 @@ class ValueDevice:
             for (_, block), values in zip(pairs, moved, strict=True):
                 target[block] = values
         for pairs, source, target in (
-            (output.states_to_swap_out, self.states, self.host_states),
-            (output.states_to_swap_in, self.host_states, self.states),
-            (output.states_to_copy, self.states, self.states),
+            (output.state_moves.swap_out, self.states, self.host_states),
+            (output.state_moves.swap_in, self.host_states, self.states),
+            (output.state_moves.copies, self.states, self.states),
         ):
             moved = [source[slot] for slot, _ in pairs]
             for (_, slot), value in zip(pairs, moved, strict=True):

@@ -194,7 +194,7 @@ def test_an_engine_draws_its_pool(small_engine):
         m = engine.pool_map()
         counts = np.bincount(m.owners["block_id"], minlength=manager.pool.num_blocks).tolist()
         assert counts == manager.pool.ref_counts == m.blocks["ref_count"].tolist()
-        for request in (state.group for state in engine._loop.requests.values()):
+        for request in (state.group for state in engine._core.requests.values()):
             for index, seq in enumerate(request.sequences):
                 is_own = (m.owners["request_id"] == request.request_id) & (m.owners["index"] == index)
                 own = m.owners[is_own]

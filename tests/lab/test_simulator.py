@@ -190,7 +190,7 @@ def test_recorded_simulations_replay(seed: int) -> None:
 def engine(small_engine: LLMEngine) -> LLMEngine:
     """Has a pool that is full after a few requests, and little room to swap."""
     like = small_engine.scheduler
-    small_engine._loop.scheduler = Scheduler(
+    small_engine._core.scheduler = Scheduler(
         block_manager=BlockManager(61, 4, True, num_swap_blocks=40),
         max_num_seqs=like.max_num_seqs,
         max_num_batched_tokens=like.max_num_batched_tokens,

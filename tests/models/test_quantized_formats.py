@@ -20,7 +20,7 @@ from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.loading.stored_tensors import read_headers
 from jax_paged.models.quantization.config import quantization_of, read_quantization
 from jax_paged.models.quantization.quantize import kernel_places, kind_to_make, quantized
-from jax_paged.models.quantization.quantized_linear import Parts, SmallKernel, multiply, quantize
+from jax_paged.models.quantization.quantized_linear import Parts, QuantizedWeight, multiply, quantize
 from jax_paged.models.weights import load_model, random_checkpoint, save_model
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -76,7 +76,7 @@ def test_kernels_are_bit_for_bit_what_the_format_means(name: str, made: Path, tm
     assert len(meant) == 7
     for key, value in meant.items():
         kernel = found[key.removeprefix("model.").replace(".weight", ".kernel")]
-        assert isinstance(kernel, SmallKernel)
+        assert isinstance(kernel, QuantizedWeight)
         np.testing.assert_array_equal(np.asarray(kernel.dense("float32")).T, value, err_msg=key)
         rounded_once = value.astype(ml_dtypes.bfloat16)
         np.testing.assert_array_equal(np.asarray(kernel.dense("bfloat16")).T, rounded_once, err_msg=key)
@@ -116,7 +116,7 @@ def test_what_quantisers_have_written_is_what_they_read(name: str, tmp_path: Pat
         assert stored[end].shape == shape
         assert stored[end].dtype in dtypes
     parts = form.source.parts({end: stored[end].read() for end in known})
-    kernel = SmallKernel(form, expected.shape, (None, None), jax.tree.map(jnp.asarray, parts))
+    kernel = QuantizedWeight(form, expected.shape, (None, None), jax.tree.map(jnp.asarray, parts))
     np.testing.assert_array_equal(kernel.dense("float32"), expected)
 
 
@@ -149,7 +149,7 @@ def test_maps_of_latents_are_read_and_multiply(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "q" / "model.safetensors")
     small, floats = (load_model(tmp_path / f, "float32").model for f in ("q", "floats"))
     ours = kernels(small)
-    assert sum(isinstance(kernel, SmallKernel) for kernel in ours.values()) == 2 * 5 + 3 * 3
+    assert sum(isinstance(kernel, QuantizedWeight) for kernel in ours.values()) == 2 * 5 + 3 * 3
     path = "layers.1.self_attn.kv_b_proj"
     expected = meant[f"model.{path}.weight"].T
     np.testing.assert_array_equal(ours[f"{path}.kernel"].dense("float32"), expected)
@@ -163,13 +163,13 @@ def test_experts_in_one_tensor_are_made_small(name: str, kind: Any) -> None:
     small = quantized(floats, kind)
     loaded, of_memory = load_model(FIXTURES / name, "float32", quantization=kind).model, kernels(small)
     for path, kernel in kernels(loaded).items():
-        if isinstance(kernel, SmallKernel):
+        if isinstance(kernel, QuantizedWeight):
             assert jax.tree.all(jax.tree.map(np.array_equal, kernel.parts, of_memory[path].parts)), path
     for place in kernel_places(floats):
-        if isinstance(kernel := of_memory[".".join(map(str, place.path))], SmallKernel):
+        if isinstance(kernel := of_memory[".".join(map(str, place.path))], QuantizedWeight):
             place.kernel.set_value(kernel.dense("float32"))
     expert_kernels = [
-        path for path, k in of_memory.items() if isinstance(k, SmallKernel) and "experts" in path
+        path for path, k in of_memory.items() if isinstance(k, QuantizedWeight) and "experts" in path
     ]
     assert len(expert_kernels) == 2 * floats.config.num_hidden_layers
     np.testing.assert_allclose(loaded(tokens()), floats(tokens()), atol=1e-4, rtol=1e-5)
@@ -219,7 +219,7 @@ def test_a_column_of_zeros_is_zeros(made: Path) -> None:
     model = load_model(made, "float32").model
     place = kernel_places(model)[0]
     place.kernel.set_value(place.kernel[...].at[:, 3].set(0))
-    (kernel,) = [k for k in kernels(quantized(model, "fp8")).values() if isinstance(k, SmallKernel)][:1]
+    (kernel,) = [k for k in kernels(quantized(model, "fp8")).values() if isinstance(k, QuantizedWeight)][:1]
     assert not np.asarray(kernel.dense("float32"))[:, 3].any()
 
 
@@ -354,7 +354,7 @@ def test_the_argument_has_to_fit_the_checkpoint(made: Path, tmp_path: Path) -> N
 def test_mxfp4_becomes_floats_and_nothing_else(made: Path, tmp_path: Path) -> None:
     folder = FIXTURES / "gpt_oss_mxfp4"
     model = load_model(folder, "float32", quantization="mxfp4").model
-    assert not any(isinstance(kernel, SmallKernel) for kernel in kernels(model).values())
+    assert not any(isinstance(kernel, QuantizedWeight) for kernel in kernels(model).values())
     assert kind_to_make([model], "mxfp4") is None
     with pytest.raises(ValueError, match=r"quantization is 'int8'; allowed .*: None or 'mxfp4'"):
         load_model(folder, "float32", quantization="int8")

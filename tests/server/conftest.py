@@ -37,9 +37,9 @@ class Steps:
         self.spoiled: tuple[int, int] | None = None  # (seed of a sequence, its output tokens): see spoil
         self._engine = engine
         executor = WrappedExecutor(engine.executor, self._begin, self._end)
-        monkeypatch.setattr(engine._loop, "executor", executor)
+        monkeypatch.setattr(engine._core, "executor", executor)
         # So that a step that is slowed down, failed or spoiled is the last that was begun.
-        monkeypatch.setattr(engine._loop, "max_in_flight", 1)
+        monkeypatch.setattr(engine._core, "max_in_flight", 1)
 
     def spoil(self, seed: int, num_output_tokens: int) -> None:
         """Makes the logits NaN of the sequences with a seed, in the step after so many output tokens."""

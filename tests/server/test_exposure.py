@@ -15,7 +15,7 @@ import pytest
 from helpers.listening import listening
 
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.http.keys import with_all_keys
+from jax_paged.server.http.api_keys import with_all_keys
 from jax_paged.server.http.listening import allow_open_files, check_exposure, check_tls
 from jax_paged.server.launch.cli import main, parse_args
 from jax_paged.server.launch.options import ServerOptions

@@ -20,7 +20,7 @@ from jax_paged import AsyncLLMEngine, EngineArgs
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.ray_serve import continuation
-from jax_paged.server.ray_serve.continuation import AnswerPart, ReplicaCall, ReplicaLostError
+from jax_paged.server.ray_serve.continuation import ReplicaCall, ReplicaLostError, ResponsePart
 from jax_paged.server.ray_serve.ingress import Answering, Ingress, _call, prefix_key
 from jax_paged.server.ray_serve.replica import Replica
 
@@ -75,7 +75,7 @@ class Replicas:
         answering = self._replicas[i % len(self._replicas)].answer(call)
         try:
             async for part in answering:
-                if left is not None and isinstance(part, AnswerPart):
+                if left is not None and isinstance(part, ResponsePart):
                     if left == 0:
                         raise ReplicaLostError("it was killed")
                     left -= 1

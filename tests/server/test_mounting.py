@@ -144,12 +144,12 @@ def test_lifespan_and_streams_of_a_mounted_application(server: OpenAIServer) -> 
         chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "text"
         assert httpx.head(f"{url}/llm/health").status_code == 200
-    assert server.life.is_draining
+    assert server.lifecycle.is_draining
 
 
 def test_lifespan_watches_the_engine(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks: list[float] = []
-    monkeypatch.setattr(server.life, "tick", ticks.append)
+    monkeypatch.setattr(server.lifecycle, "tick", ticks.append)
 
     async def run() -> None:
         async with server.lifespan():
@@ -162,7 +162,7 @@ def test_lifespan_watches_the_engine(server: OpenAIServer, monkeypatch: pytest.M
 def test_a_mounted_application_says_that_its_engine_has_failed(server: OpenAIServer) -> None:
     app = in_fastapi(server.app())
     server.engine.fail(EngineDeadError("broken"))
-    server.life.tick(time.monotonic())
+    server.lifecycle.tick(time.monotonic())
     assert asyncio.run(ask(app, "GET", "/llm/ready")).status_code == 503
     assert asyncio.run(ask(app, "GET", "/own")).status_code == 200
 

@@ -13,10 +13,10 @@ from starlette.testclient import TestClient
 from jax_paged import AsyncLLMEngine, SamplingParams
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.http.keys import with_all_keys
+from jax_paged.server.http.api_keys import with_all_keys
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.observability.state import State, _request
-from jax_paged.server.routes.page import content_security_policy
+from jax_paged.server.routes.status_page import content_security_policy
 
 
 def page(served):

@@ -151,7 +151,7 @@ def test_an_engine_that_dies_ends_the_others(two: Served, engine: ReplicatedEngi
     assert two.client.get("../health").status_code == 200
     may_fail.set()
     two.wait_until(lambda: engine.error is not None, "one has failed")
-    two.server.life.tick(time.monotonic())  # as the server does ten times a second
+    two.server.lifecycle.tick(time.monotonic())  # as the server does ten times a second
     for thread in threads:
         thread.join(timeout=120)
         assert not thread.is_alive()

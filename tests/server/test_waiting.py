@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_paged.server.protocol.responses import ApiError
-from jax_paged.server.waiting_queue import WaitingRoom
+from jax_paged.server.waiting_queue import WaitingQueue
 
 
 async def settle():
@@ -18,10 +18,10 @@ async def settle():
 
 
 class Visitors:
-    """Requests in a room of which each holds its place until it is let go."""
+    """Requests in a queue of which each holds its place until it is let go."""
 
-    def __init__(self, room: WaitingRoom):
-        self.room = room
+    def __init__(self, queue: WaitingQueue):
+        self.queue = queue
         self.entered: list[str] = []
         self.tasks: dict[str, asyncio.Task] = {}
         self.leaves: dict[str, asyncio.Event] = {}
@@ -30,7 +30,7 @@ class Visitors:
         self.leaves[name] = asyncio.Event()
 
         async def visit():
-            async with self.room.place(num_seqs, client, priority):
+            async with self.queue.admission(num_seqs, client, priority):
                 self.entered.append(name)
                 await self.leaves[name].wait()
 
@@ -48,7 +48,7 @@ def run(coroutine):
 
 def test_requests_go_by_priority_then_client_by_client():
     async def check():
-        visitors = Visitors(WaitingRoom(1, 10))
+        visitors = Visitors(WaitingQueue(1, 10))
         await visitors.come("running")
         for name, client, priority in [
             ("a1", "a", 0),
@@ -65,16 +65,16 @@ def test_requests_go_by_priority_then_client_by_client():
             await visitors.leave(visitors.entered[i])
         assert visitors.entered == ["running", "d1", "a1", "b1", "a2", "b2", "a3", "c1"]
         await visitors.leave("c1")
-        assert visitors.room.num_waiting == 0
+        assert visitors.queue.num_waiting == 0
 
     run(check())
 
 
 def test_a_full_room_says_when_to_come_back():
     async def check():
-        visitors = Visitors(WaitingRoom(2, 1))
+        visitors = Visitors(WaitingQueue(2, 1))
         await visitors.come("a", num_seqs=2)
-        assert visitors.room.refusal() is None
+        assert visitors.queue.refusal() is None
         await visitors.come("b")
         await visitors.come("c")
         with pytest.raises(ApiError) as refused:
@@ -83,10 +83,10 @@ def test_a_full_room_says_when_to_come_back():
         assert error.status == 429
         assert error.headers is not None
         assert 1 <= int(error.headers["Retry-After"]) <= 60
-        assert visitors.room.refusal() is not None
+        assert visitors.queue.refusal() is not None
         await visitors.leave("a")
         assert visitors.entered == ["a", "b"]
-        assert visitors.room.refusal() is None
+        assert visitors.queue.refusal() is None
         await visitors.leave("b")
 
     run(check())
@@ -94,22 +94,22 @@ def test_a_full_room_says_when_to_come_back():
 
 def test_a_room_without_seats_to_wait_takes_who_can_run_at_once():
     async def check():
-        visitors = Visitors(WaitingRoom(2, 0))
-        assert visitors.room.refusal() is None
+        visitors = Visitors(WaitingQueue(2, 0))
+        assert visitors.queue.refusal() is None
         await visitors.come("a")
         await visitors.come("b", num_seqs=2)
         with pytest.raises(ApiError):
             await visitors.tasks["b"]
         await visitors.come("c")
         assert visitors.entered == ["a", "c"]
-        assert visitors.room.refusal() is not None
+        assert visitors.queue.refusal() is not None
 
     run(check())
 
 
 def test_a_request_larger_than_the_engine_runs_alone():
     async def check():
-        visitors = Visitors(WaitingRoom(4, 10))
+        visitors = Visitors(WaitingQueue(4, 10))
         await visitors.come("large", num_seqs=9)
         await visitors.come("small")
         assert visitors.entered == ["large"]
@@ -123,8 +123,8 @@ def test_a_request_larger_than_the_engine_runs_alone():
 @given(st.lists(st.tuples(st.sampled_from(["come", "leave", "cancel"]), st.integers(0, 10**6)), max_size=60))
 def test_no_place_is_lost_whoever_leaves_and_when(events):
     async def check():
-        room = WaitingRoom(3, 8)
-        visitors = Visitors(room)
+        queue = WaitingQueue(3, 8)
+        visitors = Visitors(queue)
         for i, (event, number) in enumerate(events):
             alive = [name for name, task in visitors.tasks.items() if not task.done()]
             if event == "come":
@@ -140,7 +140,7 @@ def test_no_place_is_lost_whoever_leaves_and_when(events):
         for task in visitors.tasks.values():
             with contextlib.suppress(ApiError, asyncio.CancelledError):
                 await task
-        assert room.num_waiting == 0
+        assert queue.num_waiting == 0
         await visitors.come("all", num_seqs=3)
         assert visitors.entered[-1] == "all"
         await visitors.leave("all")
@@ -153,14 +153,14 @@ def test_the_time_to_come_back_is_measured_while_somebody_waits(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
 
     async def check():
-        visitors = Visitors(WaitingRoom(1, 4))
+        visitors = Visitors(WaitingQueue(1, 4))
         for hour in range(30):
             clock[0] = 3600.0 * hour
             await visitors.come(f"{hour}")
             await visitors.leave(f"{hour}")
         for i in range(5):
             await visitors.come(f"waits {i}")
-        error = visitors.room.refusal()
+        error = visitors.queue.refusal()
         assert error is not None
         assert error.headers == {"Retry-After": "4"}
         for i in range(5):

@@ -21,32 +21,34 @@ from jax_paged.core.scheduler_output import (
 from jax_paged.sampling_params import MAX_BIAS_IDS, SamplingParams
 from jax_paged.worker.batch_builder import BatchBuilder, StepInputs, empty_sampling_inputs
 from jax_paged.worker.block_tables import tables_of, write_changes
-from jax_paged.worker.compilation.buckets import Bucket, plan_buckets, plan_bursts
+from jax_paged.worker.compilation.buckets import Bucket, plan_buckets, plan_multi_step
+from jax_paged.worker.composition import StepFields
 from jax_paged.worker.features.encoder_decoder import build_encoder_inputs
 from jax_paged.worker.input_batch import InputBatch
-from jax_paged.worker.packed_buffer import layout, sampling_batch, unpack
+from jax_paged.worker.packed_buffer import BufferOptions, layout, sampling_batch, unpack
 from jax_paged.worker.sampling.logits_rows import plan_logits_rows
 from jax_paged.worker.sampling.token_rules import pack_token_mask
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, VOCAB_SIZE, EOS = 4, 50, 30, 100, 9
-MAX_BLOCKS_PER_SEQ, NUM_SEATS, NUM_WORDS = 8, 10, 4
+MAX_BLOCKS_PER_SEQ, NUM_BATCH_SLOTS, NUM_WORDS = 8, 10, 4
 FULL, WINDOW, CROSS = CacheGroup(), CacheGroup(window=6), CacheGroup(is_cross=True)
 
 
 class Worker:
-    """Seats and builder of a runner."""
+    """Batch slots and builder of a runner."""
 
     def __init__(self, *groups: CacheGroup, checks_inputs: bool = True) -> None:
         self.num_groups = len(groups)
-        shape = self.num_groups, NUM_SEATS, MAX_BLOCKS_PER_SEQ
+        shape = self.num_groups, NUM_BATCH_SLOTS, MAX_BLOCKS_PER_SEQ
         # What the device has, garbage at first.
         self.device_tables = jnp.full(shape, NUM_BLOCKS + 7, jnp.int32)
         self.input_batch = InputBatch(
-            max_num_seqs=NUM_SEATS,
+            max_num_seqs=NUM_BATCH_SLOTS,
             num_groups=len(groups),
             max_blocks_per_seq=MAX_BLOCKS_PER_SEQ,
             num_blocks=NUM_BLOCKS,
             vocab_size=VOCAB_SIZE,
+            is_cross=[group.is_cross for group in groups],
         )
         self.builder = BatchBuilder(
             self.input_batch,
@@ -55,6 +57,7 @@ class Worker:
             groups=groups,
             vocab_size=VOCAB_SIZE,
             checks_inputs=checks_inputs,
+            features=StepFields(input_batch=self.input_batch, block_size=BLOCK_SIZE),
         )
 
     def build(self, output: SchedulerOutput, bucket: Bucket) -> StepInputs:
@@ -64,19 +67,19 @@ class Worker:
 
     def fields(self, inputs: StepInputs, bucket: Bucket) -> dict[str, np.ndarray]:
         """What the device makes of a step: its fields, and the block tables of its rows."""
-        fields = unpack(jnp.asarray(inputs.packed), bucket, self.num_groups)
+        fields = unpack(jnp.asarray(inputs.packed), bucket, BufferOptions(self.num_groups))
         for changes in (jnp.asarray(inputs.changes_ahead), fields["table_changes"]):
             self.device_tables = write_changes(self.device_tables, changes)
-        fields["block_tables"] = tables_of(self.device_tables, fields["seats"])
+        fields["block_tables"] = tables_of(self.device_tables, fields["batch_slots"])
         return {k: np.asarray(v) for k, v in fields.items()}
 
     def sampling_batch(self, output: SchedulerOutput, bucket: Bucket) -> dict[str, np.ndarray]:
         """What the sampler reads of a step; token_counts are left out."""
         inputs = self.build(output, bucket)
-        fields = unpack(jnp.asarray(inputs.packed), bucket, self.num_groups)
+        fields = unpack(jnp.asarray(inputs.packed), bucket, BufferOptions(self.num_groups))
         empty = empty_sampling_inputs(bucket.num_seqs, VOCAB_SIZE, NUM_WORDS)
-        extra = [jnp.asarray(e if x is None else x) for x, e in zip(inputs[1:4], empty, strict=True)]
-        batch = sampling_batch(fields, jnp.zeros((NUM_SEATS, VOCAB_SIZE), jnp.int32), *extra)
+        extra = [jnp.asarray(e if x is None else x) for x, e in zip(optional(inputs), empty, strict=True)]
+        batch = sampling_batch(fields, jnp.zeros((NUM_BATCH_SLOTS, VOCAB_SIZE), jnp.int32), *extra)
         return {f.name: np.asarray(getattr(batch, f.name)) for f in dataclasses.fields(batch)}
 
 
@@ -209,7 +212,7 @@ def test_every_token_stands_where_it_belongs(bucket: Bucket, groups: tuple[Cache
         assert (fields["block_tables"][:, n:] == 0).all()
         assert (fields["sample_positions"][drawn:] == 0).all()
         assert (fields["logits_rows"][num_logits:] == 0).all()
-        assert (fields["count_seats"] == NUM_SEATS).all()
+        assert (fields["count_slots"] == NUM_BATCH_SLOTS).all()
         assert num_logits == step.num_logits_rows
         num_seen += n
     assert num_seen > 60
@@ -219,8 +222,8 @@ def test_every_token_stands_where_it_belongs(bucket: Bucket, groups: tuple[Cache
 
 def test_layout_covers_the_buffer_once() -> None:
     buckets = plan_buckets(16, 128)
-    for bucket in [*buckets, *plan_bursts(buckets, 8)]:
-        fields, size = layout(bucket, 2)
+    for bucket in [*buckets, *plan_multi_step(buckets, 8)]:
+        fields, size = layout(bucket, BufferOptions(2))
         owners = np.zeros(size, int)
         for field in fields.values():
             owners[field.start : field.start + math.prod(field.shape)] += 1
@@ -240,7 +243,7 @@ def test_the_fields_of_a_burst() -> None:
     fields = worker.fields(worker.build(output, bucket), bucket)
     assert fields["max_draws"].tolist() == [8, 3, 0, 0]
     assert fields["end_tokens"][:2].tolist() == [many, [-1] * MAX_END_TOKENS]
-    assert worker.input_batch.end_tokens[worker.input_batch.seats_of([1])[0]].tolist() == [4, EOS] + [-1] * 6
+    assert worker.input_batch.end_tokens[worker.input_batch.slots_of([1])[0]].tolist() == [4, EOS] + [-1] * 6
     too_long = dataclasses.replace(output, burst=(8, 4), new_sequences=())
     with pytest.raises(AssertionError, match="null block"):
         worker.build(too_long, bucket)
@@ -284,8 +287,8 @@ def test_sampling_fields(worker: Worker) -> None:
     assert batch["seed"][0].tolist() == [0xFFFFFFFE, 5]
     assert batch["wants_logprobs"].tolist() == [True, False, False, False]
     assert batch["position"].tolist() == [4, 1, 0, 0]
-    (seat,) = worker.input_batch.seats_of([1]).tolist()
-    assert batch["count_seats"].tolist() == [seat, NUM_SEATS, NUM_SEATS, NUM_SEATS]
+    (batch_slot,) = worker.input_batch.slots_of([1]).tolist()
+    assert batch["count_slots"].tolist() == [batch_slot, NUM_BATCH_SLOTS, NUM_BATCH_SLOTS, NUM_BATCH_SLOTS]
     assert batch["has_token_mask"].tolist() == [True, False, False, False]
     assert batch["token_mask"][0].tolist() == pack_token_mask([3, 64, 99], VOCAB_SIZE).tolist()
     assert (batch["token_mask"][1:] == -1).all()
@@ -304,12 +307,16 @@ def test_plain_steps_move_one_array(worker: Worker) -> None:
     rows = [make_row(1, 0, [1, 2]), make_row(2, 0, [1])]
     bucket = Bucket(False, 4, 2)
     inputs = worker.build(make_output(rows, [Sample(0, 1)], new=new), bucket)
-    assert inputs[1:4] == (None, None, None)
+    assert optional(inputs) == (None, None, None)
     ids, values, mask = empty_sampling_inputs(2, VOCAB_SIZE, NUM_WORDS)
     assert (ids == VOCAB_SIZE).all()
     assert (values == 0).all()
     assert mask.shape == (2, NUM_WORDS)
     assert (mask == -1).all()
+
+
+def optional(inputs: StepInputs) -> tuple[np.ndarray | None, ...]:
+    return inputs.bias_ids, inputs.bias_values, inputs.token_mask
 
 
 def bias_of(inputs: StepInputs, row: int) -> dict[int, float]:
@@ -482,8 +489,8 @@ def test_penalties_see_each_samples_own_counts(worker: Worker) -> None:
     ]
     rows, samples = [make_row(i, 2, [5 + i]) for i in range(3)], [Sample(i, i) for i in range(3)]
     batch = worker.sampling_batch(make_output(rows, samples, new=new), Bucket(True, 4, 4))
-    seats = worker.input_batch.seats_of([0, 1, 2]).tolist()
-    assert batch["count_seats"].tolist() == [seats[0], NUM_SEATS, seats[2], NUM_SEATS]
+    batch_slots = worker.input_batch.slots_of([0, 1, 2]).tolist()
+    assert batch["count_slots"].tolist() == [batch_slots[0], NUM_BATCH_SLOTS, batch_slots[2], NUM_BATCH_SLOTS]
 
 
 def test_penalties_with_several_rows_of_logits_are_not_built(worker: Worker) -> None:

@@ -23,7 +23,7 @@ from jax_paged.worker.block_tables import (
 from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.compilation.programs import Program
 from jax_paged.worker.input_batch import InputBatch
-from jax_paged.worker.packed_buffer import num_step_changes, unpack
+from jax_paged.worker.packed_buffer import BufferOptions, num_step_changes, unpack
 from jax_paged.worker.sampling.logits_rows import plan_logits_rows
 
 SHAPE = 2, 5, 700
@@ -86,9 +86,9 @@ def test_a_long_table_takes_its_seat_and_grows() -> None:
         device = write_block_tables(
             lambda program, *args: jax.jit(write_changes)(*args), device, inputs.changes_ahead
         )
-        fields = unpack(jnp.asarray(inputs.packed), bucket, 1)
+        fields = unpack(jnp.asarray(inputs.packed), bucket, BufferOptions(1))
         device = write_changes(device, fields["table_changes"])
-        got = tables_of(device, fields["seats"])
+        got = tables_of(device, fields["batch_slots"])
         assert got[0, 0, : len(table)].tolist() == table
         assert not got[0, 1].any()
     assert num_ahead == [8_192 - num_step_changes(bucket, 1), *[0] * 40]

@@ -71,7 +71,7 @@ class Host:
         self.sched: Scheduler = make_scheduler(
             NUM_BLOCKS, BLOCK_SIZE, budget=BUDGET, max_model_len=MAX_MODEL_LEN, max_num_seqs=NUM_SEQS
         )
-        self.seats = InputBatch(
+        self.batch_slots = InputBatch(
             max_num_seqs=NUM_SEQS,
             num_groups=1,
             max_blocks_per_seq=-(-MAX_MODEL_LEN // BLOCK_SIZE),
@@ -79,7 +79,7 @@ class Host:
             vocab_size=1000,
         )
         self.builder = BatchBuilder(
-            self.seats,
+            self.batch_slots,
             block_size=BLOCK_SIZE,
             num_blocks=NUM_BLOCKS,
             groups=self.sched.block_manager.groups,
@@ -97,7 +97,7 @@ class Host:
 
     def step(self) -> SchedulerOutput:
         output = self.sched.schedule(0.0)
-        self.seats.update(output)
+        self.batch_slots.update(output)
         is_decode = output.num_batched_tokens == len(output.scheduled)
         bucket = Bucket(is_decode, NUM_SEQS if is_decode else BUDGET, NUM_SEQS)
         self.builder.build(output, plan_logits_rows(output), bucket)

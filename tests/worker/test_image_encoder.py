@@ -12,6 +12,7 @@ from jax_paged.core.sequence import StandIn
 from jax_paged.models.features.multimodal import Tile
 from jax_paged.worker.batch_builder import BatchBuilder
 from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.composition import StepFields
 from jax_paged.worker.features.multimodal.image_encoder import EncodeImagesProgram, ImageEncoder
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.sampling.logits_rows import plan_logits_rows
@@ -32,20 +33,23 @@ class Encoder:
 
 
 class Batch(SimpleNamespace):
-    """Seats in which all that is needed is missing."""
+    """Batch slots in which all that is needed is missing."""
 
     def missing_stand_ins(self, needed: list[tuple[int, StandIn]]) -> list[tuple[int, StandIn]]:
         return needed
 
 
-def needs(seat: int, *values: int) -> list[tuple[int, StandIn]]:
+def needs(batch_slot: int, *values: int) -> list[tuple[int, StandIn]]:
     one, half = np.full(3, 0.5, np.float32), np.full(3, 1.0, np.float32)
     tiles = [Tile(np.full((3, 2, 2), value, np.uint8), one, half) for value in values]
-    return [(seat, StandIn(5 * i, 5 * i + 3, str(t.pixels[0, 0, 0]), t)) for i, t in enumerate(tiles)]
+    return [(batch_slot, StandIn(5 * i, 5 * i + 3, str(t.pixels[0, 0, 0]), t)) for i, t in enumerate(tiles)]
 
 
 def vectors(batch: Batch) -> dict[int, dict[int, float]]:
-    return {seat: {i: float(x[0, 0]) for i, x in given.items()} for seat, given in batch.embeds.items()}
+    return {
+        batch_slot: {i: float(x[0, 0]) for i, x in given.items()}
+        for batch_slot, given in batch.embeds.items()
+    }
 
 
 def test_each_tile_is_encoded_once() -> None:
@@ -107,7 +111,8 @@ def test_an_invariant_engine_has_one_size() -> None:
 def test_a_chunk_encodes_what_it_computes_and_no_more() -> None:
     batch = InputBatch(max_num_seqs=4, num_groups=1, max_blocks_per_seq=8, num_blocks=50, vocab_size=100)
     sizes = {"block_size": 4, "num_blocks": 50, "groups": (CacheGroup(),), "vocab_size": 100}
-    builder = BatchBuilder(batch, **sizes, embed_size=2)  # pyright: ignore[reportArgumentType]
+    features = StepFields(input_batch=batch, block_size=4, embeds_size=2)
+    builder = BatchBuilder(batch, **sizes, features=features)  # pyright: ignore[reportArgumentType]
     run, encoder, bucket = Encoder(), ImageEncoder(10**6), Bucket(False, 32, 4, has_embeds=True)
     stand_ins = tuple(s._replace(start=s.start + 3, stop=s.stop + 3) for _, s in needs(0, 8, 20))
     ids = list(range(20))
@@ -129,7 +134,7 @@ def test_a_chunk_encodes_what_it_computes_and_no_more() -> None:
         assert inputs.embeds is not None
         assert not inputs.embeds[:n].any()
         assert np.array_equal(inputs.embeds[n : 2 * n], expected[start:stop])
-        has_embeds = builder.fields(inputs, bucket)["has_embeds"]
+        has_embeds = inputs.fields["has_embeds"]
         assert has_embeds.tolist() == [0] * n + expected[start:stop].any(axis=1).tolist() + [0] * (32 - 2 * n)
     batch.update(make_output(released=[1, 2]))
     batch.check_integrity()

@@ -1,4 +1,4 @@
-"""The seats against a mirror that holds the whole truth: any order of arrivals, growth and departures."""
+"""The batch slots against a mirror: any order of arrivals, growth and departures."""
 
 import dataclasses
 import random
@@ -11,12 +11,12 @@ from jax_paged.core.scheduler_output import BlockTables, NewSequence, ScheduledS
 from jax_paged.worker.input_batch import InputBatch, TokenCountReset
 from jax_paged.worker.sampling.token_rules import KnownTokens, TokenRules, pack_token_mask
 
-NUM_SEATS, NUM_GROUPS, MAX_BLOCKS, NUM_BLOCKS, VOCAB_SIZE = 6, 3, 12, 1000, 70
+NUM_BATCH_SLOTS, NUM_GROUPS, MAX_BLOCKS, NUM_BLOCKS, VOCAB_SIZE = 6, 3, 12, 1000, 70
 
 
 def make_batch() -> InputBatch:
     return InputBatch(
-        max_num_seqs=NUM_SEATS,
+        max_num_seqs=NUM_BATCH_SLOTS,
         num_groups=NUM_GROUPS,
         max_blocks_per_seq=MAX_BLOCKS,
         num_blocks=NUM_BLOCKS,
@@ -35,7 +35,7 @@ class Mirror:
 
 
 class RandomScheduler:
-    """Makes steps of random changes, and knows what the seats must hold after each of them."""
+    """Makes steps of random changes, and knows what the batch slots must hold after each of them."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -92,32 +92,32 @@ def test_deltas_add_up_to_the_true_tables(seed: int) -> None:
         for seq_id in released:
             del scheduler.sequences[seq_id]
         old = list(scheduler.sequences)
-        num_new = rng.randint(0, NUM_SEATS - len(old))
+        num_new = rng.randint(0, NUM_BATCH_SLOTS - len(old))
         new = [scheduler.arrive() for _ in range(num_new)]
         rows = [scheduler.change(seq_id) for seq_id in old if rng.random() < 0.7]
-        resets = batch.update(make_output(rows, new=new, released=released))
+        resets, _ = batch.update(make_output(rows, new=new, released=released))
         batch.check_integrity()
         if rng.random() < 0.7:  # not every step of a scheduler reaches the device
             places, blocks = batch.take_table_changes()
             assert len(np.unique(places)) == len(places)
             device[places] = blocks
             tables = device.reshape(batch.block_tables.shape)
-            for seat in batch.seats_of(scheduler.sequences).tolist():
-                for g, n in enumerate(batch.num_table_blocks[:, seat].tolist()):
-                    assert np.array_equal(tables[g, seat, :n], batch.block_tables[g, seat, :n])
+            for batch_slot in batch.slots_of(scheduler.sequences).tolist():
+                for g, n in enumerate(batch.num_table_blocks[:, batch_slot].tolist()):
+                    assert np.array_equal(tables[g, batch_slot, :n], batch.block_tables[g, batch_slot, :n])
         ids = list(scheduler.sequences)
-        assert len(set(batch.seats_of(ids).tolist())) == len(ids)
+        assert len(set(batch.slots_of(ids).tolist())) == len(ids)
         wanted = []
-        for seq_id, seat in zip(ids, batch.seats_of(ids).tolist(), strict=True):
+        for seq_id, batch_slot in zip(ids, batch.slots_of(ids).tolist(), strict=True):
             mirror = scheduler.sequences[seq_id]
             for g, table in enumerate(mirror.tables):
-                assert batch.block_tables[g, seat].tolist() == table + [0] * (MAX_BLOCKS - len(table))
-                assert batch.num_table_blocks[g, seat] == len(table)
-            assert batch.count_seats[seat] == (seat if mirror.has_penalty else NUM_SEATS)
-            assert (seat in batch.token_rules) == mirror.has_mask
-            assert batch.prompts.get(seat) == ((mirror.prompt, 3) if mirror.has_penalty else None)
+                assert batch.block_tables[g, batch_slot].tolist() == table + [0] * (MAX_BLOCKS - len(table))
+                assert batch.num_table_blocks[g, batch_slot] == len(table)
+            assert batch.count_slots[batch_slot] == (batch_slot if mirror.has_penalty else NUM_BATCH_SLOTS)
+            assert (batch_slot in batch.token_rules) == mirror.has_mask
+            assert batch.prompts.get(batch_slot) == ((mirror.prompt, 3) if mirror.has_penalty else None)
             if seq_id not in old and mirror.has_penalty:
-                wanted.append(TokenCountReset(seat, mirror.prompt, []))
+                wanted.append(TokenCountReset(batch_slot, mirror.prompt, []))
         assert resets == wanted
 
 
@@ -126,11 +126,11 @@ def test_a_sequence_may_come_back_in_the_step_it_is_released() -> None:
     tables = [[3, 4], [5], []]
     batch.update(make_output(new=[new_sequence(1, [1], tables=[[9, 8, 7], [1, 1], [2]])]))
     again = new_sequence(1, [1], [5], tables=tables, frequency_penalty=1.0)
-    (reset,) = batch.update(make_output(released=[1], new=[again]))
+    (reset,), _ = batch.update(make_output(released=[1], new=[again]))
     batch.check_integrity()
-    (seat,) = batch.seats_of([1]).tolist()
-    assert reset == TokenCountReset(seat, [1], [5])
-    assert [batch.block_tables[g, seat, :4].tolist() for g in range(3)] == [
+    (batch_slot,) = batch.slots_of([1]).tolist()
+    assert reset == TokenCountReset(batch_slot, [1], [5])
+    assert [batch.block_tables[g, batch_slot, :4].tolist() for g in range(3)] == [
         [3, 4, 0, 0],
         [5, 0, 0, 0],
         [0, 0, 0, 0],
@@ -139,11 +139,13 @@ def test_a_sequence_may_come_back_in_the_step_it_is_released() -> None:
 
 def test_another_scheduler_finds_all_seats_empty() -> None:
     batch = make_batch()
-    batch.update(make_output(new=[new_sequence(i, [1], tables=[[9], [8], []]) for i in range(NUM_SEATS)]))
-    new = [new_sequence(i, [1], tables=[[i + 1], [], []]) for i in range(NUM_SEATS)]
+    batch.update(
+        make_output(new=[new_sequence(i, [1], tables=[[9], [8], []]) for i in range(NUM_BATCH_SLOTS)])
+    )
+    new = [new_sequence(i, [1], tables=[[i + 1], [], []]) for i in range(NUM_BATCH_SLOTS)]
     batch.update(make_output(new=new, step_id=0))
     batch.check_integrity()
-    assert batch.block_tables[0, batch.seats_of(range(NUM_SEATS)), 0].tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch.block_tables[0, batch.slots_of(range(NUM_BATCH_SLOTS)), 0].tolist() == [1, 2, 3, 4, 5, 6]
     assert not batch.block_tables[1].any()
     batch.update(make_output(step_id=0))
     batch.check_integrity()
@@ -158,19 +160,19 @@ def test_how_many_most_likely_tokens_are_reported() -> None:
             new=[new_sequence(i, [1], tables=[[], [], []], num_top_logprobs=n) for i, n in enumerate(asked)]
         )
     )
-    reported = batch.num_top_logprobs[batch.seats_of(range(4))]
+    reported = batch.num_top_logprobs[batch.slots_of(range(4))]
     assert reported.tolist() == [-1, 0, 5, 300]
 
 
 def test_what_can_not_be_is_not_taken() -> None:
     batch = make_batch()
-    new = [new_sequence(i, [1], tables=[[], [], []]) for i in range(NUM_SEATS)]
+    new = [new_sequence(i, [1], tables=[[], [], []]) for i in range(NUM_BATCH_SLOTS)]
     batch.update(make_output(new=new))
     with pytest.raises(AssertionError, match="more sequences"):
-        batch.update(make_output(new=[new_sequence(NUM_SEATS, [1], tables=[[], [], []])]))
-    with pytest.raises(AssertionError, match="has no seat to lose"):
+        batch.update(make_output(new=[new_sequence(NUM_BATCH_SLOTS, [1], tables=[[], [], []])]))
+    with pytest.raises(AssertionError, match="has no batch slot to lose"):
         batch.update(make_output(released=[77]))
-    with pytest.raises(AssertionError, match="has a seat"):
+    with pytest.raises(AssertionError, match="has a batch slot"):
         batch.update(make_output(new=[new[0]]))
     for block in (-1, NUM_BLOCKS):
         with pytest.raises(AssertionError, match="block"):
@@ -188,15 +190,15 @@ def test_integrity_is_checked() -> None:
     batch = make_batch()
     batch.update(make_output(new=[new_sequence(1, [1], tables=[[3], [4], [5]])]))
     batch.check_integrity()
-    (seat,) = batch.seats_of([1]).tolist()
-    batch.block_tables[0, seat, 2] = 8
+    (batch_slot,) = batch.slots_of([1]).tolist()
+    batch.block_tables[0, batch_slot, 2] = 8
     with pytest.raises(AssertionError, match="behind the end"):
         batch.check_integrity()
-    batch.block_tables[0, seat, 2] = 0
+    batch.block_tables[0, batch_slot, 2] = 0
     new = new_sequence(2, [1], tables=[[3]])
     rules = TokenRules(new, KnownTokens(new), 8)
-    batch.token_rules[(seat + 1) % NUM_SEATS] = rules
-    with pytest.raises(AssertionError, match="free seat"):
+    batch.token_rules[(batch_slot + 1) % NUM_BATCH_SLOTS] = rules
+    with pytest.raises(AssertionError, match="free batch slot"):
         batch.check_integrity()
 
 

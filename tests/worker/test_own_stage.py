@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jax_paged.worker.compilation.buckets import Bucket
-from jax_paged.worker.compilation.programs import SeatArrays
+from jax_paged.worker.compilation.programs import DeviceInputs, StageRole, StepState
+from jax_paged.worker.composition import TracedFeatures
 from jax_paged.worker.distributed.channel import Channel
 from jax_paged.worker.distributed.follower import Follower
 from jax_paged.worker.distributed.leader import Followers, Leader
@@ -19,12 +20,13 @@ from jax_paged.worker.pipeline.stage_links import RemoteArray, StageLinks
 from jax_paged.worker.traced_step import StepProgram
 
 STEP = StepProgram(Bucket(num_tokens=2, num_seqs=2, is_decode=True))
+OTHER_INPUTS = {"bias_ids": None, "bias_values": None, "token_mask": None, "adapters": []}
 
 
 class Context:
     """What OwnStage reads of a first stage's."""
 
-    before_size, is_last, pooling = 0, False, None
+    stage, features = StageRole(is_last=False), TracedFeatures()
 
 
 class Programs:
@@ -43,16 +45,32 @@ class Engine:
         group, compiled, context = Leader(followers, engine), Programs(), Context()
         own = OwnStage(engine, followers.links, context, compiled)  # pyright: ignore[reportArgumentType]
         counts, tables, tokens = (jnp.zeros(2, jnp.int32) for _ in range(3))
-        self.weights, self.pool = [jnp.zeros(1)], [jnp.zeros(1), jnp.zeros(1)]
-        self.seats: SeatArrays[Any] = SeatArrays(counts, tables, tokens, [], [])
+        self.weights = [jnp.zeros(1)]
+        self.state: StepState[Any] = StepState(
+            kv_cache=[jnp.zeros(1), jnp.zeros(1)],
+            token_counts=counts,
+            block_tables=tables,
+            last_tokens=tokens,
+            processor_states=[],
+            draft_states=[],
+        )
         begin: Any = group.begin
         followers.wait = lambda: None
-        self.run = begin(compiled, own.run, self.weights, (self.pool, self.seats))
+        self.run = begin(compiled, own.run, self.weights, self.state)
 
     def step(self) -> RemoteArray:
         packed = np.arange(3, dtype=np.int32)
-        results, _, _, self.pool, self.seats, _ = self.run(STEP, self.weights, self.pool, self.seats, packed)
-        return results
+        none = np.zeros(1, np.int32)
+        inputs: Any = DeviceInputs(packed=packed, bias_ids=none, bias_values=none, token_mask=none)
+        result, self.state = self.run(STEP, self.weights, self.state, inputs)
+        return result.tokens
+
+
+def state_of(first: int) -> dict[str, Any]:
+    """Returns the code of a state whose arrays have numbers from `first` on."""
+    names = ("kv_cache", "token_counts", "block_tables", "last_tokens")
+    codes: dict[str, Any] = {name: first + i for i, name in enumerate(names)}
+    return {"state": codes | {"processor_states": [], "draft_states": []}}
 
 
 @pytest.fixture
@@ -72,8 +90,8 @@ def test_an_engine_waits_for_its_own_step_and_for_no_other(ends: Any) -> None:
     first = engines[0].step()
     (engine, name, codes, _), arrays = stage.receive()
     assert (engine, name) == (0, "decode 2")
-    # Pool, token counts, block tables and last tokens; the buffer travels along.
-    assert codes == ["weights", 0, {"seats": [1, 2, 3, [], []]}, None]
+    # The buffer travels along; the other arrays have numbers.
+    assert codes == ["weights", state_of(0), {"inputs": {"packed": None, **OTHER_INPUTS}}]
     np.testing.assert_array_equal(arrays[0], [0, 1, 2])
     assert stage.receive()[0] == {"stage": 1, "engine": 0}
     done: queue.SimpleQueue[RemoteArray] = queue.SimpleQueue()
@@ -89,8 +107,8 @@ def test_an_engine_waits_for_its_own_step_and_for_no_other(ends: Any) -> None:
     np.testing.assert_array_equal(np.asarray(first), results)
     done.get(timeout=60)
     (engine, _, codes, _), _ = stage.receive()
-    # Results, details and hidden states of the first step have numbers too.
-    assert (engine, codes[1:3]) == (0, [7, {"seats": [8, 9, 10, [], []]}])
+    # Results, details and hidden states of the first step have the numbers 4 to 6.
+    assert (engine, codes[1]) == (0, state_of(7))
     _, (hidden,) = stage.receive()
     np.testing.assert_array_equal(hidden, [8, 9], "the last tokens of its first step")
 

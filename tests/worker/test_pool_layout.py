@@ -14,7 +14,7 @@ from jax_paged.models.attention import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
-from jax_paged.models.paged_attention import paged_attention
+from jax_paged.models.paged_attention import PagedKVCache, paged_attention
 from jax_paged.pallas_kernels import native
 from jax_paged.worker.kv_cache import plan_layout, stage_layout
 
@@ -115,10 +115,11 @@ def test_no_layer_makes_a_copy_of_an_array(backend: Backend, is_decode: bool) ->
     def step(pool: Any, x: Any, ints: tuple[Any, ...]) -> tuple[Any, Any]:
         pools, total = [pool], jnp.zeros(())
         metadata = AttentionMetadata(*ints, is_decode=is_decode, backend=backend, places=layout.places)
+        cache = PagedKVCache(specs, pools, metadata)
         for layer, writes in ((0, True), (1, True), (0, False), (2, True), (1, False)):
             q = x[..., : specs[layer].head_dim] + total
             kv = (q[:, :2], q[:, 2:]) if writes else (None, None)
-            total += paged_attention(layer, specs[layer], q, *kv, pools, metadata, scale=1.0).sum()
+            total += paged_attention(cache, layer, q, *kv, scale=1.0).sum()
         return pools[0], total
 
     shapes = [(num_rows,), (2, num_rows), (2, 4, 8), (2, 4), (5,)]

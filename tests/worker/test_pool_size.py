@@ -72,7 +72,7 @@ def test_what_the_seats_have_is_left_room_for(checkpoint):
     row = VOCAB_SIZE * 4 + VOCAB_SIZE // 32 * 4 + runner.context.max_blocks_per_seq * 4
     assert few > 2 * row
     assert many - few >= (1000 - 2) * row
-    results = 4 * (5 + 1 + 2 * runner.context.max_logprobs)  # of a token
+    results = 4 * (5 + 1 + 2 * runner.context.sampling.max_logprobs)  # of a token
     assert step_bytes(runner.context, 8, []) - few == 8 * runner.context.max_num_seqs * results
     runner.close()
 

@@ -21,8 +21,8 @@ from jax_paged.worker.executor import LocalExecutor
 from jax_paged.worker.model_runner import ModelRunner
 from jax_paged.worker.traced_step import StepProgram
 
-MAX_LEN, BLOCK_SIZE, NUM_SEATS, NUM_TOKENS = 64, 4, 8, 32
-BUCKETS = [Bucket(True, NUM_SEATS, NUM_SEATS), Bucket(False, NUM_TOKENS, NUM_SEATS)]
+MAX_LEN, BLOCK_SIZE, NUM_BATCH_SLOTS, NUM_TOKENS = 64, 4, 8, 32
+BUCKETS = [Bucket(True, NUM_BATCH_SLOTS, NUM_BATCH_SLOTS), Bucket(False, NUM_TOKENS, NUM_BATCH_SLOTS)]
 # The best token leads by more than rounding; where it does not, either may be chosen.
 TOLERANCE = 1e-4
 
@@ -35,7 +35,7 @@ def executor(checkpoint: Path) -> Iterator[LocalExecutor]:
         attention_backend="xla",
         max_model_len=MAX_LEN,
         block_size=BLOCK_SIZE,
-        max_num_seqs=NUM_SEATS,
+        max_num_seqs=NUM_BATCH_SLOTS,
         max_num_batched_tokens=NUM_TOKENS,
         num_gpu_blocks_override=1 + 20 * MAX_LEN // BLOCK_SIZE,
     )
@@ -80,7 +80,7 @@ class Text:
 
 
 class Driver:
-    """Seats texts and runs steps of them; everything is let go at the end."""
+    """Batch slots texts and runs steps of them; everything is let go at the end."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -95,7 +95,7 @@ class Driver:
         seated = [i for i in self.seated if i not in self.leaving]
         execute(self.runner, make_output(released=[*self.leaving, *seated]))
 
-    def seat(self, *texts: Text) -> None:
+    def batch_slot(self, *texts: Text) -> None:
         self.coming += [text.new() for text in texts]
         self.seated += [text.seq_id for text in texts]
 
@@ -134,12 +134,12 @@ def test_a_row_of_given_tokens_draws_what_single_steps_draw(
     prompt, k = random_prompt(1, 6), 5
     with Driver(executor.runner) as driver:
         single = Text(1, prompt, params)
-        driver.seat(single)
+        driver.batch_slot(single)
         steps = [driver.draw([single]) for _ in range(k + 1)]
         # The same tokens, given at once; beside them a plain row and a chunk without a sample.
         given = Text(2, prompt, params, output=single.output[:1], num_computed=0, place=1)
         other, chunk = Text(3, random_prompt(2, 4), {}, place=2), Text(4, random_prompt(3, 9), {}, place=3)
-        driver.seat(given, other, chunk)
+        driver.batch_slot(given, other, chunk)
         driver.step([given.row(6)])
         given.output = single.output[:k]
         rows = [given.row(), other.row(), chunk.row(3)]
@@ -199,19 +199,20 @@ def test_penalties_of_chunks_and_preemptions(executor: LocalExecutor, dense: Den
         for i, (prompt, params) in enumerate(zip(prompts, PENALTIES, strict=True))
     ]
     with Driver(executor.runner) as driver:
-        driver.seat(*texts)
+        driver.batch_slot(*texts)
         for _ in range(3):  # the prompts in chunks of four: 28 of the 32 tokens of a step
             driver.step([t.row(3) for t in texts])
         for round_ in range(3):
             for _ in range(6):
                 driver.draw(texts)
-            # Preempted: they lose their seats, come back in others, and are computed again in two chunks.
+            # Preempted: they lose their batch slots, come back in others, and are computed again in two
+            # chunks.
             lost = texts[round_ : round_ + 3]
             driver.release(*lost)
             for text in lost:
                 text.seq_id += 100
                 text.num_computed = 0
-            driver.seat(*reversed(lost))
+            driver.batch_slot(*reversed(lost))
             driver.step([t.row(9) for t in lost])
             for text in lost:
                 driver.step([text.row(len(text.tokens) - 1 - text.num_computed)])
@@ -228,7 +229,7 @@ def test_penalties_of_forks(executor: LocalExecutor, dense: DenseModel) -> None:
         text.place = i
     n = MAX_LEN // BLOCK_SIZE
     with Driver(executor.runner) as driver:
-        driver.seat(*texts)
+        driver.batch_slot(*texts)
         row = texts[0].row()
         result = driver.step([row], [Sample(0, i) for i in range(3)])
         for text, (token_id,) in zip(texts, result.token_ids, strict=True):
@@ -240,7 +241,7 @@ def test_penalties_of_forks(executor: LocalExecutor, dense: DenseModel) -> None:
         for _ in range(5):
             driver.draw(texts)
         fork = dataclasses.replace(texts[1], seq_id=9, output=list(texts[1].output), place=3)
-        driver.seat(fork)
+        driver.batch_slot(fork)
         copies = [(1 + n + j, 1 + 3 * n + j) for j in range(n)]
         driver.draw([*texts, fork], copies=copies)
         assert fork.output == texts[1].output
@@ -266,7 +267,7 @@ def test_allowed_tokens_and_bad_words(executor: LocalExecutor, dense: DenseModel
     prompt = random_prompt(30, 6)
     plain = Text(1, prompt, {})
     with Driver(executor.runner) as driver:
-        driver.seat(plain)
+        driver.batch_slot(plain)
         for _ in range(8):
             driver.draw([plain])
         first, second, third = plain.output[:3]
@@ -277,7 +278,7 @@ def test_allowed_tokens_and_bad_words(executor: LocalExecutor, dense: DenseModel
             Text(4, prompt, {"bad_words_token_ids": [[first]]}, place=3),
             Text(5, prompt, {}, place=4),
         ]
-        driver.seat(*texts)
+        driver.batch_slot(*texts)
         for _ in range(8):
             driver.draw(texts)
     allowed, pair, single, same = texts
@@ -297,7 +298,7 @@ def test_rows_without_any_token_to_choose(executor: LocalExecutor) -> None:
     prompts, token = [random_prompt(35 + i, 5) for i in range(4)], 300
     plain = Text(1, prompts[0], {})
     with Driver(executor.runner) as driver:
-        driver.seat(plain)
+        driver.batch_slot(plain)
         driver.draw([plain])
         texts = [
             Text(2, prompts[0], {}, place=1),
@@ -306,12 +307,12 @@ def test_rows_without_any_token_to_choose(executor: LocalExecutor) -> None:
             # The second of these tokens may be chosen only where the first does not stand before it.
             Text(5, prompts[3], {"allowed_token_ids": [token], "bad_words_token_ids": [[8, token]]}, place=4),
         ]
-        driver.seat(*texts)
+        driver.batch_slot(*texts)
         texts[3].output = [token, 8, token]
         chunk = Text(
             6, random_prompt(40, 9), {"allowed_token_ids": [5], "bad_words_token_ids": [[5]]}, place=5
         )
-        driver.seat(chunk)
+        driver.batch_slot(chunk)
         rows = [*(text.row() for text in texts), chunk.row(3)]
         samples = [Sample(0, 2), Sample(1, 3), Sample(2, 4), Sample(3, 5, 4)]
         result = driver.step(rows, samples)
@@ -326,7 +327,7 @@ def test_prompt_logprobs_of_chunks(executor: LocalExecutor, dense: DenseModel) -
     text, other = Text(1, random_prompt(40, 11), params), Text(2, random_prompt(41, 3), {}, place=1)
     got = []
     with Driver(executor.runner) as driver:
-        driver.seat(text, other)
+        driver.batch_slot(text, other)
         driver.draw([other])
         for num_tokens in (4, 1, 5):
             result = driver.step([other.row(), text.row(num_tokens)], [Sample(0, 2)])
@@ -352,7 +353,7 @@ def test_steps_in_flight(executor: LocalExecutor) -> None:
     runner, prompts = executor.runner, [random_prompt(50 + i, 5) for i in range(4)]
     with Driver(runner) as driver:
         texts = [Text(i, p, {"frequency_penalty": 1.0}, place=i) for i, p in enumerate(prompts)]
-        driver.seat(*texts)
+        driver.batch_slot(*texts)
         wanted = [driver.draw([t]).token_ids for t in texts]
     outputs = [
         make_output(
@@ -388,7 +389,7 @@ def test_nan_in_any_row_of_logits_is_noticed(executor: LocalExecutor) -> None:
     prompts = [[1, 2, 3, nan_token], [4, 5, 6, 7], [8, nan_token, 9, 10]]
     with Driver(runner) as driver:
         texts = [Text(i, prompt, {}, place=i) for i, prompt in enumerate(prompts)]
-        driver.seat(*texts)
+        driver.batch_slot(*texts)
         weights[index] = jax.device_put(broken, kept.sharding)
         try:
             result = driver.step([t.row(4 - (t.seq_id == 2)) for t in texts], [Sample(0, 0, 3), Sample(1, 1)])
@@ -406,7 +407,7 @@ def test_what_unwritten_blocks_hold_does_not_matter(executor: LocalExecutor) -> 
         executor.runner.fill_kv_cache(value)
         with Driver(executor.runner) as driver:
             texts = [Text(i, random_prompt(60 + i, 3 + 5 * i), {}, place=i) for i in range(3)]
-            driver.seat(*texts)
+            driver.batch_slot(*texts)
             for _ in range(6):
                 driver.draw(texts)
             outputs.append([t.output for t in texts])
@@ -439,20 +440,20 @@ def test_steps_without_penalties_only_count(executor: LocalExecutor) -> None:
 
 
 def test_nothing_large_is_copied(executor: LocalExecutor) -> None:
-    """Neither the pool nor what the seats have, however many of them there are."""
+    """Neither the pool nor what the batch slots have, however many of them there are."""
     runner = executor.runner
     pool_bytes = executor.config.kv_cache_bytes
     count_bytes = runner.arrays["token_counts"][0].nbytes
     table_bytes = runner.arrays["block_tables"][0].nbytes
-    assert count_bytes == NUM_SEATS * VOCAB_SIZE * 4
+    assert count_bytes == NUM_BATCH_SLOTS * VOCAB_SIZE * 4
     for bucket in BUCKETS:
         memory = runner.compiled[StepProgram(bucket)].memory
         assert memory.alias_size_in_bytes >= pool_bytes + count_bytes + table_bytes
-        many_seats = dataclasses.replace(runner.context, max_num_seqs=20_000)
-        larger = StepProgram(bucket).lower(many_seats).compile().memory_analysis()
+        many_slots = dataclasses.replace(runner.context, max_num_seqs=20_000)
+        larger = StepProgram(bucket).lower(many_slots).compile().memory_analysis()
         assert larger is not None
-        more_bytes = (20_000 - NUM_SEATS) * (
-            4 + (count_bytes + table_bytes) // NUM_SEATS
+        more_bytes = (20_000 - NUM_BATCH_SLOTS) * (
+            4 + (count_bytes + table_bytes) // NUM_BATCH_SLOTS
         )  # a last token each
         assert larger.alias_size_in_bytes == memory.alias_size_in_bytes + more_bytes
         assert larger.temp_size_in_bytes - memory.temp_size_in_bytes < 0.01 * more_bytes

@@ -55,23 +55,23 @@ class Row:
         return [*(self.params.logit_bias or {}).items(), *((i, -math.inf) for i in self.forbidden)]
 
 
-def make_batch(rows: Sequence[Row], vocab_size: int, num_seats: int | None = None) -> SamplingBatch:
-    """The batch of some rows; those with penalties sit in any of the seats, beside the counts of others."""
-    num_seats = len(rows) if num_seats is None else num_seats
-    rng = np.random.default_rng(num_seats)
-    token_counts = rng.integers(0, 5, (num_seats, vocab_size), np.int32)
-    seats = iter(rng.permutation(num_seats))
-    count_seats = np.full(len(rows), num_seats, np.int32)
+def make_batch(rows: Sequence[Row], vocab_size: int, num_batch_slots: int | None = None) -> SamplingBatch:
+    """The batch of some rows; those with penalties have any of the batch slots, beside others."""
+    num_batch_slots = len(rows) if num_batch_slots is None else num_batch_slots
+    rng = np.random.default_rng(num_batch_slots)
+    token_counts = rng.integers(0, 5, (num_batch_slots, vocab_size), np.int32)
+    batch_slots = iter(rng.permutation(num_batch_slots))
+    count_slots = np.full(len(rows), num_batch_slots, np.int32)
     token_mask = rng.integers(-(2**31), 2**31, (len(rows), -(-vocab_size // 32))).astype(np.int32)
     bias_ids = np.full((len(rows), 64), vocab_size, np.int32)
     bias_values = np.zeros((len(rows), 64), np.float32)
     for i, row in enumerate(rows):
         p = row.params
         if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1:
-            count_seats[i] = next(seats)
+            count_slots[i] = next(batch_slots)
             counts = np.bincount(np.array(row.output, int), minlength=vocab_size)
             counts[list(row.prompt)] |= IN_PROMPT
-            token_counts[count_seats[i]] = counts
+            token_counts[count_slots[i]] = counts
         if row.allowed is not None:
             token_mask[i] = pack_token_mask(row.allowed, vocab_size)
         for j, (token_id, value) in enumerate(row.bias):
@@ -90,7 +90,7 @@ def make_batch(rows: Sequence[Row], vocab_size: int, num_seats: int | None = Non
         "seed": column(lambda r: (r.seed >> 32, r.seed & 0xFFFFFFFF), np.uint32),
         "position": column(lambda r: r.position, np.int32),
         "wants_logprobs": column(lambda r: r.params.logprobs is not None, bool),
-        "count_seats": count_seats,
+        "count_slots": count_slots,
         "token_counts": token_counts,
         "has_token_mask": column(lambda r: r.allowed is not None, bool),
         "keeps_draw": column(lambda r: r.keeps_draw, bool),
@@ -146,10 +146,10 @@ def step(logits: jax.Array, batch: SamplingBatch) -> SampledTokens:
     return sample(logits, batch, max_logprobs=MAX_LOGPROBS)
 
 
-def run(logits: np.ndarray, rows: Sequence[Row], num_seats: int | None = None) -> Any:
+def run(logits: np.ndarray, rows: Sequence[Row], num_batch_slots: int | None = None) -> Any:
     """Samples the rows, each from its own logits or all from the same; all in NumPy arrays."""
     shared = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (len(rows), logits.shape[-1]))
-    got = step(shared, make_batch(rows, logits.shape[-1], num_seats))
+    got = step(shared, make_batch(rows, logits.shape[-1], num_batch_slots))
     return types.SimpleNamespace(**{name: np.asarray(value) for name, value in vars(got).items()})
 
 
@@ -361,12 +361,12 @@ def test_alone_and_in_any_batch(vocab_size: int) -> None:
 
 
 def test_seats_change_nothing() -> None:
-    """Which seats the rows have, how many there are, and what the counts of the other seats are."""
+    """Batch slots of the rows, their number, and the counts of the other batch slots."""
     logits, rows = random_logits(64, V, scale=2), assorted_rows(V)
     expected = run(logits, rows).token_ids
-    assert np.array_equal(run(logits, rows, num_seats=200).token_ids, expected)
+    assert np.array_equal(run(logits, rows, num_batch_slots=200).token_ids, expected)
     batch = make_batch(rows, V)
-    own = np.isin(np.arange(64), batch.count_seats)
+    own = np.isin(np.arange(64), batch.count_slots)
     assert 10 < own.sum() < 60
     counts = jnp.where(jnp.asarray(own)[:, None], batch.token_counts, -1)
     got = step(jnp.asarray(logits), dataclasses.replace(batch, token_counts=counts))

@@ -12,15 +12,15 @@ SIZE = 16
 
 
 def shared(tables: list[list[int]], most: list[int] | None = None, size: int = SIZE) -> list[int]:
-    """Returns what each row shares; rows sit in seats of another order, among tables of others."""
-    seats = np.random.default_rng(0).permutation(len(tables) + 3)[: len(tables)]
+    """Returns what each row shares; rows sit in batch slots of another order, among tables of others."""
+    batch_slots = np.random.default_rng(0).permutation(len(tables) + 3)[: len(tables)]
     padded = np.full((len(tables) + 3, 64), 5, np.int32)
-    for seat, table in zip(seats, tables, strict=True):
-        padded[seat, : len(table)] = table
+    for batch_slot, table in zip(batch_slots, tables, strict=True):
+        padded[batch_slot, : len(table)] = table
     lens = np.array([len(t) - 1 for t in tables] if most is None else most)
-    found = shared_blocks(padded, seats, lens, size)
+    found = shared_blocks(padded, batch_slots, lens, size)
     saved = sum((len(rows) - 1) * n * size for (n, _), rows in groups_of(tables, found.tolist()).items() if n)
-    assert num_saved_tokens(found, padded, seats, size) == saved
+    assert num_saved_tokens(found, padded, batch_slots, size) == saved
     return found.tolist()
 
 

@@ -116,7 +116,7 @@ def test_nothing_compiles_for_copies_and_swaps(engine: LLMEngine, monkeypatch: p
 
 
 def assert_pool_is_not_copied(engine: LLMEngine) -> None:
-    """No program has temporaries of its size; what writes to pool or seats does it in place."""
+    """No program has temporaries of its size; what writes to pool or batch slots does it in place."""
     runner, pool_bytes = runner_of(engine), engine.config.kv_cache_bytes
     assert pool_bytes == sum(x.nbytes for x in runner.arrays["kv_cache"])
     (counts,), (tables,) = runner.arrays["token_counts"], runner.arrays["block_tables"]

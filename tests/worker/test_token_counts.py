@@ -12,9 +12,10 @@ from test_block_mover import LAYOUT
 
 from jax_paged.models.parallel.sharding import TENSOR
 from jax_paged.worker.compilation.programs import Program, TraceContext
+from jax_paged.worker.composition import TracedFeatures
 from jax_paged.worker.input_batch import TokenCountReset
 from jax_paged.worker.loading.weights import FlatModel
-from jax_paged.worker.sampling.sampler import IN_PROMPT
+from jax_paged.worker.sampling.sampler import IN_PROMPT, SamplerOptions
 from jax_paged.worker.sampling.token_counts import (
     NUM_RESET_TOKENS,
     ResetTokenCountsProgram,
@@ -22,7 +23,7 @@ from jax_paged.worker.sampling.token_counts import (
     reset_token_counts,
 )
 
-NUM_SEATS, VOCAB_SIZE = 5, 50
+NUM_BATCH_SLOTS, VOCAB_SIZE = 5, 50
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +37,10 @@ def compiled() -> jax.stages.Compiled:
         dtype=jnp.dtype("float32"),
         vocab_size=VOCAB_SIZE,
         max_model_len=16,
-        max_num_seqs=NUM_SEATS,
+        max_num_seqs=NUM_BATCH_SLOTS,
         max_num_batched_tokens=16,
-        max_logprobs=1,
+        features=TracedFeatures(),
+        sampling=SamplerOptions(max_logprobs=1),
         backend="xla",
         batch_invariant=False,
         mesh=Mesh(np.array(jax.devices()[:1]), (TENSOR,)),
@@ -66,19 +68,21 @@ LENGTHS = [
 
 def test_rows_are_written_whatever_they_held(compiled: jax.stages.Compiled) -> None:
     rng = random.Random(0)
-    want = np.array([[rng.randrange(2**31) for _ in range(VOCAB_SIZE)] for _ in range(NUM_SEATS)], np.int32)
+    want = np.array(
+        [[rng.randrange(2**31) for _ in range(VOCAB_SIZE)] for _ in range(NUM_BATCH_SLOTS)], np.int32
+    )
     counts, used = jnp.asarray(want), []
 
     def run(program: Program, *args: Any) -> Any:
         used.append(program)
         return compiled(*args)
 
-    for seat, (num_prompt, num_output) in enumerate(LENGTHS):
-        seat %= NUM_SEATS
+    for batch_slot, (num_prompt, num_output) in enumerate(LENGTHS):
+        batch_slot %= NUM_BATCH_SLOTS
         prompt = rng.choices(range(VOCAB_SIZE // 2), k=num_prompt)
         output = rng.choices(range(10, VOCAB_SIZE), k=num_output)
-        counts = reset_token_counts(run, counts, [TokenCountReset(seat, prompt, output)])
-        want[seat] = expected_row(prompt, output)
+        counts = reset_token_counts(run, counts, [TokenCountReset(batch_slot, prompt, output)])
+        want[batch_slot] = expected_row(prompt, output)
         assert np.array_equal(counts, want), (num_prompt, num_output)
     assert used == [ResetTokenCountsProgram()] * sum(-(-sum(n) // NUM_RESET_TOKENS) for n in LENGTHS)
 
@@ -86,13 +90,13 @@ def test_rows_are_written_whatever_they_held(compiled: jax.stages.Compiled) -> N
 def test_the_array_stays_in_place(compiled: jax.stages.Compiled) -> None:
     memory = compiled.memory_analysis()
     assert memory is not None
-    assert memory.alias_size_in_bytes == NUM_SEATS * VOCAB_SIZE * 4
+    assert memory.alias_size_in_bytes == NUM_BATCH_SLOTS * VOCAB_SIZE * 4
 
 
 def test_drawn_tokens_are_counted_in_seats_that_exist() -> None:
-    counts = jnp.zeros((NUM_SEATS, VOCAB_SIZE), jnp.int32).at[2, 7].set(IN_PROMPT + 3)
-    seats = jnp.array([2, NUM_SEATS, 0, NUM_SEATS, 4])
-    got = np.array(jax.jit(add_tokens)(counts, seats, jnp.array([7, 7, 1, 2, 49])))
+    counts = jnp.zeros((NUM_BATCH_SLOTS, VOCAB_SIZE), jnp.int32).at[2, 7].set(IN_PROMPT + 3)
+    batch_slots = jnp.array([2, NUM_BATCH_SLOTS, 0, NUM_BATCH_SLOTS, 4])
+    got = np.array(jax.jit(add_tokens)(counts, batch_slots, jnp.array([7, 7, 1, 2, 49])))
     assert got[2, 7] == IN_PROMPT + 4
     got[2, 7] = 0
     assert np.argwhere(got).tolist() == [[0, 1], [4, 49]]

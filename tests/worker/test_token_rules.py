@@ -10,6 +10,7 @@ from helpers.scripted_engine import ScriptedExecutor
 from helpers.steps import new_sequence
 
 from jax_paged import EngineArgs, SamplingParams
+from jax_paged.engine.composition import make_input_processor
 from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker.sampling.token_rules import KnownTokens, TokenRules
@@ -21,7 +22,7 @@ EOS = frozenset({1998, 1999})
 @pytest.fixture
 def processor() -> InputProcessor:
     config = ScriptedExecutor(EngineArgs()).config
-    return InputProcessor(dataclasses.replace(config, vocab_size=VOCAB_SIZE, eos_token_ids=EOS), None)
+    return make_input_processor(dataclasses.replace(config, vocab_size=VOCAB_SIZE, eos_token_ids=EOS), None)
 
 
 def rules_of(

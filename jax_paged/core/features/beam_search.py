@@ -1,10 +1,13 @@
-"""Beam search: which continuations live on after each step. Pure Python on the top tokens of each beam."""
+"""Beam search: which continuations go on after each step. Pure Python on the top tokens of each beam."""
 
 import heapq
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
-from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.model_runner_output import TokenLogprobs
+from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from jax_paged.core.stop_conditions import StopConditions
 
 
 class Candidate(NamedTuple):
@@ -13,6 +16,58 @@ class Candidate(NamedTuple):
     parent: Sequence
     token_id: int
     cumulative_logprob: float
+
+
+class BeamSearch:
+    """Replaces the beams of requests after each step.
+
+    Args:
+        block_manager: Owner of the blocks.
+        stop_conditions: Tells the end tokens and the maximum length of a hypothesis.
+    """
+
+    def __init__(self, block_manager: BlockManager, stop_conditions: StopConditions) -> None:
+        self._manager = block_manager
+        self._stop_conditions = stop_conditions
+
+    def advance(self, group: SequenceGroup, beams: list[tuple[Sequence, TokenLogprobs]]) -> bool:
+        """Replaces the beams of a request by the best continuations: forks some beams, frees others.
+
+        Args:
+            group: The request.
+            beams: All of its beams, each with its most likely next tokens.
+
+        Returns:
+            True if the search is over.
+        """
+        assert group.beam_params is not None, "a beam search"
+        eos_token_ids = self._stop_conditions.eos_of(group)
+        tops = [(seq, top.top_token_ids, top.top_logprobs) for seq, top in beams]
+        going, ending = select(group, tops, eos_token_ids)
+        ended = [_extended(c.parent.fork(0, 0), c, SequenceStatus.FINISHED_STOPPED) for c in ending]
+        complete(group, ended, eos_token_ids)
+        parents: set[Sequence] = set()
+        continued: list[tuple[Sequence, Candidate]] = []
+        for candidate in going:
+            seq = parent = candidate.parent
+            if parent in parents:
+                seq = parent.fork(0, 0)
+                self._manager.fork(parent, seq, parent.num_computed_tokens)
+            parents.add(parent)
+            continued.append((seq, candidate))
+        for seq, _ in beams:
+            if seq not in parents:
+                self._manager.free(seq)
+        group.sequences = [_extended(seq, c, SequenceStatus.RUNNING) for seq, c in continued]
+        prompt_len = len(beams[0][0].prompt_token_ids)
+        max_len = min(self._stop_conditions.max_model_len, prompt_len + group.beam_params.max_tokens)
+        is_done = not going or len(group.sequences[0]) >= max_len
+        return is_done or is_decided(group, max_len, eos_token_ids)
+
+    def finish(self, group: SequenceGroup, seqs: list[Sequence]) -> None:
+        """Leaves the best hypotheses of a request, among them the beams that went on until now."""
+        complete(group, seqs, self._stop_conditions.eos_of(group))
+        group.sequences = group.completed
 
 
 def select(
@@ -77,3 +132,11 @@ def is_decided(group: SequenceGroup, max_len: int, eos_token_ids: frozenset[int]
     worst = score(group, group.completed[-1], eos_token_ids)
     lengths = [(b.cumulative_logprob, n) for b in group.sequences for n in (len(b), max_len)]
     return all(logprob / n**params.length_penalty < worst for logprob, n in lengths)
+
+
+def _extended(seq: Sequence, candidate: Candidate, status: SequenceStatus) -> Sequence:
+    """Appends a candidate's token to a sequence with its parent's tokens; returns the sequence."""
+    seq.output_token_ids.append(candidate.token_id)
+    seq.cumulative_logprobs.append(candidate.cumulative_logprob)
+    seq.status = status
+    return seq

@@ -1,42 +1,68 @@
-"""Bursts: several decode steps of all running sequences in one, without the host in between."""
+"""Multi-step decoding: several decode steps of all running sequences in one, without the host in between."""
 
-from jax_paged.core.batch_slots import Row
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jax_paged.core.batch_slots import BatchSlot, Row
 from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.model_runner_output import NO_TOKEN, ModelRunnerOutput
 from jax_paged.core.request_queues import RequestQueues
+from jax_paged.core.result_updater import DrawnTokens
+from jax_paged.core.scheduler_output import MAX_END_TOKENS, SchedulerOutput
+from jax_paged.core.sequence import SequenceGroup, SequenceStatus
 from jax_paged.core.step_builder import StepBuilder
-from jax_paged.core.stop_conditions import StopConditions
+from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED, NON_FINITE, StopConditions
 
 
-class BurstPlanner:
-    """Decides whether the next step is a burst, and gives the sequences the blocks of all its tokens.
+class Failure(NamedTuple):
+    """Where a request ends as a whole in the middle of a multi-step.
 
-    A sequence that a burst does not end has used all of these blocks; one that ends gives back those that it
-    has not used with the others, and they are held back while the burst is in flight. So a burst may follow
-    another one whose results are not there yet, and so may any other step.
+    Args:
+        num_steps: Decode steps after which the request ends.
+        num_samples: Samples of the step after these that still count, as if steps had come one by one.
+        reason: Stop reason.
+    """
+
+    num_steps: int
+    num_samples: int
+    reason: str
+
+
+class MultiStepPlanner:
+    """Plans multi-steps, with the blocks of all their tokens, and reads their results.
+
+    A sequence that does not end in a multi-step uses all of these blocks. A sequence that ends frees them,
+    and they are held back while the step is in flight. So another step may be scheduled before the result
+    has arrived.
 
     Args:
         block_manager: Owner of the blocks.
         queues: Owner of the requests.
-        stop_conditions: Say which sequences can go on without the host, and for how long.
-        size: Maximum decode steps of a burst; 1 for no bursts.
+        stop_conditions: Tells which sequences can go on without the host, and for how long.
+        num_steps: Maximum decode steps in one, at least 2.
     """
 
     def __init__(
-        self, block_manager: BlockManager, queues: RequestQueues, stop_conditions: StopConditions, size: int
+        self,
+        block_manager: BlockManager,
+        queues: RequestQueues,
+        stop_conditions: StopConditions,
+        *,
+        num_steps: int,
     ) -> None:
-        self.size = size
+        self.num_steps = num_steps
         self._manager = block_manager
         self._queues = queues
         self._stop_conditions = stop_conditions
 
     def plan(self, step: StepBuilder) -> bool:
-        """Makes an empty step a burst of all running sequences, if nobody waits for anything.
+        """Makes an empty step a multi-step of all running sequences, unless a request waits.
 
         Returns:
-            Whether it is one; if not, nothing but windows has changed.
+            True if it is one. If not, nothing has changed except blocks that fell out of a window.
         """
         queues, stop_conditions, tables = self._queues, self._stop_conditions, self._manager.block_tables
-        if self.size == 1 or queues.waiting or queues.swapped:
+        if queues.waiting or queues.swapped:
             return False
         rows: list[Row] = []
         for group in queues.running.values():
@@ -45,16 +71,59 @@ class BurstPlanner:
                 if num_left <= 0:
                     continue  # it ends with the tokens that are being drawn
                 decodes = seq.has_output and seq.num_new_tokens == 1 and seq in tables
-                if not decodes or not stop_conditions.can_burst(group, seq):
+                # At min_tokens, the tokens that it may get change.
+                has_min_tokens = seq.num_output_tokens >= group.sampling_params.min_tokens
+                if not (decodes and has_min_tokens and group.allows_multi_step):
                     return False
-                rows.append((group, seq, min(self.size, num_left), (seq,)))
+                rows.append((group, seq, min(self.num_steps, num_left), (seq,)))
         if len(rows) > step.budget or all(num_tokens == 1 for _, _, num_tokens, _ in rows):
             return False
         copies = self._manager.append_slots([(seq, num_tokens) for _, seq, num_tokens, _ in rows])
         if copies is None:
             return False
-        step.is_burst = True
+        step.is_multi_step = True
         step.rows_of_one += rows
         step.copies += copies
         step.budget -= len(rows)
         return True
+
+    def drawn(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int, BatchSlot]
+    ) -> DrawnTokens:
+        """Returns what a multi-step has drawn, for each request up to its failure."""
+        token_ids, logprobs, num_tokens = result.token_ids, result.logprobs, list(output.burst)
+        failures = self._failures(output, result, slots)
+        if failures:
+            token_ids = list(token_ids)
+            for i, sample in enumerate(output.samples):
+                slot = slots.get(sample.seq_id)
+                failure = None if slot is None else failures.get(slot.group)
+                if failure is not None:
+                    token_ids[i] = token_ids[i][: failure.num_steps + (i < failure.num_samples)]
+            logprobs = [entries[: len(ids)] for ids, entries in zip(token_ids, logprobs, strict=True)]
+        reasons = {group: failure.reason for group, failure in failures.items()}
+        return DrawnTokens(token_ids, logprobs, [[]] * len(token_ids), num_tokens, num_tokens, reasons)
+
+    def _failures(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int, BatchSlot]
+    ) -> dict[SequenceGroup, Failure]:
+        """Returns the requests that end as a whole in a step: no token is allowed, or logits are NaN."""
+        failures: dict[SequenceGroup, Failure] = {}
+        drawn = zip(output.samples, result.token_ids, result.is_finite, strict=True)
+        for i, (sample, token_ids, is_finite) in enumerate(drawn):
+            if is_finite and (not token_ids or token_ids[-1] != NO_TOKEN):
+                continue
+            slot = slots.get(sample.seq_id)
+            if slot is not None and slot.seq.status is SequenceStatus.RUNNING:
+                failure = Failure(len(token_ids) - 1, i, NO_TOKEN_ALLOWED)
+                if not is_finite:
+                    failure = Failure(len(token_ids), -1, NON_FINITE)
+                failures[slot.group] = min(failures.get(slot.group, failure), failure)
+        return failures
+
+
+def is_allowed(group: SequenceGroup, stop_conditions: StopConditions) -> bool:
+    """Returns whether the device alone can choose the next token of a request and tell the last one."""
+    params = group.sampling_params
+    num_end_tokens = len(stop_conditions.eos_of(group)) + len(params.stop_token_ids or ())
+    return num_end_tokens <= MAX_END_TOKENS and not group.needs_tokens_on_host

@@ -1,6 +1,6 @@
 """A scheduler without steps in flight as values that JSON can hold, and back.
 
-Which sequences have seats is not kept: in a new scheduler each takes one with its next row.
+Batch slots are not kept: in a new scheduler each sequence takes one with its next row.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ def restore_group(scheduler: Scheduler, values: dict[str, Any], shift_s: float) 
     group.sequences = [_sequence_of_values(prompt, entry, manager) for entry in values["sequences"]]
     group.completed = [_sequence_of_values(prompt, entry, manager) for entry in values["completed"]]
     group.arrival, queues = values["arrival"], scheduler.queues
-    group.key = scheduler.key_of(group)
+    scheduler.derive_fields(group)
     puts = {"running": queues.run, "waiting": queues.wait, "swapped": queues.swap}
     if values["queue"] is not None:
         puts[values["queue"]](group)

@@ -19,18 +19,15 @@ from jax_paged.engine.async_engine.request_methods import RequestMethods
 from jax_paged.engine.async_engine.request_stream import Done, RequestStream, deliver, run_for
 from jax_paged.engine.async_engine.statistics import EngineStatistics
 from jax_paged.engine.errors import EngineAsleepError, EngineDeadError, stopped_by
-from jax_paged.engine.features.weights.sleeping import Mode
-from jax_paged.engine.features.weights.weight_updates import Running
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.output_processor import RequestState
-from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
-from jax_paged.pooling_params import PoolingParams
-from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
-    from jax_paged.engine.assembly import MakeExecutor
+    from jax_paged.engine.executors import MakeExecutor
+    from jax_paged.engine.features.weights.sleeping import Mode
+    from jax_paged.engine.features.weights.weight_updates import Running
     from jax_paged.models.loading.new_weights import NewWeights
     from jax_paged.worker.executor import Executor
 
@@ -103,61 +100,23 @@ class AsyncLLMEngine(RequestMethods):
         """Whether a request of this id is here, and has not ended."""
         return request_id in self._streams or any(s.request_id == request_id for s in list(self._submitted))
 
-    async def submit(
-        self,
-        prompt: Prompt | CheckedRequest,
-        sampling_params: SamplingParams | BeamSearchParams | PoolingParams | None,
-        request_id: str,
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-        lora_request: LoRARequest | None = None,
-        whole: bool = False,
-    ) -> RequestStream:
-        """Starts a request.
-
-        Args:
-            prompt: As LLMEngine.check_request takes it, with sampling_params, cache_salt, priority and
-                lora_request; or what that has returned, which holds all of them.
-            sampling_params: As LLMEngine.check_request takes it.
-            request_id: No unfinished request may have the same.
-            cache_salt: As LLMEngine.check_request takes it.
-            priority: As LLMEngine.check_request takes it.
-            lora_request: As LLMEngine.check_request takes it.
-            whole: Whether to give a single output, at the end; tokens then cost nothing on their way.
-
-        Returns:
-            The stream of its outputs. If the id is taken, it raises ValueError when iterated.
-
-        Raises:
-            ValueError: If the engine can't run it.
-            EngineAsleepError: If the engine sleeps; in the last moment, the stream raises it.
-            EngineDeadError: If the engine has failed or is closed.
-        """
-        if not isinstance(prompt, CheckedRequest):
-            prompt = await asyncio.to_thread(
-                self.engine.check_request,
-                prompt,
-                sampling_params,
-                cache_salt=cache_salt,
-                priority=priority,
-                lora_request=lora_request,
-            )
+    def start(self, request: CheckedRequest, request_id: str, *, whole: bool) -> RequestStream:
+        """Starts a request that was checked; see `submit`."""
         stream = RequestStream(request_id, whole, self._abort, self._replica)
         self._submitted.add(stream)
-        self._calls.put(lambda: self._add(stream, prompt))
+        self._calls.put(lambda: self._add(stream, request))
         if self.error is not None:  # checked after the put: the thread sets it before its last look
             raise self._stopped()
         return stream
 
     async def update_weights(
-        self, weights: "NewWeights", *, running: Running = "error", weight_version: str | None = None
+        self, weights: "NewWeights", *, running: "Running" = "error", weight_version: str | None = None
     ) -> None:
         """Serves other weights, between two steps, as LLMEngine.update_weights does."""
         update = self.engine.update_weights
         await self._call(lambda: update(weights, running=running, weight_version=weight_version))
 
-    async def sleep(self, level: int = 1, mode: Mode = "wait") -> None:
+    async def sleep(self, level: int = 1, mode: "Mode" = "wait") -> None:
         """Gives memory to others, as LLMEngine.sleep does; takes no new requests from now on."""
         await self._result(await self._call(lambda: self._begin_to_sleep(level, mode)))
 
@@ -219,7 +178,7 @@ class AsyncLLMEngine(RequestMethods):
         """Returns what a function does in the engine's thread, between two steps."""
         done: Future[T] = Future()
         self._calls.put(lambda: run_for(done, function))
-        if self.error is not None:  # checked after the put, as in submit
+        if self.error is not None:  # checked after the put, as in start
             raise self._stopped()
         return await self._result(done)
 
@@ -309,7 +268,7 @@ class AsyncLLMEngine(RequestMethods):
     def _has_work(self) -> bool:
         return self.engine.has_unfinished_requests() and not self.engine.is_sleeping()
 
-    def _begin_to_sleep(self, level: int, mode: Mode) -> Future[None]:
+    def _begin_to_sleep(self, level: int, mode: "Mode") -> Future[None]:
         if self.error is not None:
             raise self._stopped()
         self.engine.check_sleep(level, mode)
@@ -330,7 +289,7 @@ class AsyncLLMEngine(RequestMethods):
                 run_for(done, lambda: self._sleep(level, mode))
                 self._falling_asleep = None
 
-    def _sleep(self, level: int, mode: Mode) -> None:
+    def _sleep(self, level: int, mode: "Mode") -> None:
         if self.error is not None:
             raise self._stopped()
         self.engine.sleep(level, mode)

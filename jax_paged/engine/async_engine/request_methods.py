@@ -1,13 +1,13 @@
 """What asyncio asks of engines, whether there is one or several: outputs as they grow."""
 
 import abc
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Self
 
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.engine.async_engine.request_stream import CumulativeOutputs, RequestStream
-from jax_paged.engine.features import pooling
-from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine.input_processor import CheckedRequest, RequestParams
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
@@ -36,11 +36,10 @@ class RequestMethods(abc.ABC):
         """Makes an engine; the name that vLLM's scripts use."""
         return cls(engine_args)
 
-    @abc.abstractmethod
     async def submit(
         self,
         prompt: Prompt | CheckedRequest,
-        sampling_params: SamplingParams | BeamSearchParams | PoolingParams | None,
+        sampling_params: RequestParams,
         request_id: str,
         *,
         cache_salt: str = "",
@@ -48,7 +47,40 @@ class RequestMethods(abc.ABC):
         lora_request: LoRARequest | None = None,
         whole: bool = False,
     ) -> RequestStream:
-        """Starts a request; returns the stream of its outputs."""
+        """Starts a request.
+
+        Args:
+            prompt: As LLMEngine.check_request takes it, with sampling_params, cache_salt, priority and
+                lora_request; or the CheckedRequest that it returned, which holds all of them.
+            sampling_params: As LLMEngine.check_request takes it.
+            request_id: No unfinished request may have the same.
+            cache_salt: As LLMEngine.check_request takes it.
+            priority: As LLMEngine.check_request takes it.
+            lora_request: As LLMEngine.check_request takes it.
+            whole: Whether to give a single output, at the end; tokens then cost nothing on their way.
+
+        Returns:
+            The stream of its outputs. If the id is taken, it raises ValueError when iterated.
+
+        Raises:
+            ValueError: If the engine can't run it.
+            EngineAsleepError: If the engine sleeps; in the last moment, the stream raises it.
+            EngineDeadError: If the engine has failed or is closed.
+        """
+        if not isinstance(prompt, CheckedRequest):
+            prompt = await asyncio.to_thread(
+                self.engine.check_request,
+                prompt,
+                sampling_params,
+                cache_salt=cache_salt,
+                priority=priority,
+                lora_request=lora_request,
+            )
+        return self.start(prompt, request_id, whole=whole)
+
+    @abc.abstractmethod
+    def start(self, request: CheckedRequest, request_id: str, *, whole: bool) -> RequestStream:
+        """Starts a request that was checked; see `submit`."""
 
     async def generate(
         self,
@@ -106,15 +138,17 @@ class RequestMethods(abc.ABC):
             ValueError: If the model can't do it, or the engine can't run it.
             EngineDeadError: If the engine has failed or is closed.
         """
-        config = self.engine.config
-        params = pooling.resolved(pooling_params, None, config)
+        pooling = self.engine.input_processor.pooling
+        params = pooling.resolved(pooling_params)
         stream = await self.submit(prompt, params, request_id, priority=priority, whole=True)
-        assert config.pooling is not None, "it can pool"
         try:
             async for output in stream:
-                data = pooling.data_of(output, params, config.pooling)
-                facts = output.prompt_token_ids, output.num_cached_tokens
-                yield PoolingRequestOutput(request_id, PoolingOutput(data), *facts)
+                yield PoolingRequestOutput(
+                    request_id=request_id,
+                    outputs=PoolingOutput(pooling.data_of(output, params)),
+                    prompt_token_ids=output.prompt_token_ids,
+                    num_cached_tokens=output.num_cached_tokens,
+                )
         finally:
             stream.abort()
 

@@ -1,12 +1,16 @@
 """The adapters that an engine knows: read once, and kept in host memory for the requests to come."""
 
 import collections
+import dataclasses
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jax_paged.checks import check, check_int
 from jax_paged.config.engine_args import EngineConfig
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.engine.output_processor import RequestState
 from jax_paged.lora_request import LoRARequest
 from jax_paged.models.features.lora.adapter_files import Adapter, AdapterLimits, read_adapter
 
@@ -43,15 +47,13 @@ class Adapters:
         with self._lock:
             return set(self._kept)
 
-    def get(self, request: Any) -> Adapter | None:
-        """Returns the adapter of a request; None if it asks for none.
+    def get(self, request: Any) -> Adapter:
+        """Returns the adapter of a LoRARequest.
 
         Raises:
             ValueError: If it can't be read or does not fit, if its id is another adapter's, or if the engine
                 takes no adapters.
         """
-        if request is None:
-            return None
         self._check(request)
         return self._found(request)
 
@@ -121,3 +123,10 @@ class Adapters:
                 f"{known.lora_name!r} of {known.lora_path!r}"
             )
         return self._kept.get(number)
+
+
+def with_adapters(output: SchedulerOutput, requests: Mapping[str, RequestState]) -> SchedulerOutput:
+    """Returns a step with the weights of the adapters that it loads; the engine's requests hold them."""
+    known = {s.adapter.key: s.adapter for s in requests.values() if s.adapter is not None}
+    loads = [load._replace(weights=known[load.adapter]) for load in output.adapter_loads]
+    return dataclasses.replace(output, adapter_loads=tuple(loads))

@@ -16,71 +16,171 @@ from jax_paged.pooling_params import PoolingParams, PoolingTask
 from jax_paged.sampling_params import SamplingParams
 
 
-def tasks_of(config: EngineConfig) -> tuple[PoolingTask, ...]:
-    """Returns what an engine's model makes of texts."""
-    spec = config.pooling
-    if spec is None:
-        return ()
+class PoolingRequests:
+    """The pooling requests of an engine: checks them, and makes what they return of the engine's outputs.
+
+    Args:
+        config: Settings of the engine; say what the model pools, if anything.
+        tokenizer: The engine's; None if prompts come as token ids only.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+
+    @property
+    def _spec(self) -> PoolingSpec:
+        assert self._config.pooling is not None, "the parameters were resolved"
+        return self._config.pooling
+
+    @property
+    def _has_text_limit(self) -> bool:
+        """Whether the checkpoint names a number of tokens that longer texts are truncated to.
+
+        With a smaller max_model_len, which the user has chosen, long texts are errors.
+        """
+        limit = self._config.pooling.text.max_seq_length if self._config.pooling else None
+        return limit is not None and limit <= self._config.max_model_len
+
+    def resolved(self, params: PoolingParams, task: PoolingTask | None = None) -> PoolingParams:
+        """Returns a checked copy of parameters with their task, which the engine's model can do.
+
+        Args:
+            params: As a user passes them.
+            task: Of the method that is called; None takes that of the parameters, or the model's first.
+
+        Raises:
+            ValueError: If the model can't do it, or not in this way; the message names the argument.
+        """
+        check(isinstance(params, PoolingParams), "pooling_params", params, "PoolingParams")
+        spec = self._config.pooling
+        if spec is None:
+            raise ValueError(
+                f"model is {self._config.model_name!r}, which only generates; allowed for pooling: a pooling "
+                "model, or runner='pooling'"
+            )
+        tasks = _tasks_of(spec)
+        wanted = task or params.task or tasks[0]
+        allowed = f"what {self._config.architecture} can do, {' or '.join(tasks)}"
+        check(wanted in tasks, "task", wanted, allowed)
+        check(params.task in (None, wanted), "task of the parameters", params.task, repr(wanted))
+        if params.dimensions is not None:
+            known = spec.dimensions
+            most = f"up to {spec.embedding_size}" if known is None else " or ".join(map(str, known)) or "None"
+            ok = not spec.labels and (known is None or params.dimensions in known)
+            why = "" if known != () else ", as the model is not known to support it (is_matryoshka)"
+            check(
+                ok and params.dimensions <= spec.embedding_size, "dimensions", params.dimensions, most + why
+            )
+        return dataclasses.replace(params, task=wanted)
+
+    def prepared(self, prompt: Any, params: PoolingParams) -> tuple[Any, bool]:
+        """Returns a prompt with the model's default prompt, and whether it is truncated if it is too long."""
+        default = self._config.pooling.text.prompt if self._config.pooling else ""
+        if default and isinstance(prompt, str) and prompt:
+            prompt = default + prompt
+        elif (
+            default
+            and isinstance(prompt, dict)
+            and prompt.get("prompt_token_ids") is None
+            and prompt.get("prompt")
+        ):
+            prompt = {**prompt, "prompt": default + str(prompt["prompt"])}
+        return prompt, self._is_truncated(params)
+
+    def sampling_params(self, params: PoolingParams) -> SamplingParams:
+        """Returns the parameters that the engine runs a request with: its prompt, and a token.
+
+        Raises:
+            ValueError: If the model can't do it, or cached prefixes can't be read.
+        """
+        params = self.resolved(params)
+        kind = "ALL" if params.task == "token_embed" else self._spec.type
+        skips = params.skip_reading_prefix_cache
+        allowed = "None or True, unless the last token is pooled: cached tokens have no hidden states"
+        check(skips is not False or kind == "LAST", "skip_reading_prefix_cache", skips, allowed)
+        return SamplingParams(
+            temperature=0,
+            max_tokens=1,
+            ignore_eos=True,
+            detokenize=False,
+            truncate_prompt_tokens=params.truncate_prompt_tokens,
+            skip_reading_prefix_cache=kind != "LAST" if skips is None else skips,
+            pooling=kind,
+            second_text=params.second_text,
+        )
+
+    def truncate(self, token_ids: list[int], num_tokens: int | None) -> None:
+        """Truncates a prompt in place.
+
+        Args:
+            token_ids: The prompt.
+            num_tokens: truncate_prompt_tokens of the request.
+        """
+        text, most = self._spec.text, self._config.max_model_len
+        frame = self._tokenizer.frame if self._tokenizer else ([], [])
+        if num_tokens in (None, -1) and self._has_text_limit:
+            token_ids[:] = truncated(token_ids, text.max_seq_length or most, text.truncation_side, frame)
+        elif num_tokens is not None:
+            num_tokens = most if num_tokens == -1 else num_tokens
+            if self._spec.is_encoder:
+                token_ids[:] = truncated(token_ids, num_tokens, "right", frame)
+            else:
+                del token_ids[:-num_tokens]
+
+    def pair_prompt(self, pair: tuple[Any, Any], params: PoolingParams) -> tuple[Prompt, PoolingParams]:
+        """Returns two texts as the prompt of a classifier, and parameters that say where the second begins.
+
+        Raises:
+            ValueError: If they are not texts, or there is no tokenizer.
+        """
+        first, second = pair
+        for name, text in (("data_1", first), ("data_2", second)):
+            check(isinstance(text, str) and bool(text), name, text, "text that is not empty")
+        if self._tokenizer is None:
+            raise ValueError("data_1 is text, and the engine has no tokenizer")
+        if self._spec.label_tokens:
+            return first + second, params  # a chat in two parts, whose tokens may span both
+        max_len = None if self._is_truncated(params) else self._config.max_model_len
+        token_ids, start = self._tokenizer.encode_pair(first, second, max_model_len=max_len)
+        if start is not None:
+            params = dataclasses.replace(params, extra_kwargs={"compressed_token_type_ids": start})
+        return {"prompt_token_ids": token_ids}, params
+
+    def data_of(self, output: RequestOutput, params: PoolingParams) -> np.ndarray:
+        """Returns what a pooling request returns, float32: an embedding, scores, or an embedding per token.
+
+        Args:
+            output: Of the request, which has ended.
+            params: As `resolved` returned them.
+
+        Raises:
+            ValueError: If the engine could not compute it.
+        """
+        spec, (completion,) = self._spec, output.outputs
+        if completion.finish_reason != "length":
+            raise ValueError(f"a text was not pooled: {completion.stop_reason}")
+        captured = completion.captured
+        data = captured["hidden" if params.task == "token_embed" else "pooled"]
+        if not np.isfinite(data).all():
+            raise ValueError("a text was not pooled: its hidden states are not finite")
+        activates = params.use_activation if params.normalize is None else params.normalize
+        if spec.labels:
+            return data if activates is False else _SCORES[spec.activation](data)
+        data = data[..., : params.dimensions]
+        if not (spec.normalize if activates is None else activates):
+            return data
+        return data / np.maximum(np.linalg.norm(data, axis=-1, keepdims=True), 1e-12)
+
+    def _is_truncated(self, params: PoolingParams) -> bool:
+        return params.truncate_prompt_tokens is not None or self._has_text_limit
+
+
+def _tasks_of(spec: PoolingSpec) -> tuple[PoolingTask, ...]:
+    """Returns what a model makes of texts."""
     if not spec.labels:
         return ("embed", "score", "token_embed")
     return ("classify", "score") if len(spec.labels) == 1 else ("classify",)
-
-
-def resolved(params: PoolingParams, task: PoolingTask | None, config: EngineConfig) -> PoolingParams:
-    """Returns a checked copy of parameters with their task, which the engine's model can do.
-
-    Args:
-        params: As a user passes them.
-        task: Of the method that is called; None takes that of the parameters, or the model's first.
-        config: Of the engine.
-
-    Raises:
-        ValueError: If the model can't do it, or not so; the message names the argument.
-    """
-    check(isinstance(params, PoolingParams), "pooling_params", params, "PoolingParams")
-    tasks, spec = tasks_of(config), config.pooling
-    if spec is None:
-        raise ValueError(
-            f"model is {config.model_name!r}, which only generates; allowed for pooling: a pooling model, or "
-            "runner='pooling'"
-        )
-    wanted = task or params.task or tasks[0]
-    check(wanted in tasks, "task", wanted, f"what {config.architecture} can do, {' or '.join(tasks)}")
-    check(params.task in (None, wanted), "task of the parameters", params.task, repr(wanted))
-    params = dataclasses.replace(params, task=wanted)
-    if params.dimensions is not None:
-        allowed = spec.dimensions
-        is_known = allowed is None or params.dimensions in allowed
-        most = f"up to {spec.embedding_size}" if allowed is None else " or ".join(map(str, allowed)) or "None"
-        ok = not spec.labels and is_known and params.dimensions <= spec.embedding_size
-        why = "" if allowed != () else ", as the model is not known to support it (is_matryoshka)"
-        check(ok, "dimensions", params.dimensions, f"{most}{why}")
-    return params
-
-
-def with_default_prompt(prompt: Any, spec: PoolingSpec | None) -> Any:
-    """Returns a prompt of a pooling request with the model's default prompt in front of its text."""
-    if spec is None or not spec.text.prompt:
-        return prompt
-    if isinstance(prompt, str) and prompt:
-        return spec.text.prompt + prompt
-    if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None and prompt.get("prompt"):
-        return {**prompt, "prompt": spec.text.prompt + str(prompt["prompt"])}
-    return prompt
-
-
-def has_text_limit(config: EngineConfig) -> bool:
-    """Returns whether the checkpoint names a number of tokens that longer texts are truncated to.
-
-    With a smaller max_model_len, which the user has chosen, long texts are errors.
-    """
-    limit = config.pooling.text.max_seq_length if config.pooling else None
-    return limit is not None and limit <= config.max_model_len
-
-
-def is_truncated(params: PoolingParams, config: EngineConfig) -> bool:
-    """Returns whether the text of a pooling request is truncated if it is too long."""
-    return params.truncate_prompt_tokens is not None or has_text_limit(config)
 
 
 def truncated(
@@ -103,59 +203,6 @@ def truncated(
     room = max(0, num_tokens - num_before - (len(token_ids) - end))
     kept = slice(num_before, num_before + room) if side == "right" else slice(end - room, end)
     return (token_ids[:num_before] + token_ids[kept] + token_ids[end:])[:num_tokens]
-
-
-def as_sampling(params: PoolingParams, spec: PoolingSpec) -> SamplingParams:
-    """Returns the parameters under which the engine runs a pooling request: its prompt, and a token.
-
-    Args:
-        params: As `resolved` returns them.
-        spec: Of the model.
-
-    Raises:
-        ValueError: If cached prefixes can't be read.
-    """
-    kind = "ALL" if params.task == "token_embed" else spec.type
-    skips = params.skip_reading_prefix_cache
-    allowed = "None or True, unless the last token is pooled: cached tokens have no hidden states"
-    check(skips is not False or kind == "LAST", "skip_reading_prefix_cache", skips, allowed)
-    return SamplingParams(
-        temperature=0,
-        max_tokens=1,
-        ignore_eos=True,
-        detokenize=False,
-        truncate_prompt_tokens=params.truncate_prompt_tokens,
-        skip_reading_prefix_cache=kind != "LAST" if skips is None else skips,
-        pooling=kind,
-        second_text=params.second_text,
-    )
-
-
-def data_of(output: RequestOutput, params: PoolingParams, spec: PoolingSpec) -> np.ndarray:
-    """Returns what a pooling request returns, float32: an embedding, scores, or an embedding per token.
-
-    Args:
-        output: Of the request, which has ended.
-        params: As `resolved` returned them.
-        spec: Of the model.
-
-    Raises:
-        ValueError: If the engine could not compute it.
-    """
-    (completion,) = output.outputs
-    if completion.finish_reason != "length":
-        raise ValueError(f"a text was not pooled: {completion.stop_reason}")
-    captured = completion.captured
-    data = captured["hidden" if params.task == "token_embed" else "pooled"]
-    if not np.isfinite(data).all():
-        raise ValueError("a text was not pooled: its hidden states are not finite")
-    activates = params.use_activation if params.normalize is None else params.normalize
-    if spec.labels:
-        return data if activates is False else _SCORES[spec.activation](data)
-    data = data[..., : params.dimensions]
-    if not (spec.normalize if activates is None else activates):
-        return data
-    return data / np.maximum(np.linalg.norm(data, axis=-1, keepdims=True), 1e-12)
 
 
 def distinct(texts: Sequence[Any]) -> tuple[list[Any], list[int]]:
@@ -197,25 +244,3 @@ def pairs_of(data_1: Any, data_2: Any) -> list[tuple[Any, Any]]:
         first *= len(second)
     check(len(first) == len(second), "the number of texts in data_1", len(first), f"1 or {len(second)}")
     return list(zip(first, second, strict=True))
-
-
-def pair_prompt(
-    pair: tuple[Any, Any], params: PoolingParams, config: EngineConfig, tokenizer: Tokenizer | None
-) -> tuple[Prompt, PoolingParams]:
-    """Returns two texts as the prompt of a classifier, and the parameters that say where the second begins.
-
-    Raises:
-        ValueError: If they are not texts, or there is no tokenizer.
-    """
-    first, second = pair
-    for name, text in (("data_1", first), ("data_2", second)):
-        check(isinstance(text, str) and bool(text), name, text, "text that is not empty")
-    if tokenizer is None:
-        raise ValueError("data_1 is text, and the engine has no tokenizer")
-    if config.pooling is not None and config.pooling.label_tokens:
-        return first + second, params  # a chat in two parts, whose tokens may span both
-    max_len = None if is_truncated(params, config) else config.max_model_len
-    token_ids, start = tokenizer.encode_pair(first, second, max_model_len=max_len)
-    if start is not None:
-        params = dataclasses.replace(params, extra_kwargs={"compressed_token_type_ids": start})
-    return {"prompt_token_ids": token_ids}, params

@@ -6,44 +6,62 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from jax_paged.checks import check, check_int
+from jax_paged.config.engine_args import EngineConfig
+from jax_paged.engine.engine_core import EngineCore
 
 if TYPE_CHECKING:
-    from jax_paged.config.engine_args import EngineConfig
-    from jax_paged.engine.engine_core import StepLoop
     from jax_paged.lab.what_if import Replay
 
 
-def record(loop: "StepLoop", sink: Callable[[str], object] | None) -> None:
-    """Gives a loop a scheduler that writes everything down, or none that does; see LLMEngine.record."""
-    _check_idle(loop)
-    from jax_paged.lab.recording import RecordedScheduler
+class Recordings:
+    """Records the decisions of an engine, and replays recordings.
 
-    loop.scheduler = loop.make_scheduler() if sink is None else RecordedScheduler(loop.scheduler, sink)
+    Args:
+        core: The engine, whose scheduler is replaced.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+
+    def record(self, sink: Callable[[str], object] | None) -> None:
+        """Starts a recording, or ends one; see LLMEngine.record."""
+        self._check_idle()
+        from jax_paged.lab.recording import RecordedScheduler
+
+        core = self._core
+        core.scheduler = core.make_scheduler() if sink is None else RecordedScheduler(core.scheduler, sink)
+
+    def replay(self, lines: Iterable[str]) -> "Replay":
+        """Computes the steps of a recording again; see LLMEngine.replay."""
+        self._check_idle()
+        core = self._core
+        check_not_recorded(core)
+        from jax_paged.lab.recording import replay_events
+
+        lines = list(lines)
+        for event in map(json.loads, lines):
+            if event["event"] == "start":
+                _check_fits(event, core.config)
+            elif event["event"] == "add":
+                _check_replayable(event)
+        try:
+            return replay_events(lines, core.executor).replay()
+        finally:
+            core.scheduler = core.make_scheduler()  # the pool holds what was replayed
+
+    def _check_idle(self) -> None:
+        if not self._core.drain() or self._core.scheduler.block_manager.pinned:
+            raise RuntimeError("requests are running or prefixes pinned; record and replay before them")
 
 
-def replay(loop: "StepLoop", config: "EngineConfig", lines: Iterable[str]) -> "Replay":
-    """Computes the steps of a recording again; see LLMEngine.replay."""
-    _check_idle(loop)
-    check_not_recorded(loop)
-    from jax_paged.lab.recording import tell
-
-    lines = list(lines)
-    for event in map(json.loads, lines):
-        if event["event"] == "start":
-            _check_fits(event, config)
-        form = event["sampling_params"].get("structured_outputs") if event["event"] == "add" else None
-        adapter = event.get("adapter") if event["event"] == "add" else None
-        check(not adapter, "the adapter of a recorded request", adapter, "none, as adapters are not recorded")
-        check(
-            form is None, "structured_outputs of a recorded request", form, "None, as masks are not recorded"
-        )
-    try:
-        return tell(lines, loop.executor).replay()
-    finally:
-        loop.scheduler = loop.make_scheduler()  # the pool holds what was replayed
+def _check_replayable(request: dict) -> None:
+    adapter, grammar = request.get("adapter"), request["sampling_params"].get("structured_outputs")
+    check(not adapter, "the adapter of a recorded request", adapter, "none, as adapters are not recorded")
+    allowed = "None, as masks are not recorded"
+    check(grammar is None, "structured_outputs of a recorded request", grammar, allowed)
 
 
-def check_not_recorded(loop: "StepLoop") -> None:
+def check_not_recorded(core: EngineCore) -> None:
     """Checks that a new scheduler would not end a recording.
 
     Raises:
@@ -51,18 +69,13 @@ def check_not_recorded(loop: "StepLoop") -> None:
     """
     from jax_paged.lab.recording import RecordedScheduler
 
-    if isinstance(loop.scheduler, RecordedScheduler):
+    if isinstance(core.scheduler, RecordedScheduler):
         raise RuntimeError(
             "this engine is being recorded, which a new scheduler would end; end it with record(None)"
         )
 
 
-def _check_idle(loop: "StepLoop") -> None:
-    if not loop.drain() or loop.scheduler.block_manager.pinned:
-        raise RuntimeError("requests are running or prefixes pinned; record and replay before them")
-
-
-def _check_fits(start: dict, config: "EngineConfig") -> None:
+def _check_fits(start: dict, config: EngineConfig) -> None:
     """Checks that a device can run the steps of a scheduler with certain settings."""
     manager, scheduler = start["block_manager"], start["scheduler"]
     groups = [{"window": group.window, "is_cross": group.is_cross} for group in config.cache_groups]

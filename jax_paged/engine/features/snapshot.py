@@ -6,7 +6,7 @@ import os
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 # It tells NumPy what bfloat16 is.
 import ml_dtypes  # noqa: F401
@@ -14,6 +14,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jax_paged.checks import check
+from jax_paged.config.engine_args import EngineArgs
 from jax_paged.core.features.snapshot import (
     kept_blocks,
     restore_group,
@@ -21,14 +22,11 @@ from jax_paged.core.features.snapshot import (
     values_of_group,
     values_of_scheduler,
 )
-from jax_paged.engine.features.interactive.request_edits import check_keeps_no_state
+from jax_paged.core.scheduler import Scheduler
+from jax_paged.engine.engine_core import EngineCore
 from jax_paged.engine.features.recording import check_not_recorded
+from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.engine.output_processor import RequestState
-
-if TYPE_CHECKING:
-    from jax_paged.core.scheduler import Scheduler
-    from jax_paged.engine.engine_core import StepLoop
-    from jax_paged.engine.llm_engine import LLMEngine
 
 _FORMAT, _FILE = 1, "state.json"
 # Settings that blocks and requests of one engine need in another.
@@ -76,6 +74,11 @@ class EngineState:
                 file.unlink()
 
     @classmethod
+    def of(cls, state: "EngineState | str | os.PathLike[str]") -> "EngineState":
+        """Returns a state as it is, or the state saved in a folder."""
+        return state if isinstance(state, EngineState) else cls.load(state)
+
+    @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Reads what `save` has written.
 
@@ -91,93 +94,110 @@ class EngineState:
             raise ValueError(f"{file} is not the state of an engine: {error!r}") from error
 
 
-def take(engine: "LLMEngine", loop: "StepLoop", *, with_weights: bool) -> EngineState:
-    """Returns the state of an engine; see LLMEngine.state."""
-    loop.settle()
-    if loop.is_planned:
-        raise RuntimeError("a plan of schedule() has not run; run it, or step(), before state()")
-    scheduler = loop.scheduler
-    states = list(dict.fromkeys([*loop.requests.values(), *loop.changed]))
-    asked = [name for state in states for name in state.group.sampling_params.hook_args or ()]
-    captured = sorted(engine.config.capturing & set(asked))
-    check(
-        not captured, "the hooks of running requests", captured, "none that capture, as a state has no room"
-    )
-    asked = [name for state in states for name in state.group.sampling_params.extra_args or ()]
-    stateful, allowed = sorted(engine.config.stateful & set(asked)), "none that keep a state of their own"
-    check(not stateful, "the logits processors of running requests", stateful, allowed)
-    adapted = [s.group.request_id for s in states if s.group.adapter or s.group.prompt_embeds]
-    allowed = "none, as a state has no room for adapters and vectors"
-    check(not adapted, "the running requests with adapters or prompt_embeds", adapted, allowed)
-    check_keeps_no_state(
-        loop, "the model", engine.config.architecture, "these have no room in an engine's state"
-    )
-    pictured = [s.group.request_id for s in states if s.group.sequences[0].stand_ins]
-    check(not pictured, "the running requests with images", pictured, "none, as a state has no room for them")
-    requests = [values_of_group(scheduler, s.group) | {"text": s.values()} for s in states]
-    weights, packing = engine.executor.fingerprint()
-    values = {
-        "format": _FORMAT,
-        "args": dataclasses.asdict(engine.args) | {"num_gpu_blocks_override": engine.config.num_blocks},
-        "settings": _settings(engine, loop.make_scheduler()),
-        "weights": {"fingerprint": weights, "packing": packing, "by_value": with_weights},
-        "time": time.monotonic(),
-        "seeds": engine.seeds.getstate(),
-        "num_names": engine.num_names,
-        "weight_version": [loop.weight_version, loop.num_weight_updates],
-        "scheduler": values_of_scheduler(scheduler),
-        "requests": requests,
-        "changed": [i for i, state in enumerate(states) if state in loop.changed],
-    }
-    arrays = engine.executor.read_memory(*kept_blocks(scheduler), with_weights=with_weights)
-    return EngineState(json.loads(json.dumps(values)), arrays)
+class Snapshots:
+    """Takes and loads states of an engine.
 
+    Args:
+        core: Runs the requests.
+        inputs: Compiles the grammars of requests that are loaded.
+        args: The arguments that the engine was made from.
+    """
 
-def load(engine: "LLMEngine", loop: "StepLoop", state: EngineState) -> None:
-    """Gives an idle engine the state of another; see LLMEngine.load_state."""
-    values = state.values
-    _check_format(values)
-    check_not_recorded(loop)
-    if loop.has_unfinished or loop.scheduler.block_manager.pinned:
-        raise RuntimeError("requests are running or prefixes pinned; load a state before them")
-    scheduler = loop.make_scheduler()
-    ours = _settings(engine, scheduler)
-    for name, value in values["settings"].items():
-        if value != ours[name]:
-            raise ValueError(f"{name} of the state is {value!r}; allowed: the engine's, {ours[name]!r}")
-    _check_weights(values["weights"], *engine.executor.fingerprint())
-    values = json.loads(json.dumps(values))  # what is restored grows, and the state may be loaded again
-    shift_s = time.monotonic() - values["time"]
-    groups = [restore_group(scheduler, entry, shift_s) for entry in values["requests"]]
-    try:
-        restore_scheduler(scheduler, values["scheduler"])
-    except AssertionError as error:
-        raise ValueError(f"the state contradicts itself: {error}") from error
-    blocks = kept_blocks(scheduler)
-    engine.executor.write_memory(*blocks, state.arrays, with_weights=values["weights"]["by_value"])
-    texts = zip(groups, values["requests"], strict=True)
-    grammar_of = engine.input_processor.grammar_of
-    states = [
-        RequestState.of_values(group, entry["text"], engine.tokenizer, grammar_of(group.sampling_params))
-        for group, entry in texts
-    ]
-    version, internal, gauss = values["seeds"]
-    engine.seeds.setstate((version, tuple(internal), gauss))
-    engine.num_names = values["num_names"]
-    loop.weight_version, loop.num_weight_updates = values.get("weight_version", ("0", 0))
-    loop.scheduler = scheduler
-    loop.requests.update({s.group.request_id: s for s in states if not s.is_finished})
-    loop.changed |= dict.fromkeys(states[i] for i in values["changed"])
+    def __init__(self, core: EngineCore, inputs: InputProcessor, args: EngineArgs) -> None:
+        self._core = core
+        self._inputs = inputs
+        self._args = args
 
+    def take(self, *, with_weights: bool) -> EngineState:
+        """Returns the state of the engine; see LLMEngine.state."""
+        core, config = self._core, self._core.config
+        core.settle()
+        if core.planned is not None:
+            raise RuntimeError("a plan of schedule() has not run; run it, or step(), before state()")
+        scheduler = core.scheduler
+        states = list(dict.fromkeys([*core.requests.values(), *core.changed]))
+        self._check_fits(states)
+        requests = [values_of_group(scheduler, s.group) | {"text": s.values()} for s in states]
+        weights, packing = core.executor.fingerprint()
+        values = {
+            "format": _FORMAT,
+            "args": dataclasses.asdict(self._args) | {"num_gpu_blocks_override": config.num_blocks},
+            "settings": self._settings(core.make_scheduler()),
+            "weights": {"fingerprint": weights, "packing": packing, "by_value": with_weights},
+            "time": time.monotonic(),
+            "seeds": core.seeds.getstate(),
+            "num_names": core.num_names,
+            "weight_version": [core.weight_version, core.num_weight_updates],
+            "scheduler": values_of_scheduler(scheduler),
+            "requests": requests,
+            "changed": [i for i, state in enumerate(states) if state in core.changed],
+        }
+        arrays = core.executor.read_memory(*kept_blocks(scheduler), with_weights=with_weights)
+        return EngineState(json.loads(json.dumps(values)), arrays)
 
-def _settings(engine: "LLMEngine", scheduler: "Scheduler") -> dict[str, Any]:
-    """Returns what has to be the same in an engine that goes on, as JSON holds it."""
-    values = dataclasses.asdict(engine.config)
-    own = {
-        "eos_token_ids": sorted(values["eos_token_ids"]),
-        "scheduler": [type(scheduler).__name__, getattr(scheduler.policy, "__name__", scheduler.policy)],
-    }
-    return json.loads(json.dumps({name: values[name] for name in _SETTINGS} | own))
+    def load(self, state: EngineState) -> None:
+        """Gives the idle engine the state of another; see LLMEngine.load_state."""
+        core, values = self._core, state.values
+        _check_format(values)
+        check_not_recorded(core)
+        if core.has_unfinished or core.scheduler.block_manager.pinned:
+            raise RuntimeError("requests are running or prefixes pinned; load a state before them")
+        scheduler = core.make_scheduler()
+        ours = self._settings(scheduler)
+        for name, value in values["settings"].items():
+            if value != ours[name]:
+                raise ValueError(f"{name} of the state is {value!r}; allowed: the engine's, {ours[name]!r}")
+        _check_weights(values["weights"], *core.executor.fingerprint())
+        values = json.loads(json.dumps(values))  # what is restored grows, and the state may be loaded again
+        shift_s = time.monotonic() - values["time"]
+        groups = [restore_group(scheduler, entry, shift_s) for entry in values["requests"]]
+        try:
+            restore_scheduler(scheduler, values["scheduler"])
+        except AssertionError as error:
+            raise ValueError(f"the state contradicts itself: {error}") from error
+        blocks = kept_blocks(scheduler)
+        core.executor.write_memory(*blocks, state.arrays, with_weights=values["weights"]["by_value"])
+        texts = zip(groups, values["requests"], strict=True)
+        grammar_of = self._inputs.grammar_of
+        states = [
+            RequestState.of_values(group, entry["text"], core.tokenizer, grammar_of(group.sampling_params))
+            for group, entry in texts
+        ]
+        version, internal, gauss = values["seeds"]
+        core.seeds.setstate((version, tuple(internal), gauss))
+        core.num_names = values["num_names"]
+        core.weight_version, core.num_weight_updates = values.get("weight_version", ("0", 0))
+        core.scheduler = scheduler
+        core.requests.update({s.group.request_id: s for s in states if not s.is_finished})
+        core.changed |= dict.fromkeys(states[i] for i in values["changed"])
+
+    def _check_fits(self, states: list[RequestState]) -> None:
+        """Checks that a state can hold the requests and what the model keeps of them."""
+        config = self._core.config
+        names = [name for state in states for name in state.group.sampling_params.hook_args or ()]
+        found, allowed = sorted(config.capturing & set(names)), "none that capture, as a state has no room"
+        check(not found, "the hooks of running requests", found, allowed)
+        names = [name for state in states for name in state.group.sampling_params.extra_args or ()]
+        found, allowed = sorted(config.stateful & set(names)), "none that keep a state of their own"
+        check(not found, "the logits processors of running requests", found, allowed)
+        found = [s.group.request_id for s in states if s.group.adapter or s.group.prompt_embeds]
+        allowed = "none, as a state has no room for adapters and vectors"
+        check(not found, "the running requests with adapters or prompt_embeds", found, allowed)
+        why = "these have no room in an engine's state"
+        self._core.check_not_recurrent("the model", config.architecture, why)
+        found = [s.group.request_id for s in states if s.group.sequences[0].stand_ins]
+        allowed = "none, as a state has no room for them"
+        check(not found, "the running requests with images", found, allowed)
+
+    def _settings(self, scheduler: Scheduler) -> dict[str, Any]:
+        """Returns the settings that have to be the same in the engine that goes on, as JSON holds them."""
+        values = dataclasses.asdict(self._core.config)
+        policy = scheduler.policy
+        special = {
+            "eos_token_ids": sorted(values["eos_token_ids"]),
+            "scheduler": [type(scheduler).__name__, getattr(policy, "__name__", policy)],
+        }
+        return json.loads(json.dumps({name: values[name] for name in _SETTINGS} | special))
 
 
 def _check_format(values: dict[str, Any]) -> None:

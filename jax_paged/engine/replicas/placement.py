@@ -57,8 +57,8 @@ class Placement:
             requests: New ones, in their order.
             loads: How many requests wait and run now, per replica.
         """
-        for replica, load in enumerate(loads):
-            self._router.count(str(replica), *load)
+        for replica, (num_waiting, num_running) in enumerate(loads):
+            self._router.count(str(replica), num_waiting, num_running)
         return [(self._replica_of(request), self._with_seed(request)) for request in requests]
 
     def _replica_of(self, request: CheckedRequest) -> int:

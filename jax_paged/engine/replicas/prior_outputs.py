@@ -7,7 +7,7 @@ from jax_paged.outputs import TokenLogprobDict
 
 
 @dataclasses.dataclass(frozen=True)
-class GivenOutput:
+class PriorOutput:
     """What there is of one output, or what a part of an answer adds to it.
 
     Args:
@@ -23,11 +23,11 @@ class GivenOutput:
     stop_reason: int | str | None = None
 
 
-def joined(parts: Iterable[GivenOutput]) -> GivenOutput:
+def joined(parts: Iterable[PriorOutput]) -> PriorOutput:
     """Returns the output that some parts make together."""
     parts = list(parts)
     logprobs = [entry for part in parts for entry in part.logprobs or ()]
-    return GivenOutput(
+    return PriorOutput(
         [token_id for part in parts for token_id in part.token_ids],
         None if all(part.logprobs is None for part in parts) else logprobs,
         parts[-1].finish_reason if parts else None,

@@ -1,6 +1,5 @@
 """Several engines for asyncio that look like one to the server; each has a thread and devices of its own."""
 
-import asyncio
 import functools
 import threading
 from collections.abc import Iterable, Sequence
@@ -8,21 +7,18 @@ from typing import TYPE_CHECKING
 
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.core.replicas.router import MAX_LAG
-from jax_paged.engine.assembly import Executors, check_alone
 from jax_paged.engine.async_engine.engine import AsyncLLMEngine
 from jax_paged.engine.async_engine.request_methods import RequestMethods
 from jax_paged.engine.async_engine.request_stream import Done, RequestStream
 from jax_paged.engine.errors import EngineDeadError, stopped_by
-from jax_paged.engine.features.weights.sleeping import Mode
-from jax_paged.engine.features.weights.weight_updates import Running
+from jax_paged.engine.executors import Executors, check_alone
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.replicas.placement import Placement, make_replicas
-from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
-from jax_paged.pooling_params import PoolingParams
-from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
+    from jax_paged.engine.features.weights.sleeping import Mode
+    from jax_paged.engine.features.weights.weight_updates import Running
     from jax_paged.models.loading.new_weights import NewWeights
     from jax_paged.worker.executor import Executor
 
@@ -82,42 +78,23 @@ class ReplicatedEngine(RequestMethods):
         began = (replica.step_began for replica in self.replicas)
         return min((time for time in began if time is not None), default=None)
 
-    async def submit(
-        self,
-        prompt: Prompt | CheckedRequest,
-        sampling_params: SamplingParams | BeamSearchParams | PoolingParams | None,
-        request_id: str,
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-        lora_request: LoRARequest | None = None,
-        whole: bool = False,
-    ) -> RequestStream:
-        """Starts a request, as AsyncLLMEngine.submit does, on one of the engines."""
-        if not isinstance(prompt, CheckedRequest):
-            prompt = await asyncio.to_thread(
-                self.engine.check_request,
-                prompt,
-                sampling_params,
-                cache_salt=cache_salt,
-                priority=priority,
-                lora_request=lora_request,
-            )
+    def start(self, request: CheckedRequest, request_id: str, *, whole: bool) -> RequestStream:
+        """Starts a request that was checked on one of the engines; see `submit`."""
         if (stopped := self.stopped) is not None:
             raise stopped
         with self._placing:
-            [(replica, request)] = self._placement.place([prompt], [r.load for r in self.replicas])
-        # A request whose id is taken is told so by the engine that has the other one.
+            [(replica, request)] = self._placement.place([request], [r.load for r in self.replicas])
+        # If the id is taken, the engine that has the other request reports that.
         taken = (i for i, engine in enumerate(self.replicas) if engine.has(request_id))
-        return await self.replicas[next(taken, replica)].submit(request, None, request_id, whole=whole)
+        return self.replicas[next(taken, replica)].start(request, request_id, whole=whole)
 
     async def update_weights(
-        self, weights: "NewWeights", *, running: Running = "error", weight_version: str | None = None
+        self, weights: "NewWeights", *, running: "Running" = "error", weight_version: str | None = None
     ) -> None:
         """Raises ValueError: several engines can't change their weights at the same step."""
         self._refuse("update weights")
 
-    async def sleep(self, level: int = 1, mode: Mode = "wait") -> None:
+    async def sleep(self, level: int = 1, mode: "Mode" = "wait") -> None:
         """Raises ValueError, as these engines don't sleep."""
         self._refuse("sleep")
 

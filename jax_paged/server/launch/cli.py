@@ -142,7 +142,7 @@ def _check_kernels(argv: Sequence[str]) -> NoReturn:
     add_options(parser, EngineArgs)
     args = parser.parse_args(argv)
     try:
-        from jax_paged.engine.assembly import check_kernels  # only now, as it imports much
+        from jax_paged.engine.executors import check_kernels  # only now, as it imports much
 
         table, has_passed = check_kernels(EngineArgs.from_cli_args(args))
     except ValueError as error:

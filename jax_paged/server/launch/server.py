@@ -21,7 +21,7 @@ from jax_paged.config.launch import launch_of_environment
 from jax_paged.engine.distributed.multiprocess import follow
 from jax_paged.engine.replicas.replicated_engine import ServingEngine, serving_engine
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.http.keys import with_all_keys
+from jax_paged.server.http.api_keys import with_all_keys
 from jax_paged.server.http.listening import allow_open_files, check_exposure, check_tls, uvicorn_config
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.observability.logs import configure, log_statistics
@@ -71,7 +71,7 @@ def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(openai.life.exit_code)
+    os._exit(openai.lifecycle.exit_code)
 
 
 def _listener(options: ServerOptions) -> socket.socket:
@@ -143,7 +143,7 @@ def _template(value: str) -> str:
 
 
 class Server(uvicorn.Server):
-    """Announces itself once it listens, and ends as `Life` says."""
+    """Announces itself once it listens, and ends as `Lifecycle` says."""
 
     def __init__(self, config: uvicorn.Config, openai: OpenAIServer) -> None:
         super().__init__(config)
@@ -151,12 +151,12 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Takes a signal."""
-        self._openai.life.end(time.monotonic())
+        self._openai.lifecycle.end(time.monotonic())
 
     async def on_tick(self, counter: int) -> bool:
         """Returns whether to end; called ten times a second."""
         await super().on_tick(counter)
-        return self._openai.life.tick(time.monotonic())
+        return self._openai.lifecycle.tick(time.monotonic())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to listen."""

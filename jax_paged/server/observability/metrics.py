@@ -226,8 +226,9 @@ class _EngineCollector(Collector):
 
     def _speculation(self) -> Iterator[Metric]:
         """Yields what has become of drafts, if there are any."""
-        drafts = [(labels, replica.engine.scheduler.drafts) for labels, replica in self._each()]
-        if drafts[0][1].speculation is None:
+        planners = [(labels, replica.engine.scheduler.drafts) for labels, replica in self._each()]
+        drafts = [(labels, planner) for labels, planner in planners if planner is not None]
+        if not drafts:
             return
         for name, text, value_of in (
             ("num_drafts", "Rows of a sequence with drafts that were verified.", lambda d: d.num_rows),

@@ -13,11 +13,11 @@ from fastapi.responses import Response
 from jax_paged.arguments.suggestions import suggestion
 from jax_paged.config.engine_args import EngineArgs, api_key_of_environment
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.http.keys import with_all_keys
+from jax_paged.server.http.api_keys import with_all_keys
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.launch.server import load_engine
 from jax_paged.server.observability.logs import configure
-from jax_paged.server.ray_serve.continuation import AnswerBegin, AnswerPart, ReplicaCall, ReplicaLostError
+from jax_paged.server.ray_serve.continuation import ReplicaCall, ReplicaLostError, ResponsePart, ResponseStart
 from jax_paged.server.ray_serve.ingress import Answering, Ingress
 from jax_paged.server.ray_serve.replica import Replica
 
@@ -121,7 +121,7 @@ class _Replica:
         """Raises ReplicaLostError if the engine has stopped or hangs: Serve then replaces this replica."""
         self._replica.check()
 
-    async def answer(self, call: ReplicaCall) -> AsyncGenerator[AnswerBegin | AnswerPart | None]:
+    async def answer(self, call: ReplicaCall) -> AsyncGenerator[ResponseStart | ResponsePart | None]:
         """Answers a request; None, which comes first, says that it has come."""
         yield None
         async with contextlib.aclosing(self._replica.answer(call)) as parts:

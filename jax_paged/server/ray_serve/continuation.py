@@ -9,12 +9,12 @@ import uuid
 from typing import Self
 
 from jax_paged.engine.input_processor import CheckedRequest
-from jax_paged.engine.replicas.prior_outputs import GivenOutput, joined
+from jax_paged.engine.replicas.prior_outputs import PriorOutput, joined
 from jax_paged.outputs import RequestOutput
 
 
 @dataclasses.dataclass(frozen=True)
-class AnswerBegin:
+class ResponseStart:
     """The begin of an answer.
 
     Args:
@@ -34,7 +34,7 @@ class AnswerBegin:
 
 
 @dataclasses.dataclass(frozen=True)
-class AnswerPart:
+class ResponsePart:
     """Bytes of an answer; of a stream, whole events.
 
     Args:
@@ -44,7 +44,7 @@ class AnswerPart:
     """
 
     body: bytes
-    outputs: tuple[tuple[int, GivenOutput], ...] = ()
+    outputs: tuple[tuple[int, PriorOutput], ...] = ()
     is_last: bool = False
 
 
@@ -66,7 +66,7 @@ class Progress:
     created: int
     seed: int
     num_events: int = 0
-    outputs: dict[int, list[GivenOutput]] = dataclasses.field(default_factory=dict)
+    outputs: dict[int, list[PriorOutput]] = dataclasses.field(default_factory=dict)
     is_whole: bool = False
     asked: list[str] = dataclasses.field(default_factory=list)
 
@@ -75,7 +75,7 @@ class Progress:
         """Returns that of an answer of which its client has nothing."""
         return cls(uuid.uuid4().hex, int(time.time()), secrets.randbits(63))
 
-    def add(self, part: AnswerPart) -> None:
+    def add(self, part: ResponsePart) -> None:
         """Notes that the client gets a part of a stream."""
         self.num_events += part.body.count(b"\n\n")
         for index, output in part.outputs:
@@ -92,7 +92,7 @@ class Journal:
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
-        self._new: list[tuple[int, GivenOutput]] = []
+        self._new: list[tuple[int, PriorOutput]] = []
         self._is_last = False
 
     @property
@@ -111,17 +111,17 @@ class Journal:
             if output.token_ids or output.finish_reason:
                 logprobs = None if output.logprobs is None else tuple(output.logprobs)
                 ending = output.finish_reason, output.stop_reason
-                new = GivenOutput(tuple(output.token_ids), logprobs, *ending)
+                new = PriorOutput(tuple(output.token_ids), logprobs, *ending)
                 self._new.append((first + output.index, new))
 
     def end(self) -> None:
         """Notes that the next event is the last."""
         self._is_last = True
 
-    def take(self, body: bytes) -> AnswerPart:
+    def take(self, body: bytes) -> ResponsePart:
         """Returns some bytes with all that was noted for them."""
         outputs, self._new = tuple(self._new), []
-        return AnswerPart(body, outputs, self._is_last)
+        return ResponsePart(body, outputs, self._is_last)
 
     def begun(self, i: int, num_outputs: int, request: CheckedRequest) -> CheckedRequest:
         """Returns a request as it goes on here: with its seed, and what the client has of its outputs.
@@ -141,7 +141,7 @@ class Journal:
         if not any(output.token_ids for output in given):
             return dataclasses.replace(request, params=params)
         params.prompt_logprobs = None  # they stood in the first event
-        return dataclasses.replace(request, params=params, given=given)
+        return dataclasses.replace(request, params=params, prior_outputs=given)
 
 
 @dataclasses.dataclass(frozen=True)

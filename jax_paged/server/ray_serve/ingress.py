@@ -14,11 +14,11 @@ from jax_paged.server.http.event_stream import EventStream
 from jax_paged.server.observability.metrics import with_replicas
 from jax_paged.server.protocol.responses import ApiError, json_response
 from jax_paged.server.ray_serve.continuation import (
-    AnswerBegin,
-    AnswerPart,
     Progress,
     ReplicaCall,
     ReplicaLostError,
+    ResponsePart,
+    ResponseStart,
 )
 
 # A request that ends every engine that runs it must not end all of them.
@@ -28,7 +28,7 @@ _PREFIX_LENGTH = 256
 _HEALTH_PATHS = ("/health", "/ping", "/ready")
 _LOGGER = logging.getLogger(__name__)
 
-Answering = AsyncGenerator[AnswerBegin | AnswerPart]
+Answering = AsyncGenerator[ResponseStart | ResponsePart]
 
 
 class Ingress:
@@ -62,7 +62,7 @@ class Ingress:
                 return await self._metrics(_call(request, b""))
             parts = self._parts(_call(request, await self._body(request)))
             begin = await anext(parts)
-            assert isinstance(begin, AnswerBegin), "it comes first"
+            assert isinstance(begin, ResponseStart), "it comes first"
             bodies = _bodies(parts)
             if not begin.is_stream:
                 return _response(begin, b"".join([body async for body in bodies]))
@@ -86,8 +86,8 @@ class Ingress:
         for _ in range(num_running):
             with contextlib.suppress(ReplicaLostError):
                 begin, *parts = [part async for part in self._send(call)]
-                assert isinstance(begin, AnswerBegin), "it comes first"
-                body = b"".join(part.body for part in parts if isinstance(part, AnswerPart))
+                assert isinstance(begin, ResponseStart), "it comes first"
+                body = b"".join(part.body for part in parts if isinstance(part, ResponsePart))
                 if begin.status != 200:
                     return _response(begin, body)
                 texts[call.progress.asked[-1]] = body.decode()
@@ -110,14 +110,14 @@ class Ingress:
             ApiError: If it can't begin. What can't go on ends with an event that says so.
         """
         progress = call.progress
-        first: AnswerBegin | None = None  # of the stream, if it has begun
+        first: ResponseStart | None = None  # of the stream, if it has begun
         failure = _unavailable("no replica was asked")
         for _ in range(_MOST_REPLICAS):
             begin, held = None, []
             try:
                 async with contextlib.aclosing(self._send(call)) as parts:
                     async for part in parts:
-                        if isinstance(part, AnswerBegin):
+                        if isinstance(part, ResponseStart):
                             begin = part
                             if begin.is_stream and first is None:
                                 first = begin
@@ -143,7 +143,7 @@ class Ingress:
                 failure = ApiError("a replica has failed; the log has the reason", status=500)
                 break
             if first is not None and held:  # another replica does not take it
-                yield AnswerPart(_error_event(call, orjson.loads(b"".join(part.body for part in held))))
+                yield ResponsePart(_error_event(call, orjson.loads(b"".join(part.body for part in held))))
             elif first is None:
                 assert begin is not None, "a replica answers"
                 yield begin
@@ -152,17 +152,17 @@ class Ingress:
             return
         if first is None:
             raise failure
-        yield AnswerPart(_error_event(call, failure.body()))
+        yield ResponsePart(_error_event(call, failure.body()))
 
 
 async def _bodies(parts: Answering) -> AsyncGenerator[bytes, object]:
     async with contextlib.aclosing(parts):
         async for part in parts:
-            assert isinstance(part, AnswerPart), "an answer begins once"
+            assert isinstance(part, ResponsePart), "an answer begins once"
             yield part.body
 
 
-def _response(begin: AnswerBegin, body: bytes) -> Response:
+def _response(begin: ResponseStart, body: bytes) -> Response:
     response = Response(body, begin.status)
     response.raw_headers = list(begin.headers)
     return response

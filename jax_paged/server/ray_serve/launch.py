@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from jax_paged.config.engine_args import EngineArgs, api_key_of_environment
-from jax_paged.server.http.keys import with_all_keys
+from jax_paged.server.http.api_keys import with_all_keys
 from jax_paged.server.http.listening import check_tls
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.launch.server import free_address, one_line_errors

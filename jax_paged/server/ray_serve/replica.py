@@ -11,11 +11,11 @@ from starlette.types import Message, Scope
 
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.ray_serve.continuation import (
-    AnswerBegin,
-    AnswerPart,
     Journal,
     ReplicaCall,
     ReplicaLostError,
+    ResponsePart,
+    ResponseStart,
 )
 
 _LOGGER = logging.getLogger(__name__)
@@ -40,11 +40,11 @@ class Replica:
         Raises:
             ReplicaLostError: If the engine has stopped.
         """
-        self._server.life.tick(time.monotonic())
+        self._server.lifecycle.tick(time.monotonic())
         if (stopped := self._server.engine.stopped) is not None:
             raise ReplicaLostError(str(stopped)) from stopped
 
-    async def answer(self, call: ReplicaCall) -> AsyncGenerator[AnswerBegin | AnswerPart]:
+    async def answer(self, call: ReplicaCall) -> AsyncGenerator[ResponseStart | ResponsePart]:
         """Answers a request; closing the generator early aborts it.
 
         Raises:
@@ -52,7 +52,7 @@ class Replica:
             RuntimeError: If the answer breaks off for another reason.
         """
         journal = Journal(call.progress)
-        parts: asyncio.Queue[AnswerBegin | AnswerPart | None] = asyncio.Queue(maxsize=1)
+        parts: asyncio.Queue[ResponseStart | ResponsePart | None] = asyncio.Queue(maxsize=1)
         requests: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
         is_complete = False
 
@@ -64,7 +64,7 @@ class Replica:
         async def send(message: Message) -> None:
             nonlocal is_complete
             if message["type"] == "http.response.start":
-                begin = AnswerBegin(message["status"], tuple(message["headers"]), self._version)
+                begin = ResponseStart(message["status"], tuple(message["headers"]), self._version)
                 await parts.put(begin)
                 return
             is_complete = not message.get("more_body", False)
@@ -82,7 +82,7 @@ class Replica:
         task = asyncio.create_task(run())
         try:
             while (part := await parts.get()) is not None:
-                if isinstance(part, AnswerBegin) and part.status == 503:
+                if isinstance(part, ResponseStart) and part.status == 503:
                     self.check()
                 yield part
             if not is_complete:

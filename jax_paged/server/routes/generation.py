@@ -17,7 +17,7 @@ from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.lora_request import LoRARequest
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
-from jax_paged.server.generation_call import Call
+from jax_paged.server.generation_call import GenerationCall
 from jax_paged.server.http.event_stream import EventStream, unless_gone
 from jax_paged.server.http.limits import check_sizes
 from jax_paged.server.launch.options import ServerOptions
@@ -39,7 +39,7 @@ from jax_paged.server.ray_serve.continuation import Journal, Progress
 from jax_paged.server.routes.models import ServedModels
 from jax_paged.server.streaming import RequestRunner
 from jax_paged.server.text_reader import TextReader
-from jax_paged.server.tools.tools import ChatReader, ChatReaders, blaming_tools
+from jax_paged.server.tools.chat_reader import ChatReader, ChatReaders, blaming_tools
 
 
 class TextRoutes:
@@ -97,7 +97,7 @@ class GenerationRoutes(TextRoutes):
             )
         note_warnings(request, checked)
         n = body.num_outputs
-        call = Call(
+        call = GenerationCall(
             checked,
             n,
             self._head("cmpl", "text_completion", adapter, request),
@@ -147,9 +147,11 @@ class GenerationRoutes(TextRoutes):
         if stream:
             head = self._head("chatcmpl", "chat.completion.chunk", adapter, request)
             facts = request.state.record, client_of(request)
-            call = Call(checked, n, head, choice, *facts, token_ids=token_ids, journal=journal_of(request))
+            call = GenerationCall(
+                checked, n, head, choice, *facts, token_ids=token_ids, journal=journal_of(request)
+            )
             return await unless_gone(request, self._stream(call, body, chat_roles(n)))
-        call = Call(
+        call = GenerationCall(
             checked,
             n,
             self._head("chatcmpl", "chat.completion", adapter, request),
@@ -162,11 +164,14 @@ class GenerationRoutes(TextRoutes):
         )
         return await unless_gone(request, self._whole(call))
 
-    async def _whole(self, call: Call) -> Response:
+    async def _whole(self, call: GenerationCall) -> Response:
         return json_response(await self._runner.answer(call))
 
     async def _stream(
-        self, call: Call, body: CompletionRequest | ChatRequest, first: list[dict[str, Any]] | None = None
+        self,
+        call: GenerationCall,
+        body: CompletionRequest | ChatRequest,
+        first: list[dict[str, Any]] | None = None,
     ) -> Response:
         events = self._runner.events(
             call,

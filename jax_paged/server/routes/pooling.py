@@ -18,7 +18,7 @@ from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.pooling_params import PoolingParams, PoolingTask
-from jax_paged.server.generation_call import Call
+from jax_paged.server.generation_call import GenerationCall
 from jax_paged.server.http.event_stream import until_gone
 from jax_paged.server.protocol.parts import Integer
 from jax_paged.server.protocol.requests import Body, Prompts, within
@@ -204,7 +204,7 @@ class PoolingRoutes(TextRoutes):
     ) -> list[_Pooled]:
         check_model(body, self._model_name)
         with bad_input(body):
-            params = pooling.resolved(body.pooling_params(), task, self._config)
+            params = self._engine.engine.input_processor.pooling.resolved(body.pooling_params(), task)
             is_input = isinstance(inputs, str | list | dict)
             check(is_input, body.prompt_field, inputs, "text, a list of token ids, or a list of these")
             prompts = as_prompts(inputs)
@@ -226,21 +226,18 @@ class PoolingRoutes(TextRoutes):
         for prompt in prompts:
             own = params
             if isinstance(prompt, tuple):
-                prompt, own = pooling.pair_prompt(prompt, params, self._config, engine.tokenizer)
+                prompt, own = engine.input_processor.pooling.pair_prompt(prompt, params)
             requests.append(engine.check_request(prompt, own, priority=priority))
         return requests
 
     async def _run(
         self, requests: list[CheckedRequest], params: PoolingParams, request: Request
     ) -> list[_Pooled]:
-        spec = self._config.pooling
-        assert spec is not None, "the requests were checked"
-
         def pooled(_: int, __: CompletionOutput, output: RequestOutput) -> Any:
-            return _Pooled(output, pooling.data_of(output, params, spec))
+            return _Pooled(output, self._engine.engine.input_processor.pooling.data_of(output, params))
 
         head, record = {"id": f"pool-{uuid.uuid4().hex}"}, request.state.record
-        call = Call(requests, 1, head, pooled, record, client_of(request), counts_output=False)
+        call = GenerationCall(requests, 1, head, pooled, record, client_of(request), counts_output=False)
         try:
             return (await self._runner.answer(call))["choices"]
         except ValueError as error:

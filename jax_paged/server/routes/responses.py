@@ -17,7 +17,7 @@ from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
-from jax_paged.server.generation_call import Call
+from jax_paged.server.generation_call import GenerationCall
 from jax_paged.server.http.event_stream import EventStream, unless_gone
 from jax_paged.server.http.limits import check_sizes
 from jax_paged.server.protocol.logprobs import TokenBytes, chat_logprobs
@@ -40,9 +40,9 @@ from jax_paged.server.routes.generation import (
     token_bytes_of,
     tokenizer_of,
 )
+from jax_paged.server.tools.chat_reader import ChatReader
 from jax_paged.server.tools.formats import CONTENT, REASONING
 from jax_paged.server.tools.parsed_chat import OutputParser
-from jax_paged.server.tools.tools import ChatReader
 
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 
@@ -148,12 +148,12 @@ class ResponsesRoute(TextRoutes):
         parser = reader and reader.parser(tokenizer, checked[0].prompt_token_ids, has_form=constrained)
         name = adapter.lora_name if adapter else self._model_name
         token_bytes = token_bytes_of(self._engine, checked)
-        answer = _Answer(body, token_bytes, checked[0].params, name, parser, progress_of(request))
+        builder = _ResponseBuilder(body, token_bytes, checked[0].params, name, parser, progress_of(request))
         facts = request.state.record, client_of(request)
-        head = {"id": answer.response_id}
-        call = Call(checked, 1, head, answer.item, *facts, journal=journal_of(request))
+        head = {"id": builder.response_id}
+        call = GenerationCall(checked, 1, head, builder.item, *facts, journal=journal_of(request))
         return await unless_gone(
-            request, self._stream(answer, call) if body.stream else self._whole(answer, call)
+            request, self._stream(builder, call) if body.stream else self._whole(builder, call)
         )
 
     def _check(
@@ -171,15 +171,17 @@ class ResponsesRoute(TextRoutes):
         own = reader.params(params, tokenizer) if reader else params
         return check_all(self._engine, [prompt], own, body, adapter)
 
-    async def _whole(self, answer: "_Answer", call: Call) -> Response:
+    async def _whole(self, builder: "_ResponseBuilder", call: GenerationCall) -> Response:
         output = [part async for part in self._runner.parts(call, whole=True)][-1]
-        answer.take(output.outputs[0])
-        return json_response(answer.ended(output))
+        builder.take(output.outputs[0])
+        return json_response(builder.ended(output))
 
-    async def _stream(self, answer: "_Answer", call: Call) -> Response:
-        return await EventStream.begin(self._events(answer, call))
+    async def _stream(self, builder: "_ResponseBuilder", call: GenerationCall) -> Response:
+        return await EventStream.begin(self._events(builder, call))
 
-    async def _events(self, answer: "_Answer", call: Call) -> AsyncGenerator[bytes, object]:
+    async def _events(
+        self, builder: "_ResponseBuilder", call: GenerationCall
+    ) -> AsyncGenerator[bytes, object]:
         """Runs a call; yields typed events. The first come with the first part of the output.
 
         Those of a part come together, and so do those of the last one and of the end: what a client has of
@@ -192,15 +194,15 @@ class ResponsesRoute(TextRoutes):
             async with contextlib.aclosing(self._runner.parts(call)) as parts:
                 async for part in parts:
                     is_given = whole is None and call.has_begun
-                    events = [] if whole is not None else answer.beginning()
+                    events = [] if whole is not None else builder.beginning()
                     for one in self._runner.with_end_apart(part.outputs[0], call.requests[0].params):
-                        events += answer.deltas(one)
+                        events += builder.deltas(one)
                     if whole is None:
                         whole = part
                     else:
                         whole.extend(part)
                     if part.finished:
-                        events += answer.ending(whole)
+                        events += builder.ending(whole)
                         if journal is not None:
                             journal.end()
                     if events and not is_given:
@@ -210,7 +212,7 @@ class ResponsesRoute(TextRoutes):
                 raise
             if journal is not None:
                 journal.end()
-            yield numbers.event(answer.failure(error))
+            yield numbers.event(builder.failure(error))
 
 
 class _Numbers:
@@ -229,7 +231,7 @@ class _Numbers:
         return f"event: {content['type']}\ndata: ".encode() + orjson.dumps(numbered) + b"\n\n"
 
 
-class _Answer:
+class _ResponseBuilder:
     """The response object of one request, and the events that tell how it comes to be.
 
     Args:

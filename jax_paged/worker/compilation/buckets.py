@@ -17,7 +17,7 @@ class Bucket:
         is_decode: Whether every row has just one token, and row b is token row b.
         num_tokens: Token rows.
         num_seqs: Rows, and as many rows of logits, unless there are drafts.
-        num_steps: Decode steps that are done in one; 1 unless it serves bursts.
+        num_steps: Decode steps that are done in one; 1 without multi-step decoding.
         num_drafts: Most drafts of a row; 0 unless it serves speculation. Then there is a row of logits for
             each token row.
         has_adapters: Whether rows may have an adapter.
@@ -105,10 +105,10 @@ def plan_invariant_buckets(
     return list({bucket.is_decode: bucket for bucket in buckets}.values())
 
 
-def plan_bursts(buckets: list[Bucket], burst_size: int) -> list[Bucket]:
-    """Returns the shapes of bursts, in ascending order: those of decode steps, none for a burst size of 1."""
-    decode = [b for b in buckets if b.is_decode and not b.has_embeds and burst_size > 1]
-    return [dataclasses.replace(bucket, num_steps=burst_size) for bucket in decode]
+def plan_multi_step(buckets: list[Bucket], num_steps: int) -> list[Bucket]:
+    """Returns the shapes of multi-step decoding, in ascending order: those of decode steps, none for 1."""
+    decode = [b for b in buckets if b.is_decode and not b.has_embeds and num_steps > 1]
+    return [dataclasses.replace(bucket, num_steps=num_steps) for bucket in decode]
 
 
 def plan_verifying(config: EngineConfig) -> list[Bucket]:

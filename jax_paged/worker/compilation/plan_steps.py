@@ -4,8 +4,8 @@ from jax_paged.config.engine_args import EngineConfig
 from jax_paged.worker.compilation.buckets import (
     Bucket,
     plan_buckets,
-    plan_bursts,
     plan_invariant_buckets,
+    plan_multi_step,
     plan_variants,
     plan_verifying,
 )
@@ -31,4 +31,4 @@ def plan_steps(config: EngineConfig, *, on_cpu: bool, packs: bool) -> list[Bucke
     may_have = config.max_loras > 0, config.embed_size > 0 or config.images is not None
     buckets = [*buckets, *plan_verifying(config)]
     buckets = plan_variants(buckets, *may_have, is_invariant=is_invariant)
-    return [*buckets, *plan_bursts(buckets, config.num_scheduler_steps)]
+    return [*buckets, *plan_multi_step(buckets, config.num_scheduler_steps)]

@@ -3,9 +3,7 @@
 import abc
 import contextlib
 import dataclasses
-import types
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,30 +13,33 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.models.attention import Attend, Backend
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.features.hooks import Hook, at_paths
-from jax_paged.models.features.lora.layers import LoraLayout
-from jax_paged.models.features.multimodal import ImageSpec, PatchSpec
-from jax_paged.models.features.pooling import PoolingSpec
-from jax_paged.models.parallel.sharding import TENSOR, DeviceGrid, whole_logits
-from jax_paged.worker.features.speculation.drafter import Drafter
-from jax_paged.worker.features.user_functions.logits_processors import LogitsProcessor, state_shapes
+from jax_paged.models.parallel.sharding import DeviceGrid, whole_logits
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.loading.weights import FlatModel
-from jax_paged.worker.sampling.sampler import SampledTokens, Sampler
+from jax_paged.worker.sampling.sampler import SampledTokens, SamplerOptions
+
+if TYPE_CHECKING:
+    from jax_paged.worker.composition import TracedFeatures
 
 
-class SeatArrays[T](NamedTuple):
-    """What the device keeps of every sequence beside the pool, by seat; steps take it and hand it back.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepState[T]:
+    """Arrays that stay on the device between steps. A step takes them, donated, and returns them.
+
+    The order of the fields is the order of a program's arguments. S batch slots, G cache groups.
 
     Args:
+        kv_cache: The arrays of blocks, then those of recurrent states.
         token_counts: int32 [S, V], see token_counts.py.
-        block_tables: int32 [G, S, M], see block_tables.py; of a pipeline a tuple, with one per stage.
-        last_tokens: int32 [S], the token that was drawn last for each sequence; a step that begins before the
-            host knows it reads it here.
-        processor_states: Of logits processors, [S, ...] each; see logits_processors.py.
-        draft_states: Of what drafts, [S, ...] each.
+        block_tables: int32 [G, S, M], see block_tables.py; a tuple with one per stage in a pipeline.
+        last_tokens: int32 [S], the last token drawn for each sequence. A step that is dispatched before the
+            host knows this token reads it here.
+        processor_states: States of logits processors, [S, ...] each; see logits_processors.py.
+        draft_states: States of what drafts on the device, [S, ...] each.
     """
 
+    kv_cache: list[T]
     token_counts: T
     block_tables: T
     last_tokens: T
@@ -46,44 +47,91 @@ class SeatArrays[T](NamedTuple):
     draft_states: list[T]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceInputs[T]:
+    """Arrays that a step reads beside weights and StepState. T token rows, L logits rows.
+
+    Args:
+        packed: The packed buffer, see packed_buffer.py.
+        bias_ids: int32 [L, MAX_BIAS_IDS], see SamplingBatch; so are the two that follow.
+        bias_values: float32 [L, MAX_BIAS_IDS].
+        token_mask: int32 [L, ceil(V / 32)].
+        adapters: Arrays of all adapter slots; empty unless the bucket has adapters.
+        embeds: float32 [T, E], vectors of token rows; None unless the bucket has embeddings.
+        hidden: Hidden states of the token rows from the previous pipeline stage; None in the first one.
+    """
+
+    packed: T
+    bias_ids: T
+    bias_values: T
+    token_mask: T
+    adapters: list[T] = dataclasses.field(default_factory=list)
+    embeds: T | None = None
+    hidden: T | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepResult[T]:
+    """Results of a step. L logits rows, N reported likely tokens, K decode steps of multi-step decoding.
+
+    Args:
+        tokens: int32 [4, L]: token ids, bits of their log-probabilities, whether the logits were finite,
+            whether any token could be chosen. If drafts are made on the device, a fifth row has the tokens
+            that precede the logits rows. Multi-step decoding returns [K, 5, B], see features/multi_step.py.
+        details: int32 [L, 1 + 2N] or [K, B, 1 + 2N]: rank, most likely token ids, bits of their
+            log-probabilities.
+        hidden: Hidden states of all token rows, padded to those of the largest step if the step is mixed;
+            None in multi-step decoding.
+        captured: Values captured by hooks, float32 [T, ...] or [K, B, ...], by name.
+    """
+
+    tokens: T
+    details: T
+    hidden: T | None
+    captured: dict[str, T] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class StageRole:
+    """Position of a stage in its pipeline.
+
+    Args:
+        hidden_size: Columns of the hidden states from the previous stage; 0 in the first one.
+        is_last: Whether this stage draws the tokens.
+    """
+
+    hidden_size: int = 0
+    is_last: bool = True
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TraceContext:
-    """What programs are traced for: a model, the shapes of what it works on, and where these lie.
+    """What programs are traced for: a model, the shapes of its inputs, and their devices.
 
     Args:
         model: The model without its weights.
         weights: Arrays of all weights, or their shapes.
         layout: Of the pool.
         num_blocks: Blocks of the pool, null block included.
-        num_state_slots: Slots for states, one that nobody has included; 0 if no layer keeps any.
         block_size: Tokens per block.
         dtype: Of weights and activations.
         vocab_size: Columns of the logits.
         max_model_len: Maximum tokens of a sequence; sets the columns of block tables.
-        max_num_seqs: Seats.
+        max_num_seqs: Batch slots.
         max_num_batched_tokens: Token rows of the largest step.
-        max_logprobs: Most likely tokens that are reported.
         backend: Which kernels attend.
         batch_invariant: Whether a token's sums may not depend on what is computed beside it.
-        mesh: Where everything lies; None leaves that open, to lower for devices that are not there.
+        mesh: The devices; None leaves them open, to lower for devices that are not there.
+        features: Features that are traced into the programs.
+        sampling: How tokens are drawn.
         splits_experts: Whether each expert is whole on one of several devices.
-        is_processed: Whether log-probabilities are those of the processed logits.
         attend: Attends in the backend's place; None for the backend.
-        sampler: Chooses tokens in the sampler's place; None for the sampler.
-        processors: Change logits ahead of the sampler.
-        hooks: Traced into the steps.
-        hook_params: Structure of their parameters, which lie behind the weights.
-        captured: What hooks capture of a row, by name: shapes.
-        shares_prefixes: Whether rows may attend to leading blocks together, see shared_prefixes.py.
-        pooling: What is made of pooled hidden states; None if nobody pools.
-        draft: What drafts tokens on the device; None if nothing does.
-        lora: The arrays of adapters; None if requests have none.
-        embed_path: Where the table of token embeddings stands in the model, if prompts may have vectors.
-        embed_size: Numbers of such a vector.
-        image_spec: How prompts have images; None if they have none.
-        before_size: Numbers of the hidden states that a stage of a pipeline gets from the one before; 0 in a
-            first stage.
-        is_last: Whether tokens are drawn here, and not in another stage that follows.
+        min_shared_rows: Fewest sequences of a step that may attend to common leading blocks together; 0 if
+            none may.
+        num_state_slots: Slots for recurrent states, one unused slot included; 0 if no layer has such states.
+        stage: Role in a pipeline.
     """
 
     model: FlatModel[LanguageModel]
@@ -96,43 +144,16 @@ class TraceContext:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_logprobs: int
     backend: Backend
     batch_invariant: bool
     mesh: Mesh | AbstractMesh | None
+    features: "TracedFeatures"
+    sampling: SamplerOptions
     splits_experts: bool = False
-    is_processed: bool = False
     attend: Attend | None = None
-    sampler: Sampler | None = None
-    processors: tuple[LogitsProcessor, ...] = ()
-    hooks: tuple[Hook, ...] = ()
-    hook_params: Any = None
-    captured: Mapping[str, tuple[int, ...]] = types.MappingProxyType({})
-    shares_prefixes: bool = False
-    pooling: PoolingSpec | None = None
-    draft: Drafter | None = None
-    lora: LoraLayout | None = None
-    embed_path: str = ""
-    embed_size: int = 0
-    image_spec: ImageSpec | PatchSpec | None = None
-    before_size: int = 0
+    min_shared_rows: int = 0
     num_state_slots: int = 0
-    is_last: bool = True
-
-    @property
-    def added_paths(self) -> tuple[str, ...]:
-        """The modules to whose outputs further parts of a token's vector are added."""
-        return self.image_spec.added_paths if self.image_spec else ()
-
-    @property
-    def embeds_size(self) -> int:
-        """Numbers of a token's vector with these parts."""
-        return self.embed_size * (1 + len(self.added_paths))
-
-    @property
-    def has_mrope(self) -> bool:
-        """Whether tokens may have other rotary positions than those in their text."""
-        return isinstance(self.image_spec, PatchSpec)
+    stage: StageRole = StageRole()
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -163,8 +184,9 @@ class TraceContext:
 
     @property
     def layouts(self) -> tuple[KVCacheLayout, ...]:
-        """Of the arrays of the pool: those of the model, then those of what drafts."""
-        return (self.layout,) if self.draft is None else (self.layout, self.draft.layout)
+        """Layouts of the pool's arrays: those of the model, then those of the drafter."""
+        drafter = self.features.drafter
+        return (self.layout,) if drafter is None else (self.layout, drafter.layout)
 
     @property
     def block_bytes(self) -> int:
@@ -193,29 +215,28 @@ class TraceContext:
         """Returns the shapes of the arrays that steps take and return: those of blocks, then of states."""
         return [*self.pool(), *self.states()]
 
-    def seat_arrays(self) -> SeatArrays[jax.ShapeDtypeStruct]:
-        """Returns the shapes of what the device keeps by seat."""
+    def state(self) -> StepState[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the arrays that stay on the device between steps."""
         num_groups, s = len(self.layout.groups), self.max_num_seqs
-        return SeatArrays(
-            token_counts=self.shape((s if self.is_last else 0, self.vocab_size), jnp.int32),
+        return StepState(
+            kv_cache=self.kv_cache(),
+            token_counts=self.shape((s if self.stage.is_last else 0, self.vocab_size), jnp.int32),
             block_tables=self.shape((num_groups, s, self.max_blocks_per_seq), jnp.int32),
             last_tokens=self.shape((s,), jnp.int32),
-            processor_states=[self.shape(x.shape, x.dtype) for x in state_shapes(self.processors, s)],
-            draft_states=[self.shape(*x) for x in self.draft.states(s)] if self.draft else [],
+            processor_states=[self.shape(*x) for x in self.features.processor_states(s)],
+            draft_states=[self.shape(*x) for x in self.features.draft_states(s)],
         )
 
-    def lora_arrays(self, num_slots: int | None = None) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of the arrays of adapters, or of as many as have so many slots."""
-        if (lora := self.lora) is None:
-            return []
-        if self.mesh is None:
-            grid, shardings = DeviceGrid(AbstractMesh((1,), (TENSOR,))), [None] * len(lora.splits)
-        else:
-            grid = DeviceGrid(self.mesh)
-            shardings = [grid.sharding(split) for split in lora.splits]
-        shapes = lora.shapes((num_slots or lora.num_slots) * lora.rank, grid)
-        pairs = zip(shapes, shardings, strict=True)
-        return [jax.ShapeDtypeStruct(shape, lora.dtype, sharding=where) for shape, where in pairs]
+    def state_sharding(self) -> StepState[Any]:
+        """Returns the shardings of `state`, as jax.jit takes them."""
+        return StepState(
+            kv_cache=[self.pool_sharding] * len(self.kv_cache()),
+            token_counts=self.replicated,
+            block_tables=self.replicated,
+            last_tokens=self.replicated,
+            processor_states=self.replicated,  # pyright: ignore[reportArgumentType]  # of all in the list
+            draft_states=self.replicated,  # pyright: ignore[reportArgumentType]
+        )
 
     def merge(self, weights: list[Array]) -> LanguageModel:
         """Returns the model with the weights that a program is traced with."""
@@ -225,17 +246,15 @@ class TraceContext:
         """Returns the logits of hidden states; every device gets all of them, at once."""
         return whole_logits(model.logits(hidden), self.vocab_size, self.grid)
 
-    def hooks_at(
-        self, weights: list[Array], columns: Float[Array, "t columns"], captured: dict[str, Array]
-    ) -> dict[str, Callable[[Array], Array]]:
-        """Returns the hooks as a ForwardContext of token rows has them; see hooks.at_paths."""
-        first = self.model.num_weights
-        params = jax.tree.unflatten(self.hook_params, weights[first : first + self.hook_params.num_leaves])
-        return at_paths(self.hooks, params, columns, 1, captured)
-
 
 class Program(abc.ABC):
-    """A program that is compiled ahead of time; its subclasses are frozen dataclasses, and keys of dicts."""
+    """A program that is compiled ahead of time; its subclasses are frozen dataclasses, and keys of dicts.
+
+    Attributes:
+        reads_hidden: Whether it reads hidden states of a step, which only the last stage of a pipeline has.
+    """
+
+    reads_hidden: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __str__(self) -> str:

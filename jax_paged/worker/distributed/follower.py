@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from jax_paged.worker.compilation.compiler import CompiledPrograms
-from jax_paged.worker.compilation.programs import Program, SeatArrays
+from jax_paged.worker.compilation.programs import DeviceInputs, Program, StepState
 from jax_paged.worker.distributed.channel import Channel
 from jax_paged.worker.distributed.process_group import WEIGHTS, units
 from jax_paged.worker.pipeline.stage_links import StageLinks
@@ -78,8 +78,10 @@ class Follower:
                 return self._weights
             case list():
                 return [self._arg(x, given) for x in code]
-            case {"seats": codes}:
-                return SeatArrays(*(self._arg(x, given) for x in codes))
+            case {"state": codes}:
+                return StepState(**{name: self._arg(x, given) for name, x in codes.items()})
+            case {"inputs": codes}:
+                return DeviceInputs(**{name: self._arg(x, given) for name, x in codes.items()})
             case _:
                 return self._arrays[code]
 

@@ -1,6 +1,7 @@
 """The first process of an engine that has several: it says what they run, and follows nobody."""
 
 import collections
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 
 from jax_paged.worker.compilation.compiler import CompiledPrograms
-from jax_paged.worker.compilation.programs import Program, SeatArrays
+from jax_paged.worker.compilation.programs import DeviceInputs, Program, StepState
 from jax_paged.worker.distributed.channel import Channel
 from jax_paged.worker.distributed.process_group import WEIGHTS, units
 from jax_paged.worker.pipeline.stage_links import RemoteArray, StageLinks
@@ -146,8 +147,10 @@ class Leader:
         """Returns what stands for an argument in a message, and adds to the arrays that travel along."""
         if arg is self._weights:
             return WEIGHTS
-        if isinstance(arg, SeatArrays):
-            return {"seats": [self._code(x, arrays) for x in arg]}
+        if isinstance(arg, StepState | DeviceInputs):
+            values = ((f.name, getattr(arg, f.name)) for f in dataclasses.fields(arg))
+            codes = {name: self._code(x, arrays) for name, x in values if x is not None}
+            return {"state" if isinstance(arg, StepState) else "inputs": codes}
         if isinstance(arg, RemoteArray):
             # Whoever gets the message would wait for it too, and keep others waiting.
             arg.wait()

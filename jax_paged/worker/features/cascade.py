@@ -9,6 +9,8 @@ float32, where it pays least. Only whole blocks are shared, and each row's newes
 
 import numpy as np
 
+from jax_paged.worker.input_batch import InputBatch
+
 MIN_ROWS, MIN_TOKENS = 4, 64
 MIN_SAVED_TOKENS = 1024
 # Groups within groups that are looked at.
@@ -17,12 +19,14 @@ _MAX_DEPTH = 32
 _MIN_COLUMNS = 32
 
 
-def shared_blocks(tables: np.ndarray, seats: np.ndarray, most: np.ndarray, block_size: int) -> np.ndarray:
+def shared_blocks(
+    tables: np.ndarray, batch_slots: np.ndarray, most: np.ndarray, block_size: int
+) -> np.ndarray:
     """Returns how many leading blocks each row attends to together with the rows that have the same ones.
 
     Args:
-        tables: int32 [S, M], the block tables of all seats.
-        seats: int64 [B], the seat of each row.
+        tables: int32 [S, M], the block tables of all batch slots.
+        batch_slots: int64 [B], the batch slot of each row.
         most: int32 [B], how many blocks each row may share; 0 leaves it out.
         block_size: Tokens per block.
 
@@ -31,14 +35,14 @@ def shared_blocks(tables: np.ndarray, seats: np.ndarray, most: np.ndarray, block
 
     Source: Juravsky et al., Hydragen: High-Throughput LLM Inference with Shared Prefixes, 2024.
     """
-    shared = np.zeros(len(seats), np.int32)
+    shared = np.zeros(len(batch_slots), np.int32)
 
     def group(rows: np.ndarray, start: int, depth: int) -> int:
         """Groups rows whose first `start` blocks are the same; returns how many tokens less they read."""
-        stop = _num_common(tables, seats[rows], start, int(most[rows].min()))
+        stop = _num_common(tables, batch_slots[rows], start, int(most[rows].min()))
         tokens, longer = stop * block_size, rows[most[rows] > stop]
         rest, apart = rows, 0
-        for part in _parts(longer, tables[seats[longer], stop]) if depth else []:
+        for part in _parts(longer, tables[batch_slots[longer], stop]) if depth else []:
             saved = group(part, stop, depth - 1)
             if saved > len(part) * tokens:
                 rest, apart = np.setdiff1d(rest, part), apart + saved
@@ -49,17 +53,17 @@ def shared_blocks(tables: np.ndarray, seats: np.ndarray, most: np.ndarray, block
         return apart + saved
 
     rows = np.flatnonzero(most > 0)
-    for part in _parts(rows, tables[seats[rows], 0]):
+    for part in _parts(rows, tables[batch_slots[rows], 0]):
         group(part, 0, _MAX_DEPTH)
     return shared
 
 
-def num_saved_tokens(shared: np.ndarray, tables: np.ndarray, seats: np.ndarray, block_size: int) -> int:
+def num_saved_tokens(shared: np.ndarray, tables: np.ndarray, batch_slots: np.ndarray, block_size: int) -> int:
     """Returns how many tokens less are read, of what `shared_blocks` has returned."""
     rows = np.flatnonzero(shared)
     if not len(rows):
         return 0
-    last = tables[seats[rows], shared[rows] - 1]
+    last = tables[batch_slots[rows], shared[rows] - 1]
     groups, counts = np.unique(np.stack([shared[rows], last]), axis=1, return_counts=True)
     return int((groups[0] * (counts - 1)).sum()) * block_size
 
@@ -78,13 +82,41 @@ def _parts(rows: np.ndarray, blocks: np.ndarray) -> list[np.ndarray]:
     return [rows[place == i] for i in range(len(values)) if counts[i] >= MIN_ROWS]
 
 
-def _num_common(tables: np.ndarray, seats: np.ndarray, start: int, stop: int) -> int:
-    """Returns how many leading blocks all seats have in common: at least `start`, at most `stop`."""
+def _num_common(tables: np.ndarray, batch_slots: np.ndarray, start: int, stop: int) -> int:
+    """Returns how many leading blocks all batch slots have in common: at least `start`, at most `stop`."""
     width = _MIN_COLUMNS
     while start < stop:
-        blocks = tables[seats, start : min(start + width, stop)]
+        blocks = tables[batch_slots, start : min(start + width, stop)]
         is_same = (blocks == blocks[0]).all(axis=0)
         if not is_same.all():
             return start + int(is_same.argmin())
         start, width = start + blocks.shape[1], 2 * width
     return stop
+
+
+class SharedPrefixes:
+    """Finds the leading blocks that sequences of a step attend to together.
+
+    Args:
+        batch: The batch slots.
+        group: A cache group whose layers attend to all tokens.
+        block_size: Tokens per block.
+
+    Attributes:
+        min_rows: Fewest sequences that share blocks.
+    """
+
+    def __init__(self, batch: InputBatch, group: int, block_size: int) -> None:
+        self._batch, self._group, self._block_size = batch, group, block_size
+        self.min_rows = MIN_ROWS
+
+    def fill(
+        self, shared: np.ndarray, batch_slots: np.ndarray, start: np.ndarray, num_tokens: np.ndarray
+    ) -> int:
+        """Fills the field shared_blocks; returns how many tokens less are read."""
+        # Where blocks were dropped, equal last blocks do not tell that those before them are equal.
+        can_share = (num_tokens == 1) & (self._batch.num_dropped[batch_slots] == 0)
+        most = np.where(can_share, start // self._block_size, 0)
+        tables = self._batch.block_tables[self._group]
+        shared[:] = shared_blocks(tables, batch_slots, most, self._block_size)
+        return num_saved_tokens(shared, tables, batch_slots, self._block_size)

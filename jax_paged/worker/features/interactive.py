@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,9 @@ from jax_paged.models.attention import AttentionMetadata, KVCacheSpec, window_of
 from jax_paged.models.kv_location import NO_GROUP
 from jax_paged.pallas_kernels.quantization import dequantize, rows_of
 from jax_paged.worker.compilation.programs import Program, TraceContext
-from jax_paged.worker.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from jax_paged.worker.model_runner import ModelRunner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Inspector:
         runner: Owner of weights and pool.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: "ModelRunner") -> None:
         self._runner = runner
         self._compiled: dict[Program, jax.stages.Compiled] = {}
         dtype = runner.context.dtype

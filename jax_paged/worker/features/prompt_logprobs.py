@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ class PromptLogprobsProgram(Program):
     """
 
     hidden_size: int
+    reads_hidden: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return "prompt logprobs"
@@ -42,7 +43,7 @@ class PromptLogprobsProgram(Program):
             logits = context.logits(context.merge(weights), hidden[rows])
             wanted = jnp.ones(NUM_ROWS, bool)
             logprob, rank, top_ids, top = token_logprobs(
-                logits, targets, wanted, max_logprobs=context.max_logprobs
+                logits, targets, wanted, max_logprobs=context.sampling.max_logprobs
             )
             columns = [bits(logprob)[:, None], rank[:, None], top_ids, bits(top)]
             return jnp.concatenate(columns, axis=1)
@@ -87,9 +88,9 @@ def row_targets(output: SchedulerOutput, batch: InputBatch) -> dict[int, tuple[l
         targets = {s.row: (rows[s.row].token_ids[1:], 0) for s in output.samples if s.num_logits > 1}
     if not batch.prompts:
         return targets
-    for i, seat in enumerate(batch.seats_of([row.seq_id for row in rows]).tolist()):
-        if seat in batch.prompts:
-            prompt, num_top = batch.prompts[seat]
+    for i, batch_slot in enumerate(batch.slots_of([row.seq_id for row in rows]).tolist()):
+        if batch_slot in batch.prompts:
+            prompt, num_top = batch.prompts[batch_slot]
             if tokens := targets_of(rows[i], prompt):
                 targets[i] = tokens, num_top
     return targets

@@ -91,32 +91,18 @@ def resolve_config(
         ValueError: If a limit does not fit the model or the others.
     """
     on_cpu = platform == "cpu"
-    max_model_len = model.max_model_len if args.max_model_len is None else args.max_model_len
-    check_int("max_model_len", max_model_len, 2, model.max_model_len)
-    max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
-    # With packed products of bfloat16 such a step is about as long as one of 512 tokens in float32.
+    # With packed products of bfloat16 a step of 2048 tokens takes about as long as one of 512 in float32.
     is_slow = on_cpu and not (model.dtype == "bfloat16" and matmul_backend == "onednn")
-    max_num_batched_tokens = args.max_num_batched_tokens or (512 if is_slow else 2048)
-    if args.batch_invariant and args.max_num_batched_tokens is None and matmul_backend == "xla":
-        # Decode steps are as large (see plan_invariant_buckets): prompts are slow then, rather than answers.
-        max_num_batched_tokens = max_num_seqs
-    if not args.enable_chunked_prefill:
-        if args.max_num_batched_tokens is None:
-            max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
-        name = "max_num_batched_tokens (with enable_chunked_prefill=False)"
-        check_int(name, max_num_batched_tokens, max_model_len)
+    limits = _token_limits(
+        args, model, on_cpu=on_cpu, is_slow=is_slow, multiplies_in_xla=matmul_backend == "xla"
+    )
+    can_add_by_row = on_cpu and backend in ("native", "xla")
     if args.batch_invariant:
-        ok = on_cpu and backend in ("native", "xla")
         allowed = "False here: only attention on a CPU, by 'native' or 'xla', adds up every row by itself"
-        check(ok, "batch_invariant", True, allowed)
+        check(can_add_by_row, "batch_invariant", True, allowed)
     has_full_attention = any(g.window is None and not g.is_cross for g in model.cache_groups)
-    can_share = on_cpu and backend in ("native", "xla") and has_full_attention and not args.batch_invariant
-    # No more than what all running sequences can fill.
-    max_swapped = max_num_seqs * -(-max_model_len // args.block_size) * len(model.cache_groups)
-    num_stages = args.pipeline_parallel_size
-    swap_bytes = int(args.swap_space * 2**30)
-    num_swap_slots = _num_state_slots(model, swap_bytes, max_num_seqs)
-    swap_bytes -= num_swap_slots * model.state_bytes
+    can_share = can_add_by_row and has_full_attention and not args.batch_invariant
+    num_swap_blocks, num_swap_slots = _swap_size(args, model, limits)
     max_logprobs = model.vocab_size if args.max_logprobs == -1 else min(args.max_logprobs, model.vocab_size)
     config = EngineConfig(
         model_name=args.model,
@@ -125,16 +111,16 @@ def resolve_config(
         backend=backend,
         matmul_backend=matmul_backend,
         vocab_size=model.vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=limits.max_model_len,
         block_size=args.block_size,
         num_blocks=0,
-        num_swap_blocks=min(swap_bytes // model.block_bytes // num_stages, max_swapped),
+        num_swap_blocks=num_swap_blocks,
         state_slots=(0, num_swap_slots),
         cache_groups=model.cache_groups,
         kv_cache_bytes=0,
         weight_bytes=model.weight_bytes,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         max_logprobs=max_logprobs,
         eos_token_ids=model.eos_token_ids,
         sampling_defaults=model.sampling_defaults,
@@ -152,12 +138,70 @@ def resolve_config(
         seed=args.seed,
         kv_cache_dtype=args.kv_cache_dtype,
         distributed_executor_backend=args.distributed_executor_backend,
-        pipeline_parallel_size=num_stages,
-        speculation=_speculation(args, model, max_num_batched_tokens, on_cpu=on_cpu),
+        pipeline_parallel_size=args.pipeline_parallel_size,
+        speculation=_speculation(args, model, limits.max_num_batched_tokens, on_cpu=on_cpu),
     )
+    return _with_pool(args, config, model, on_cpu, free_bytes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TokenLimits:
+    """The limits of an engine that its steps are sized by; see EngineConfig."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def _token_limits(
+    args: EngineArgs, model: ModelFacts, *, on_cpu: bool, is_slow: bool, multiplies_in_xla: bool
+) -> _TokenLimits:
+    """Returns the limits that are asked for, or defaults.
+
+    Raises:
+        ValueError: If a limit does not fit the model or another limit.
+    """
+    max_model_len = model.max_model_len if args.max_model_len is None else args.max_model_len
+    check_int("max_model_len", max_model_len, 2, model.max_model_len)
+    max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
+    max_num_batched_tokens = args.max_num_batched_tokens or (512 if is_slow else 2048)
+    if args.batch_invariant and args.max_num_batched_tokens is None and multiplies_in_xla:
+        # Decode steps are as large (see plan_invariant_buckets): prompts are slow then, rather than answers.
+        max_num_batched_tokens = max_num_seqs
+    if not args.enable_chunked_prefill:
+        if args.max_num_batched_tokens is None:
+            max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
+        name = "max_num_batched_tokens (with enable_chunked_prefill=False)"
+        check_int(name, max_num_batched_tokens, max_model_len)
+    return _TokenLimits(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+
+
+def _swap_size(args: EngineArgs, model: ModelFacts, limits: _TokenLimits) -> tuple[int, int]:
+    """Returns how many blocks, and slots for states, host memory holds."""
+    # No more than what all running sequences can fill.
+    blocks_per_seq = -(-limits.max_model_len // args.block_size) * len(model.cache_groups)
+    max_swapped = limits.max_num_seqs * blocks_per_seq
+    swap_bytes = int(args.swap_space * 2**30)
+    num_slots = _num_state_slots(model, swap_bytes, limits.max_num_seqs)
+    swap_bytes -= num_slots * model.state_bytes
+    return min(swap_bytes // model.block_bytes // args.pipeline_parallel_size, max_swapped), num_slots
+
+
+def _with_pool(
+    args: EngineArgs,
+    config: EngineConfig,
+    model: ModelFacts,
+    on_cpu: bool,
+    free_bytes: Callable[[EngineConfig], int],
+) -> EngineConfig:
+    """Returns a configuration with the size of its pool; max_model_len is reduced if the pool is small."""
     num_blocks, num_slots = _pool_size(args, config, model, on_cpu, free_bytes)
     num_bytes = num_blocks * model.block_bytes + num_slots * model.state_bytes
-    slots = num_slots, num_swap_slots
+    slots = num_slots, config.state_slots[1]
     config = dataclasses.replace(config, num_blocks=num_blocks, kv_cache_bytes=num_bytes, state_slots=slots)
     is_default = args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None
     return _with_texts_that_fit(config, model) if is_default else config

@@ -24,7 +24,7 @@ from jax_paged.models.loading.new_weights import NewWeights, with_weights
 from jax_paged.models.parallel.sharding import DeviceGrid, Split, taken, whole_shape
 from jax_paged.models.parallel.stages import num_bytes, split_model
 from jax_paged.models.quantization.quantize import kind_to_make, outline_kind, quantized
-from jax_paged.models.quantization.quantized_linear import KIND_DTYPES, Kind, SmallKernel
+from jax_paged.models.quantization.quantized_linear import KIND_DTYPES, Kind, QuantizedWeight
 from jax_paged.models.weights import LoadedModel, load_stages, loaded_from, outline
 
 
@@ -168,7 +168,7 @@ def packed[M: nnx.Module](model: M, *, in_place: bool) -> M:
     if not in_place:
         model = nnx.merge(*nnx.split(model))
     modules = [module for _, module in nnx.iter_modules(model)]
-    alone = {m: None for m in modules if isinstance(m, Linear) and not isinstance(m.kernel, SmallKernel)}
+    alone = {m: None for m in modules if isinstance(m, Linear) and not isinstance(m.kernel, QuantizedWeight)}
     for module in modules:
         names = module.same_input if isinstance(module, Module) else ()
         if maps := [m for name in names if (m := getattr(module, name)) in alone]:

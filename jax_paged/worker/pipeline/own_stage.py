@@ -4,22 +4,21 @@
     process 1                                     `--> layers --> hidden states
     process 2                                                     `--> layers, norm, logits, sampler
       ^                                                                             |
-      `------------ results, and the tokens that were drawn last, of all seats -----'
+      `------------ results, and the tokens that were drawn last, of all batch slots -----'
 
 All processes call the same programs in the same order, each with its own part of the pool and its own arrays
-by seat. The first one waits for a step of an engine before it begins the engine's next, which reads the
+by batch slot. The first one waits for a step of an engine before it begins the engine's next, which reads the
 tokens of the one before: the stages work on steps of other engines meanwhile.
 """
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 from jaxtyping import Array
 
 from jax_paged.worker.compilation.compiler import CompiledPrograms
-from jax_paged.worker.compilation.programs import Program, SeatArrays, TraceContext
-from jax_paged.worker.features.pooling.pooler import PoolProgram
-from jax_paged.worker.features.prompt_logprobs import PromptLogprobsProgram
+from jax_paged.worker.compilation.programs import DeviceInputs, Program, StepResult, StepState, TraceContext
 from jax_paged.worker.pipeline.stage_links import RemoteArray, StageLinks
 from jax_paged.worker.pipeline.stages import StagedProgram, StageProgram
 from jax_paged.worker.sampling.token_counts import ResetTokenCountsProgram
@@ -29,11 +28,11 @@ from jax_paged.worker.traced_step import StepProgram
 def lower_part(program: Program, context: TraceContext) -> Any:
     """Traces and lowers what a stage does in place of a program: all of it, if there are no others."""
     match program:
-        case _ if context.is_last:
+        case _ if context.stage.is_last:
             return program.lower(context)
         case StepProgram(bucket):
             return StageProgram(bucket).lower(context)
-        case ResetTokenCountsProgram() | PromptLogprobsProgram() | PoolProgram():
+        case _ if program.reads_hidden or isinstance(program, ResetTokenCountsProgram):
             return StagedProgram([], lambda *_: None)  # the last stage's alone, which OwnStage knows
         case _:
             return program.lower(context)
@@ -53,8 +52,8 @@ class OwnStage:
         self, engine: int, links: StageLinks, context: TraceContext, compiled: CompiledPrograms
     ) -> None:
         self._engine, self._links, self._compiled = engine, links, compiled
-        self._is_first, self._is_last = not context.before_size, context.is_last
-        self._pools = context.pooling is not None
+        self._is_first, self._is_last = not context.stage.hidden_size, context.stage.is_last
+        self._pools = context.features.pooling is not None
 
     def run(self, program: Program, *args: Any) -> Any:
         """Runs a program on arguments; what only the last stage has is a RemoteArray elsewhere."""
@@ -63,7 +62,7 @@ class OwnStage:
                 return self._step(program, *args)
             case ResetTokenCountsProgram() if not self._is_last:
                 return args[0]
-            case PromptLogprobsProgram() | PoolProgram():
+            case _ if program.reads_hidden:
                 if not self._is_last:
                     return RemoteArray(self._told())
                 result = self._call(program, *args)
@@ -76,24 +75,26 @@ class OwnStage:
         self,
         program: StepProgram,
         weights: list[Array],
-        kv_cache: list[Array],
-        seats: SeatArrays[Any],
-        packed: np.ndarray,
-        *more: Any,
-    ) -> tuple[Any, ...]:
+        state: StepState[Any],
+        inputs: DeviceInputs[Any],
+    ) -> tuple[StepResult[Any], StepState[Any]]:
         links, engine = self._links, self._engine
-        given = np.asarray(seats.last_tokens) if self._is_first else links.take(engine).result()[0]
+        given = np.asarray(state.last_tokens) if self._is_first else links.take(engine).result()[0]
         if not self._is_last:
-            args = weights, kv_cache, seats.block_tables, packed, given
+            args = weights, state.kv_cache, state.block_tables, inputs.packed, given
             hidden, kv_cache, tables = self._call(program, *args)
             links.give(engine, [hidden])
             told = self._told()
-            last_tokens, *results = (RemoteArray(told, place) for place in range(4))
-            return *results, kv_cache, seats._replace(block_tables=tables, last_tokens=last_tokens), {}
-        step = self._call(program, weights, kv_cache, seats, packed, *more, given)
-        results, details, hidden, _, seats, _ = step
-        links.give(engine, [seats.last_tokens, results, details, *([hidden] if self._pools else [])])
-        return step
+            last_tokens, tokens, details, hidden = (RemoteArray(told, place) for place in range(4))
+            state = dataclasses.replace(
+                state, kv_cache=kv_cache, block_tables=tables, last_tokens=last_tokens
+            )
+            return StepResult(tokens=tokens, details=details, hidden=hidden), state
+        inputs = dataclasses.replace(inputs, hidden=given)
+        result, state = self._call(program, weights, state, inputs)
+        arrays = [state.last_tokens, result.tokens, result.details]
+        links.give(engine, [*arrays, *([result.hidden] if self._pools else [])])
+        return result, state
 
     def _told(self) -> Any:
         """Returns what comes to the results of the last stage, in the first one."""

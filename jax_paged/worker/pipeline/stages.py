@@ -4,11 +4,11 @@
     stage 1                                     `--> layers --> hidden states
     stage 2                                                     `--> layers, norm, logits, sampler --> results
       ^                                                                             |
-      `----------------- the tokens that were drawn last, of all seats -------------'
+      `----------------- the tokens that were drawn last, of all batch slots -------------'
 
-Every stage has its layers' part of the pool, the block tables of all seats, and reads the step's buffer from
-the host; hidden states go from device to device. A step is dispatched to all stages at once: each begins as
-soon as it has what the one before makes, and works on the step of another engine until then.
+Every stage has its layers' part of the pool, the block tables of all batch slots, and reads the step's buffer
+from the host; hidden states go from device to device. A step is dispatched to all stages at once: each begins
+as soon as it has what the one before makes, and works on the step of another engine until then.
 """
 
 import dataclasses
@@ -18,24 +18,28 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from jax_paged.worker.block_mover import CopyProgram, SwapInProgram, SwapOutProgram
-from jax_paged.worker.block_tables import WriteBlockTablesProgram, tables_of, write_changes
+from jax_paged.worker.block_tables import WriteBlockTablesProgram
 from jax_paged.worker.compilation.buckets import Bucket
-from jax_paged.worker.compilation.programs import Program, SeatArrays, TraceContext
-from jax_paged.worker.packed_buffer import layout, unpack
-from jax_paged.worker.traced_step import StepProgram, columns_of, known_tokens, metadata_of
+from jax_paged.worker.compilation.programs import (
+    DeviceInputs,
+    Program,
+    StepResult,
+    StepState,
+    TraceContext,
+)
+from jax_paged.worker.traced_step import StepProgram, input_shapes, known_tokens, open_step
 
 
 @dataclasses.dataclass(frozen=True)
 class StageProgram(Program):
     """The step of one bucket in a stage that is not the last.
 
-    Its arguments are weights, pool, block tables (these two are donated), the step's buffer, and the hidden
-    states of token rows that the stage before returns; in the first stage, the last token of every seat.
-    It returns hidden states, pool and block tables.
+    Its arguments are weights, arrays of the pool and block tables (these two are donated), the packed buffer,
+    and the hidden states of token rows from the previous stage; in the first stage, the last token of every
+    batch slot instead. It returns hidden states, arrays of the pool and block tables.
     """
 
     bucket: Bucket
@@ -44,26 +48,23 @@ class StageProgram(Program):
         return str(self.bucket)
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
-        bucket, num_groups = self.bucket, len(context.layout.groups)
-        columns = columns_of(context)
+        bucket, is_first = self.bucket, not context.stage.hidden_size
 
         def step(
             weights: list[Array], kv_cache: list[Array], block_tables: Array, packed: Array, given: Array
         ) -> tuple[Array, list[Array], Array]:
-            fields = unpack(packed, bucket, num_groups, *columns)
-            block_tables = write_changes(block_tables, fields["table_changes"])
-            metadata = metadata_of(context, bucket, fields, tables_of(block_tables, fields["seats"]))
-            x = given if context.before_size else known_tokens(fields, given)
-            hidden, kv_cache = context.merge(weights).paged(x, kv_cache, metadata)
+            inputs = DeviceInputs(packed=packed, bias_ids=packed, bias_values=packed, token_mask=packed)
+            opened, block_tables = open_step(context, bucket, weights, block_tables, inputs)
+            x = known_tokens(opened.fields, given) if is_first else given
+            hidden, kv_cache = context.merge(weights).paged(x, kv_cache, opened.metadata())
             return hidden, kv_cache, block_tables
 
-        pool, seats = context.pool(), context.seat_arrays()
-        packed = context.shape((layout(bucket, num_groups, *columns)[1],), jnp.int32)
-        hidden = context.shape((bucket.num_tokens, context.before_size), context.dtype)
-        given = hidden if context.before_size else seats.last_tokens
+        state, inputs = context.state(), input_shapes(context, bucket)
+        pool = context.pool()
+        given = state.last_tokens if is_first else inputs.hidden
         out_shardings = context.replicated, [context.pool_sharding] * len(pool), context.replicated
         jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
-        return jitted.trace(context.weights, pool, seats.block_tables, packed, given)
+        return jitted.trace(context.weights, pool, state.block_tables, inputs.packed, given)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,25 +128,26 @@ class Pipeline:
         self,
         parts: list[Any],
         weights: list[Array],
-        kv_cache: list[Array],
-        seat_arrays: SeatArrays[Any],
-        packed: Any,
-        *more: Any,
-    ) -> tuple[Any, ...]:
-        x, tables, pools = seat_arrays.last_tokens, list(seat_arrays.block_tables), []
+        state: StepState[Any],
+        inputs: DeviceInputs[Any],
+    ) -> tuple[StepResult[Any], StepState[Any]]:
+        x, tables, pools = state.last_tokens, list(state.block_tables), []
         for i, part in enumerate(parts[:-1]):
             x = jax.device_put(x, self._contexts[i].replicated)
-            own = weights[self._weights[i]], kv_cache[self._pools[i]], tables[i]
+            own = weights[self._weights[i]], state.kv_cache[self._pools[i]], tables[i]
             with self._locks[i]:
-                x, pool, tables[i] = part(*own, packed, x)
+                x, pool, tables[i] = part(*own, inputs.packed, x)
             pools += pool
         x = jax.device_put(x, self._contexts[-1].replicated)
-        seats = seat_arrays._replace(block_tables=tables[-1])
-        own = weights[self._weights[-1]], kv_cache[self._pools[-1]], seats
+        own = state.kv_cache[self._pools[-1]]
+        last = dataclasses.replace(state, kv_cache=own, block_tables=tables[-1])
+        inputs = dataclasses.replace(inputs, hidden=x)
         with self._locks[-1]:
-            *results, pool, seats, captured = parts[-1](*own, packed, *more, x)
-        tables[-1] = seats.block_tables
-        return *results, [*pools, *pool], seats._replace(block_tables=tuple(tables)), captured
+            result, last = parts[-1](weights[self._weights[-1]], last, inputs)
+        tables[-1] = last.block_tables
+        return result, dataclasses.replace(
+            last, kv_cache=[*pools, *last.kv_cache], block_tables=tuple(tables)
+        )
 
     def _on_pools(self, parts: list[Any], *args: Any) -> list[Array]:
         """Calls a program of every stage with its own of the arrays in lists, and returns those of all."""
@@ -169,12 +171,18 @@ class Pipeline:
             return parts[0](*own)
 
 
-def seat_shapes(contexts: Sequence[TraceContext]) -> SeatArrays[Any]:
-    """Returns the shapes of what the devices keep by seat: the last stage's, and block tables of all."""
-    seats = [context.seat_arrays() for context in contexts]
-    if len(seats) == 1:
-        return seats[0]
-    return seats[-1]._replace(block_tables=tuple(x.block_tables for x in seats))
+def state_shapes(contexts: Sequence[TraceContext]) -> StepState[Any]:
+    """Returns the shapes of the arrays that stay on the devices: the last stage's, and the pools and block
+    tables of all stages.
+    """
+    states = [context.state() for context in contexts]
+    if len(states) == 1:
+        return states[0]
+    return dataclasses.replace(
+        states[-1],
+        kv_cache=[array for state in states for array in state.kv_cache],
+        block_tables=tuple(state.block_tables for state in states),
+    )
 
 
 def _slices(lengths: Iterable[int]) -> list[slice]:

@@ -36,7 +36,7 @@ class SamplingBatch:
         seed: [B, 2] uint32, the sequence's seed in two words.
         position: [B] int32, where in its sequence the token to choose will stand.
         wants_logprobs: [B] bool, whether rank and most likely tokens are asked for.
-        count_seats: [B] int32, the row of token_counts that belongs to a row with penalties; S for others.
+        count_slots: [B] int32, the row of token_counts that belongs to a row with penalties; S for others.
         token_counts: [S, V] int32, how often each token stands in the output so far, plus IN_PROMPT if it
             stands in the prompt. Only rows with penalties read it.
         has_token_mask: [B] bool, whether token_mask restricts the row.
@@ -60,7 +60,7 @@ class SamplingBatch:
     seed: UInt32[Array, "b 2"]
     position: Int[Array, " b"]
     wants_logprobs: Bool[Array, " b"]
-    count_seats: Int[Array, " b"]
+    count_slots: Int[Array, " b"]
     token_counts: Int[Array, "s v"]
     has_token_mask: Bool[Array, " b"]
     token_mask: Int[Array, "b w"]
@@ -106,6 +106,40 @@ class Sampler(Protocol):
         tokens in any batch. A row whose id is no token ends its request, which says so.
         """
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerOptions:
+    """How every step of an engine draws tokens.
+
+    Args:
+        max_logprobs: Most likely tokens that are reported.
+        is_processed: Whether log-probabilities are those of the processed logits.
+        custom: Chooses tokens in the sampler's place; None for the sampler.
+    """
+
+    max_logprobs: int
+    is_processed: bool = False
+    custom: Sampler | None = None
+
+    def sample(
+        self,
+        logits: Float[Array, "b v"],
+        batch: SamplingBatch,
+        *,
+        forced: Int[Array, " b"] | None = None,
+        processed: Float[Array, "b v"] | None = None,
+    ) -> SampledTokens:
+        """Chooses one token per row; see `sample`."""
+        return sample(
+            logits,
+            batch,
+            max_logprobs=self.max_logprobs,
+            forced=forced,
+            processed=processed,
+            is_processed=self.is_processed,
+            own=self.custom,
+        )
 
 
 def sample(
@@ -267,7 +301,7 @@ def _penalise_counts(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Arra
 
 def _token_counts(batch: SamplingBatch) -> Int[Array, "b v"]:
     """Returns the token counts of the rows with penalties; those of the other rows are of no effect."""
-    counts = batch.token_counts.at[batch.count_seats].get(mode="clip")
+    counts = batch.token_counts.at[batch.count_slots].get(mode="clip")
     if batch.drafts is None:
         return counts
     return counts.at[jnp.arange(len(counts))[:, None], batch.drafts].add(1, mode="drop")

@@ -1,8 +1,8 @@
-"""How often each token stands in a sequence, per seat, on the device: what penalties are computed from.
+"""How often each token stands in a sequence, per batch slot, on the device: what penalties are computed from.
 
-An int32 array [S, V]: row s belongs to seat s. The step reads the rows it needs, adds the tokens that it
-draws, and hands the array back in place. A sequence with penalties that takes a seat, new or back after a
-preemption, has its row written by ResetTokenCountsProgram; rows of other sequences mean nothing.
+An int32 array [S, V]: row s belongs to batch slot s. The step reads the rows it needs, adds the tokens that
+it draws, and hands the array back in place. A sequence with penalties that takes a batch slot, new or back
+after a preemption, has its row written by ResetTokenCountsProgram; rows of other sequences mean nothing.
 """
 
 import dataclasses
@@ -24,34 +24,36 @@ NUM_RESET_TOKENS = 2048
 
 
 def add_tokens(
-    token_counts: Int[Array, "s v"], seats: Int[Array, " b"], token_ids: Int[Array, " b"]
+    token_counts: Int[Array, "s v"], batch_slots: Int[Array, " b"], token_ids: Int[Array, " b"]
 ) -> Int[Array, "s v"]:
-    """Counts one drawn token for each seat; seats from S on are dropped."""
-    return token_counts.at[seats, token_ids].add(1, mode="drop")
+    """Counts one drawn token for each batch slot; batch slots from S on are dropped."""
+    return token_counts.at[batch_slots, token_ids].add(1, mode="drop")
 
 
 @dataclasses.dataclass(frozen=True)
 class ResetTokenCountsProgram(Program):
-    """Counts up to NUM_RESET_TOKENS tokens of one sequence into the row of its seat."""
+    """Counts up to NUM_RESET_TOKENS tokens of one sequence into the row of its batch slot."""
 
     def __str__(self) -> str:
         return "reset token counts"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
         def reset(token_counts: Array, packed: Array) -> Array:
-            (seat, is_first, num_prompt), tokens = packed[:3], packed[3:]
+            (batch_slot, is_first, num_prompt), tokens = packed[:3], packed[3:]
             vocab_size = token_counts.shape[1]
             is_prompt = jnp.arange(NUM_RESET_TOKENS) < num_prompt
             zeros = jnp.zeros(vocab_size, jnp.int32)
             # Ids of vocab_size and above are padding, and dropped.
             prompt = zeros.at[jnp.where(is_prompt, tokens, vocab_size)].set(IN_PROMPT, mode="drop")
             output = zeros.at[jnp.where(is_prompt, vocab_size, tokens)].add(1, mode="drop")
-            row = jnp.where(is_first != 0, 0, lax.dynamic_index_in_dim(token_counts, seat, keepdims=False))
-            return lax.dynamic_update_index_in_dim(token_counts, (row | prompt) + output, seat, 0)
+            row = jnp.where(
+                is_first != 0, 0, lax.dynamic_index_in_dim(token_counts, batch_slot, keepdims=False)
+            )
+            return lax.dynamic_update_index_in_dim(token_counts, (row | prompt) + output, batch_slot, 0)
 
         jitted = jax.jit(reset, donate_argnums=0, out_shardings=context.replicated)
         packed = context.shape((3 + NUM_RESET_TOKENS,), jnp.int32)
-        return jitted.trace(context.seat_arrays().token_counts, packed)
+        return jitted.trace(context.state().token_counts, packed)
 
 
 def reset_token_counts(
@@ -59,7 +61,7 @@ def reset_token_counts(
     token_counts: Array,
     resets: Iterable[TokenCountReset],
 ) -> Array:
-    """Writes the rows of sequences that take a seat; returns the array, which is donated.
+    """Writes the rows of sequences that take a batch slot; returns the array, which is donated.
 
     Args:
         run: Runs a program on arguments.
@@ -73,12 +75,12 @@ def reset_token_counts(
 
 
 def _chunks(reset: TokenCountReset, vocab_size: int) -> Iterator[np.ndarray]:
-    """Yields the inputs of the calls that count a sequence: seat, whether it is the first, prompt tokens."""
+    """Yields the inputs of the calls that count a sequence: batch slot, is it the first, prompt tokens."""
     tokens = np.array([*reset.prompt_token_ids, *reset.output_token_ids], np.int32)
     for start in range(0, len(tokens), NUM_RESET_TOKENS):
         chunk = tokens[start : start + NUM_RESET_TOKENS]
         packed = np.full(3 + NUM_RESET_TOKENS, vocab_size, np.int32)
         num_prompt = min(max(len(reset.prompt_token_ids) - start, 0), len(chunk))
-        packed[:3] = reset.seat, start == 0, num_prompt
+        packed[:3] = reset.batch_slot, start == 0, num_prompt
         packed[3 : 3 + len(chunk)] = chunk
         yield packed

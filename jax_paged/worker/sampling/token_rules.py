@@ -12,7 +12,7 @@ class KnownTokens:
     """The tokens of one sequence as far as rows have told them.
 
     Args:
-        new: The sequence, as it takes its seat.
+        new: The sequence, as it takes its batch slot.
     """
 
     def __init__(self, new: NewSequence) -> None:
@@ -40,7 +40,7 @@ class TokenRules:
     """The tokens of one sequence that get a bias at any position, and those that are forbidden at some.
 
     Args:
-        new: The sequence, as it takes its seat.
+        new: The sequence, as it takes its batch slot.
         tokens: Those before any position that is asked for.
         vocab_size: Of the model.
 

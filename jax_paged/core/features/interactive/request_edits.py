@@ -99,8 +99,8 @@ class RequestEditor:
         return group
 
     def can_fork(self, group: SequenceGroup) -> bool:
-        """Returns whether a fork can be made now: not of a request with dropped blocks, without a seat."""
-        return not group.sequences[0].num_dropped_tokens or self._has_seat(group)
+        """Returns whether a request can be forked now: with dropped blocks, only if there is a batch slot."""
+        return not group.sequences[0].num_dropped_tokens or self._has_batch_slot(group)
 
     def plan_draft(self, request_id: str, token_ids: list[int], step: StepBuilder) -> bool:
         """Makes an empty step that of one request that decodes, with tokens that may be drawn for it.
@@ -120,8 +120,11 @@ class RequestEditor:
         step.budget -= 1 + len(token_ids)
         return True
 
-    def _has_seat(self, group: SequenceGroup) -> bool:
-        return group.request_id in self._queues.running and self._queues.num_seats_taken < self._max_num_seqs
+    def _has_batch_slot(self, group: SequenceGroup) -> bool:
+        return (
+            group.request_id in self._queues.running
+            and self._queues.num_batch_slots_taken < self._max_num_seqs
+        )
 
     def _fork(self, group: SequenceGroup, seq: Sequence, edit: Fork) -> SequenceGroup:
         child = seq.fork(0, edit.seed)
@@ -134,7 +137,7 @@ class RequestEditor:
             sampling_params=params,
             metrics=RequestMetrics(edit.now),
         )
-        shares = self._has_seat(group) and self._manager.fork(seq, child, seq.num_computed_tokens)
+        shares = self._has_batch_slot(group) and self._manager.fork(seq, child, seq.num_computed_tokens)
         self._queues.add(new)
         if shares:
             self._queues.run(new)

@@ -4,7 +4,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable
 
-from jax_paged.core.batch_slots import Seats
+from jax_paged.core.batch_slots import BatchSlots
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.scheduler_output import Sample, SchedulerOutput
 
@@ -12,7 +12,7 @@ from jax_paged.core.scheduler_output import Sample, SchedulerOutput
 def with_rows(output: SchedulerOutput, rows: Iterable[int]) -> SchedulerOutput:
     """Returns a step that computes only some of its rows, in a given order.
 
-    Whatever else the step does stays in it: seats, copies, swaps and encoders.
+    Everything else in the step stays: batch slots, copies, swaps and encoders.
 
     Args:
         output: The step.
@@ -33,38 +33,46 @@ def with_rows(output: SchedulerOutput, rows: Iterable[int]) -> SchedulerOutput:
     )
 
 
-def take_back(output: SchedulerOutput, rows: Iterable[int], seats: Seats, manager: BlockManager) -> None:
-    """Undoes that a step was to compute some of its rows.
+def edit_step(
+    output: SchedulerOutput, rows: list[int], batch_slots: BatchSlots, manager: BlockManager
+) -> SchedulerOutput:
+    """Drops rows of the step that was scheduled last, or re-orders them; see Scheduler.edit.
 
-    Their sequences keep seats and blocks, and the blocks that they share or have copied stay so: the next row
-    of each tells the executor what this one would have told. Samples that were to be forked in the step are
-    forked again when their prompt is computed.
+    The sequences of dropped rows keep batch slots and blocks, and the blocks that they share or have copied
+    stay so: the next row of each sequence contains the changes of its block table that this row contained.
+    Samples that were to be forked in the step are forked again when their prompt is computed.
 
     Args:
         output: The step that was scheduled last.
-        rows: Indices in output.scheduled: all rows of each of their requests.
-        seats: Of the step's scheduler.
+        rows: Indices in output.scheduled of the rows that stay, in their order.
+        batch_slots: Those of the scheduler.
         manager: Owner of the blocks.
     """
-    dropped = {i: output.burst[i] if output.burst else output.scheduled[i].num_tokens for i in rows}
+    slots, kept = batch_slots.by_id, set(rows)
+    dropped = {
+        i: output.burst[i] if output.burst else row.num_tokens
+        for i, row in enumerate(output.scheduled)
+        if i not in kept
+    }
     for sample in output.samples:
         if sample.row in dropped:
             dropped[sample.row] -= sample.num_logits - 1  # drafts are no tokens of the sequence yet
     for i, num_tokens in dropped.items():
         row = output.scheduled[i]
-        seat = seats.by_id[row.seq_id]
-        seat.seq.num_in_flight -= num_tokens
-        manager.states.take_back(seat.seq, row.start)
-        if seat.seq in manager.block_tables and (any(row.new_blocks) or row.replaced_blocks):
-            told = zip(seat.num_told, row.new_blocks, strict=True)
-            seat.num_told = [num_told - len(blocks) for num_told, blocks in told]
-            manager.changed[seat.seq] = [*row.replaced_blocks, *manager.changed.get(seat.seq, [])]
+        slot = slots[row.seq_id]
+        slot.seq.num_in_flight -= num_tokens
+        manager.states.take_back(slot.seq, row.start)
+        if slot.seq in manager.block_tables and (any(row.new_blocks) or row.replaced_blocks):
+            told = zip(slot.num_told, row.new_blocks, strict=True)
+            slot.num_told = [num_told - len(blocks) for num_told, blocks in told]
+            manager.changed[slot.seq] = [*row.replaced_blocks, *manager.changed.get(slot.seq, [])]
     for sample in output.samples:
         if sample.row not in dropped:
             continue
-        seat = seats.by_id[sample.seq_id]
+        slot = slots[sample.seq_id]
         if sample.seq_id == output.scheduled[sample.row].seq_id:
-            seat.seq.num_pending -= dropped[sample.row] if output.burst else 1
-        elif not seat.seq.status.is_finished:
-            manager.free(seat.seq)
-            seat.group.sequences.remove(seat.seq)
+            slot.seq.num_pending -= dropped[sample.row] if output.burst else 1
+        elif not slot.seq.status.is_finished:
+            manager.free(slot.seq)
+            slot.group.sequences.remove(slot.seq)
+    return with_rows(output, rows)

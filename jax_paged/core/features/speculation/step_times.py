@@ -1,6 +1,8 @@
 """How long steps take, with drafts and without, as the scheduler sees it: by the times that it is told."""
 
-from jax_paged.core.features.speculation.num_drafts import Speculation
+from jax_paged.core.features.speculation.num_drafts import Speculation, padded
+from jax_paged.core.model_runner_output import ModelRunnerOutput
+from jax_paged.core.scheduler_output import SchedulerOutput
 
 # The weight of the newest time, how many times the mean it counts at most, and how many make a mean, which
 # begins with the least of them.
@@ -18,6 +20,28 @@ class StepTimes:
         self._speculation = speculation
         self._plain: dict[int, tuple[float, int]] = {}
         self._verifying: dict[tuple[int, int], tuple[float, int]] = {}
+
+    def note(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float, max_tokens: int
+    ) -> None:
+        """Takes in the time of a step, if all of its rows decode.
+
+        Args:
+            output: The step.
+            result: Its result.
+            seconds: Its time.
+            max_tokens: Token rows of the largest step with drafts.
+        """
+        if len(output.samples) != len(output.scheduled) or output.new_sequences:
+            return
+        num_rows = output.num_batched_tokens
+        num_drafts = max([sample.num_logits - 1 for sample in output.samples], default=0)
+        if num_drafts and not output.scores_drafts:
+            num_passes = num_drafts + 1 if result.drafts else 0
+            self.note_verifying(padded(num_rows, max_tokens), num_passes, seconds)
+        elif num_rows == len(output.scheduled) > 0:
+            num_steps = max(map(len, result.token_ids)) if output.burst else 1
+            self.note_plain(num_rows, seconds / max(1, num_steps))
 
     def note_plain(self, num_seqs: int, seconds: float) -> None:
         """Takes in the time of a step in which so many sequences get a token each."""

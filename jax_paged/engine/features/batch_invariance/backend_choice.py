@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from jax_paged.config.engine_args import EngineArgs, EngineConfig
-from jax_paged.engine.assembly import MakeExecutor
+from jax_paged.engine.executors import MakeExecutor
 from jax_paged.engine.features.batch_invariance.invariance import NotInvariantError
 
 if TYPE_CHECKING:

@@ -1,13 +1,10 @@
 """Checks what batch_invariant promises, with the programs and the machine that are to keep it."""
 
 import random
-from typing import TYPE_CHECKING
 
+from jax_paged.engine.engine_core import EngineCore
+from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from jax_paged.engine.request_engine import RequestEngine
-    from jax_paged.outputs import RequestOutput
 
 
 class NotInvariantError(ValueError):
@@ -17,16 +14,17 @@ class NotInvariantError(ValueError):
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 24, 4
 
 
-def check_invariance(engine: "RequestEngine") -> None:
+def check_invariance(core: EngineCore, inputs: InputProcessor) -> None:
     """Computes the same tokens as answers and as a prompt, alone and beside others, and compares all bits.
 
     Args:
-        engine: Without requests. Nothing is left of those of the check but a few unused cached blocks.
+        core: An engine without requests. The check leaves only a few unused cached blocks in it.
+        inputs: Checks the requests.
 
     Raises:
         NotInvariantError: If they differ: then this model is not batch invariant on this machine.
     """
-    config, rng = engine.config, random.Random(0)
+    config, rng = core.config, random.Random(0)
     most = min(config.max_model_len, (config.num_blocks - 1) * config.block_size // 4)
     num_prompt, num_output = min(NUM_PROMPT_TOKENS, most // 2), min(NUM_OUTPUT_TOKENS, most // 4)
     if num_output < 1:
@@ -35,12 +33,12 @@ def check_invariance(engine: "RequestEngine") -> None:
     placeholder = config.images and config.images.spec.token_id
     token_ids = [token_id for token_id in range(config.vocab_size) if token_id != placeholder]
     prompts = [rng.choices(token_ids, k=num_prompt) for _ in range(3)]
-    (alone,) = _next_tokens(engine, prompts[:1], num_output)
-    results = [_next_tokens(engine, prompts[::-1], num_output)[-1]]
+    (alone,) = _next_tokens(core, inputs, prompts[:1], num_output)
+    results = [_next_tokens(core, inputs, prompts[::-1], num_output)[-1]]
     if config.decoder_start_token_id is None:
         texts = [prompts[0] + [token for token, _ in alone[:i]] for i in range(num_output)]
         texts = [text for text in texts if placeholder not in text]
-        results.append([token for text in texts for token in _next_tokens(engine, [text], 1)[0]])
+        results.append([token for text in texts for token in _next_tokens(core, inputs, [text], 1)[0]])
     if any(result != alone[: len(result)] for result in results):
         raise NotInvariantError(
             "batch_invariant is True; allowed for this model on this machine: False, as the steps for "
@@ -49,21 +47,21 @@ def check_invariance(engine: "RequestEngine") -> None:
 
 
 def _next_tokens(
-    engine: "RequestEngine", prompts: list[list[int]], num_tokens: int
+    core: EngineCore, inputs: InputProcessor, prompts: list[list[int]], num_tokens: int
 ) -> list[list[tuple[int, float]]]:
     """Returns the tokens after each prompt with their log-probabilities; nothing comes from the cache."""
     params = SamplingParams(
         temperature=0, max_tokens=num_tokens, logprobs=0, ignore_eos=True, detokenize=False
     )
-    outputs: dict[str, RequestOutput] = {}
-    for i, prompt in enumerate(prompts):
-        salt = f"batch_invariant {len(prompts)} {len(prompt)} {i}"
-        engine.add_request(f"batch_invariant {i}", {"prompt_token_ids": prompt}, params, cache_salt=salt)
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step() if output.finished}
+    requests = {
+        f"batch_invariant {i}": inputs.check(
+            {"prompt_token_ids": prompt}, params, f"batch_invariant {len(prompts)} {len(prompt)} {i}"
+        )
+        for i, prompt in enumerate(prompts)
+    }
     results = []
-    for i in range(len(prompts)):
-        completion = outputs[f"batch_invariant {i}"].outputs[0]
+    for state in core.run_to_end(requests):
+        completion = state.output().outputs[0]
         pairs = zip(completion.token_ids, completion.logprobs or [], strict=True)
         results.append([(token, entry[token].logprob) for token, entry in pairs])
     return results

@@ -12,12 +12,8 @@ from jax_paged.checks import check, check_int
 from jax_paged.core.features.interactive.request_edits import DropBlocks
 from jax_paged.core.scheduler_output import InspectionInput
 from jax_paged.core.sequence import Sequence, SequenceGroup
-from jax_paged.engine.engine_core import StepLoop
-from jax_paged.engine.features.interactive.request_edits import (
-    check_keeps_no_state,
-    decoding_sequence,
-    settled,
-)
+from jax_paged.engine.engine_core import EngineCore
+from jax_paged.engine.features.interactive.request_edits import decoding_sequence, settled
 from jax_paged.engine.output_processor import RequestState
 
 if TYPE_CHECKING:
@@ -40,72 +36,102 @@ class Inspection:
     positions: np.ndarray
 
 
-def sequence_with_blocks(loop: StepLoop, request_id: str, index: int) -> tuple[RequestState, Sequence]:
-    """Waits for the steps in flight; returns a request and a sequence of it whose blocks are in the pool."""
-    state = settled(loop, request_id)
-    index = check_int("index", index, 0, len(state.group.sequences) - 1)
-    seq, tables = state.group.sequences[index], loop.scheduler.block_manager.block_tables
-    allowed = f"a request that runs; sequence {index} of this one is {seq.status.name.lower()}"
-    check(seq in tables, "request_id", request_id, allowed)
-    return state, seq
+class KVAccess:
+    """Reads what running requests have in the pool, and drops blocks of them.
 
+    Args:
+        core: Runs the requests.
+    """
 
-def tables(loop: StepLoop, request_id: str, index: int) -> "tuple[BlockManager, SequenceGroup, Sequence]":
-    """Returns what a page table is made of."""
-    state, seq = sequence_with_blocks(loop, request_id, index)
-    return loop.scheduler.block_manager, state.group, seq
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
 
+    def _sequence_with_blocks(self, request_id: str, index: int) -> tuple[RequestState, Sequence]:
+        """Waits for the steps in flight; returns a request and a sequence of it with blocks in the pool."""
+        core = self._core
+        state = settled(core, request_id)
+        index = check_int("index", index, 0, len(state.group.sequences) - 1)
+        seq, tables = state.group.sequences[index], core.scheduler.block_manager.block_tables
+        allowed = f"a request that runs; sequence {index} of this one is {seq.status.name.lower()}"
+        check(seq in tables, "request_id", request_id, allowed)
+        return state, seq
 
-def kv(loop: StepLoop, request_id: str, layer: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """See LLMEngine.kv."""
-    state, seq = sequence_with_blocks(loop, request_id, index)
-    manager = loop.scheduler.block_manager
-    num_own = seq.num_computed_tokens - seq.num_dropped_tokens
-    num_cross = len(state.group.encoder_token_ids)
-    num_tokens = [num_cross if group.is_cross else num_own for group in manager.groups]
-    return loop.executor.read_kv(check_int("layer", layer, 0), manager.block_tables[seq], num_tokens)
+    def sequence(self, request_id: str, index: int) -> tuple[SequenceGroup, Sequence]:
+        """Waits for the steps in flight; returns a request and its sequence, which has blocks in the pool."""
+        state, seq = self._sequence_with_blocks(request_id, index)
+        return state.group, seq
 
+    def kv(self, request_id: str, layer: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """See LLMEngine.kv."""
+        core = self._core
+        state, seq = self._sequence_with_blocks(request_id, index)
+        manager = core.scheduler.block_manager
+        num_own = seq.num_computed_tokens - seq.num_dropped_tokens
+        num_cross = len(state.group.encoder_token_ids)
+        num_tokens = [num_cross if group.is_cross else num_own for group in manager.groups]
+        return core.executor.read_kv(check_int("layer", layer, 0), manager.block_tables[seq], num_tokens)
 
-def inspect(
-    loop: StepLoop,
-    request_id: str,
-    layers: Iterable[int],
-    heads: Iterable[int] | None,
-    num_queries: int | None,
-    index: int,
-) -> Inspection:
-    """See LLMEngine.inspect."""
-    state, seq = sequence_with_blocks(loop, request_id, index)
-    why = "it has seen the tokens that would be computed again"
-    check_keeps_no_state(loop, "request_id", request_id, why)
-    allowed = f"a request that has one token to compute; this one has {seq.num_new_tokens}"
-    check(seq.num_new_tokens == 1, "request_id", request_id, allowed)
-    is_plain = not (state.group.adapter or state.group.prompt_embeds or seq.stand_ins)
-    allowed = "a request without an adapter, images and vectors in place of tokens"
-    check(is_plain, "request_id", request_id, allowed)
-    manager = loop.scheduler.block_manager
-    num_queries = len(seq) if num_queries is None else num_queries
-    num_queries = check_int("num_queries", num_queries, 1, 1 if seq.num_dropped_tokens else len(seq))
-    start, tables = len(seq) - num_queries, manager.block_tables[seq]
-    allowed = "fewer, as blocks that the first of them attend to fell out of their window"
-    check(not manager.lacks(tables, start), "num_queries", num_queries, allowed)
-    logits, attention = loop.executor.inspect(
-        InspectionInput(
-            token_ids=seq.tokens(start, len(seq)),
-            start=start,
-            num_computed_tokens=seq.num_computed_tokens,
-            num_dropped_tokens=seq.num_dropped_tokens,
-            num_encoder_tokens=len(state.group.encoder_token_ids),
-            block_tables=[list(table) for table in tables],
-            layers=[check_int("layers", layer, 0) for layer in layers],
+    def inspect(
+        self,
+        request_id: str,
+        layers: Iterable[int],
+        heads: Iterable[int] | None,
+        num_queries: int | None,
+        index: int,
+    ) -> Inspection:
+        """See LLMEngine.inspect."""
+        core = self._core
+        state, seq = self._sequence_with_blocks(request_id, index)
+        why = "it has seen the tokens that would be computed again"
+        core.check_not_recurrent("request_id", request_id, why)
+        allowed = f"a request that has one token to compute; this one has {seq.num_new_tokens}"
+        check(seq.num_new_tokens == 1, "request_id", request_id, allowed)
+        is_plain = not (state.group.adapter or state.group.prompt_embeds or seq.stand_ins)
+        allowed = "a request without an adapter, images and vectors in place of tokens"
+        check(is_plain, "request_id", request_id, allowed)
+        manager = core.scheduler.block_manager
+        num_queries = len(seq) if num_queries is None else num_queries
+        num_queries = check_int("num_queries", num_queries, 1, 1 if seq.num_dropped_tokens else len(seq))
+        start, tables = len(seq) - num_queries, manager.block_tables[seq]
+        allowed = "fewer, as blocks that the first of them attend to fell out of their window"
+        check(not manager.lacks(tables, start), "num_queries", num_queries, allowed)
+        logits, attention = core.executor.inspect(
+            InspectionInput(
+                token_ids=seq.tokens(start, len(seq)),
+                start=start,
+                num_computed_tokens=seq.num_computed_tokens,
+                num_dropped_tokens=seq.num_dropped_tokens,
+                num_encoder_tokens=len(state.group.encoder_token_ids),
+                block_tables=[list(table) for table in tables],
+                layers=[check_int("layers", layer, 0) for layer in layers],
+            )
         )
-    )
-    if heads is not None:
-        chosen = list(heads)
-        for probabilities in attention.values():
-            chosen = [check_int("heads", head, 0, len(probabilities) - 1) for head in chosen]
-        attention = {layer: probabilities[chosen] for layer, probabilities in attention.items()}
-    return Inspection(logits, attention, positions(seq, manager))
+        if heads is not None:
+            chosen = list(heads)
+            for probabilities in attention.values():
+                chosen = [check_int("heads", head, 0, len(probabilities) - 1) for head in chosen]
+            attention = {layer: probabilities[chosen] for layer, probabilities in attention.items()}
+        return Inspection(logits, attention, positions(seq, manager))
+
+    def drop(self, request_id: str, keep: Iterable[int]) -> None:
+        """See LLMEngine.drop_kv."""
+        core = self._core
+        state = settled(core, request_id)
+        seq, manager = decoding_sequence(core, state), core.scheduler.block_manager
+        is_plain = (
+            len(manager.groups) == 1 and manager.groups[0].window is None and not manager.groups[0].is_cross
+        )
+        allowed = "one all of whose layers attend to all tokens"
+        check(is_plain, "the model", core.config.architecture, allowed)
+        num_blocks = manager.num_blocks_of(seq.num_computed_tokens - seq.num_dropped_tokens)
+        kept = tuple(map(plain, keep))
+        core.check_not_recurrent("keep", kept, "it has seen the tokens that would be dropped")
+        ok = all(isinstance(i, int) and 0 <= i < num_blocks for i in kept)
+        ok = ok and all(a < b for a, b in itertools.pairwise(kept)) and kept[-1:] == (num_blocks - 1,)
+        allowed = f"ascending places in its table of {num_blocks} blocks, with the last, {num_blocks - 1}"
+        check(ok, "keep", kept, allowed)
+        if len(kept) < num_blocks:
+            core.scheduler.edit_request(DropBlocks(request_id, tuple(map(int, kept))))
 
 
 def positions(seq: Sequence, manager: "BlockManager") -> np.ndarray:
@@ -113,27 +139,3 @@ def positions(seq: Sequence, manager: "BlockManager") -> np.ndarray:
     size, num_slots = manager.block_size, len(seq) - seq.num_dropped_tokens
     first = np.array([seq.block_place(i) * size for i in range(manager.num_blocks_of(num_slots))])
     return (first[:, None] + np.arange(size)).reshape(-1)[:num_slots]
-
-
-def drop(loop: StepLoop, request_id: str, keep: Iterable[int]) -> None:
-    """See LLMEngine.drop_kv."""
-    state = settled(loop, request_id)
-    seq, manager = decoding_sequence(loop, state), loop.scheduler.block_manager
-    is_plain = (
-        len(manager.groups) == 1 and manager.groups[0].window is None and not manager.groups[0].is_cross
-    )
-    check(
-        is_plain,
-        "the model",
-        loop.executor.config.architecture,
-        "one all of whose layers attend to all tokens",
-    )
-    num_blocks = manager.num_blocks_of(seq.num_computed_tokens - seq.num_dropped_tokens)
-    kept = tuple(map(plain, keep))
-    check_keeps_no_state(loop, "keep", kept, "it has seen the tokens that would be dropped")
-    ok = all(isinstance(i, int) and 0 <= i < num_blocks for i in kept)
-    ok = ok and all(a < b for a, b in itertools.pairwise(kept)) and kept[-1:] == (num_blocks - 1,)
-    allowed = f"ascending places in its table of {num_blocks} blocks, with the last, {num_blocks - 1}"
-    check(ok, "keep", kept, allowed)
-    if len(kept) < num_blocks:
-        loop.scheduler.edit_request(DropBlocks(request_id, tuple(map(int, kept))))

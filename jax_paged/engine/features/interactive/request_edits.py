@@ -9,8 +9,9 @@ import numpy as np
 from jax_paged.checks import check, check_int
 from jax_paged.core.features.interactive.request_edits import Fork, Rollback, most_taken_back
 from jax_paged.core.sequence import Sequence, SequenceStatus
-from jax_paged.engine.engine_core import StepLoop
+from jax_paged.engine.engine_core import EngineCore
 from jax_paged.engine.output_processor import RequestState
+from jax_paged.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,37 +30,26 @@ class Verification:
     logprobs: list[float]
 
 
-def settled(loop: StepLoop, request_id: str) -> RequestState:
+def settled(core: EngineCore, request_id: str) -> RequestState:
     """Waits for the steps in flight; returns the state of a request that goes on behind them."""
-    loop.settle()
+    core.settle()
     check(
-        not loop.is_planned, "the plan of the next step", "one that has not run", "none: run it, or call step"
+        core.planned is None,
+        "the plan of the next step",
+        "one that has not run",
+        "none: run it, or call step",
     )
-    state = loop.requests.get(request_id)
-    names = ", ".join(map(repr, list(loop.requests)[:8])) or "none runs"
+    state = core.requests.get(request_id)
+    names = ", ".join(map(repr, list(core.requests)[:8])) or "none runs"
     check(state is not None, "request_id", request_id, f"that of a request that has not ended: {names}")
     assert state is not None, "just checked"
     return state
 
 
-def check_keeps_no_state(loop: StepLoop, name: str, value: object, why: str) -> None:
-    """Checks that a model's layers keep keys and values only, where a state of a sequence is in the way.
-
-    Args:
-        loop: Of the engine.
-        name: Of the argument that is refused.
-        value: Its value.
-        why: What can't be done with a state.
-    """
-    config = loop.executor.config
-    allowed = f"another model than {config.architecture}, whose layers keep a state of each sequence: {why}"
-    check(not config.state_slots[0], name, value, allowed)
-
-
-def only_sequence(loop: StepLoop, state: RequestState) -> Sequence:
+def only_sequence(core: EngineCore, state: RequestState) -> Sequence:
     """Returns the sequence of a request that has one and will have no other."""
     group = state.group
-    stateful = loop.executor.config.stateful.intersection(group.sampling_params.extra_args or ())
+    stateful = core.config.stateful.intersection(group.sampling_params.extra_args or ())
     allowed = f"one without {', '.join(sorted(stateful))}, whose state goes on with every token"
     check(not stateful, "request_id", group.request_id, allowed)
     check(not group.beam_params, "request_id", group.request_id, "a request that is no beam search")
@@ -68,9 +58,9 @@ def only_sequence(loop: StepLoop, state: RequestState) -> Sequence:
     return group.sequences[0]
 
 
-def decoding_sequence(loop: StepLoop, state: RequestState) -> Sequence:
+def decoding_sequence(core: EngineCore, state: RequestState) -> Sequence:
     """Returns the sequence of a request whose next step computes the last of its tokens, and no other."""
-    seq = only_sequence(loop, state)
+    seq = only_sequence(core, state)
     decodes = seq.status is SequenceStatus.RUNNING and seq.num_new_tokens == 1
     what = f"this one is {seq.status.name.lower()}, and has {seq.num_new_tokens}"
     allowed = f"a request that runs and has one token to compute; {what}"
@@ -78,57 +68,70 @@ def decoding_sequence(loop: StepLoop, state: RequestState) -> Sequence:
     return seq
 
 
-def fork(loop: StepLoop, request_id: str, new_id: str, seed: int) -> None:
-    """See LLMEngine.fork."""
-    ok = isinstance(new_id, str) and new_id not in loop.requests
-    check(ok, "new_id", new_id, "a string that is not taken")
-    state = settled(loop, request_id)
-    only_sequence(loop, state)
-    editor = loop.scheduler.editor
-    allowed = (
-        "one that runs while max_num_seqs leaves a seat: blocks of it were dropped, so the fork can't wait"
-    )
-    check(editor.can_fork(state.group), "request_id", request_id, allowed)
-    group = loop.scheduler.edit_request(Fork(request_id, new_id, seed, time.monotonic()))
-    loop.requests[new_id] = state.forked(group)
+class RequestEdits:
+    """Forks, rolls back and verifies drafts of running requests.
 
+    Args:
+        core: Runs the requests.
+    """
 
-def roll_back(loop: StepLoop, request_id: str, num_tokens: int) -> None:
-    """See LLMEngine.rollback."""
-    state = settled(loop, request_id)
-    most = most_taken_back(only_sequence(loop, state), loop.scheduler.block_manager.block_size)
-    num_tokens = check_int("num_tokens", num_tokens, 0, most)
-    if num_tokens:
-        loop.scheduler.edit_request(Rollback(request_id, num_tokens))
-        state.roll_back()
-        loop.changed[state] = None
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
 
+    def fork(self, request_id: str, new_id: str | None, seed: int | None) -> str:
+        """See LLMEngine.fork."""
+        core = self._core
+        new_id = core.new_name(f"{request_id}-fork") if new_id is None else new_id
+        seed = SamplingParams(seed=seed).seed
+        seed = core.new_seed() if seed is None else seed
+        ok = isinstance(new_id, str) and new_id not in core.requests
+        check(ok, "new_id", new_id, "a string that is not taken")
+        state = settled(core, request_id)
+        only_sequence(core, state)
+        editor = core.scheduler.editor
+        why = "blocks of it were dropped, so the fork can't wait"
+        allowed = f"one that runs while max_num_seqs leaves a seat: {why}"
+        check(editor.can_fork(state.group), "request_id", request_id, allowed)
+        group = core.scheduler.edit_request(Fork(request_id, new_id, seed, time.monotonic()))
+        core.requests[new_id] = state.forked(group)
+        return new_id
 
-def verify(loop: StepLoop, request_id: str, draft: Items[int], vocab_size: int) -> Verification:
-    """See LLMEngine.verify."""
-    state = settled(loop, request_id)
-    check_keeps_no_state(loop, "draft", draft, "it can't be taken back behind a draft that is wrong")
-    seq, params, scheduler = decoding_sequence(loop, state), state.group.sampling_params, loop.scheduler
-    room = scheduler.max_model_len - len(seq)
-    most = min(scheduler.max_num_seqs - 1, scheduler.max_num_batched_tokens - 1, room)
-    allowed = (
-        f"1 to {most} token ids from 0 to {vocab_size - 1}, as max_num_seqs and max_model_len leave room for"
-    )
-    token_ids = np.asarray(draft)
-    ok = token_ids.ndim == 1 and token_ids.dtype.kind in "iu" and 1 <= len(token_ids) <= most
-    ok = ok and token_ids.min() >= 0 and token_ids.max() < vocab_size
-    check(ok, "draft", draft, allowed)
-    has_penalty = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-    allowed = "one without penalties, which count tokens that are not drawn yet"
-    check(not has_penalty, "request_id", request_id, allowed)
-    drafted, num_before = token_ids.tolist(), len(seq.output_token_ids)
-    result = loop.run_draft(request_id, drafted)
-    num_free = scheduler.block_manager.num_free_blocks
-    check(result is not None, "draft", draft, f"tokens that fit into the {num_free} blocks that are free")
-    assert result is not None, "just checked"
-    drawn = seq.output_token_ids[num_before:]
-    (entries,), (scores,) = result.logprobs, result.prompt_logprobs
-    pairs = zip(drawn, drafted, strict=False)
-    num_accepted = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drawn), len(drafted)))
-    own = [entry.logprob for entry in entries[:num_accepted]]
-    return Verification(num_accepted, drawn, own + [entry.logprob for entry in scores[num_accepted:]])
+    def roll_back(self, request_id: str, num_tokens: int) -> None:
+        """See LLMEngine.rollback."""
+        core = self._core
+        state = settled(core, request_id)
+        most = most_taken_back(only_sequence(core, state), core.scheduler.block_manager.block_size)
+        num_tokens = check_int("num_tokens", num_tokens, 0, most)
+        if num_tokens:
+            core.scheduler.edit_request(Rollback(request_id, num_tokens))
+            state.roll_back()
+            core.changed[state] = None
+
+    def verify(self, request_id: str, draft: Items[int]) -> Verification:
+        """See LLMEngine.verify."""
+        core = self._core
+        state = settled(core, request_id)
+        core.check_not_recurrent("draft", draft, "it can't be taken back behind a draft that is wrong")
+        seq, params, scheduler = decoding_sequence(core, state), state.group.sampling_params, core.scheduler
+        vocab_size = core.config.vocab_size
+        room = scheduler.max_model_len - len(seq)
+        most = min(scheduler.max_num_seqs - 1, scheduler.max_num_batched_tokens - 1, room)
+        allowed = f"1 to {most} token ids from 0 to {vocab_size - 1}, as max_num_seqs and max_model_len allow"
+        token_ids = np.asarray(draft)
+        ok = token_ids.ndim == 1 and token_ids.dtype.kind in "iu" and 1 <= len(token_ids) <= most
+        ok = ok and token_ids.min() >= 0 and token_ids.max() < vocab_size
+        check(ok, "draft", draft, allowed)
+        has_penalty = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        allowed = "one without penalties, which count tokens that are not drawn yet"
+        check(not has_penalty, "request_id", request_id, allowed)
+        drafted, num_before = token_ids.tolist(), len(seq.output_token_ids)
+        result = core.run_draft(request_id, drafted)
+        num_free = scheduler.block_manager.num_free_blocks
+        check(result is not None, "draft", draft, f"tokens that fit into the {num_free} blocks that are free")
+        assert result is not None, "just checked"
+        drawn = seq.output_token_ids[num_before:]
+        (entries,), (scores,) = result.logprobs, result.prompt_logprobs
+        pairs = zip(drawn, drafted, strict=False)
+        num_accepted = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drawn), len(drafted)))
+        own = [entry.logprob for entry in entries[:num_accepted]]
+        return Verification(num_accepted, drawn, own + [entry.logprob for entry in scores[num_accepted:]])

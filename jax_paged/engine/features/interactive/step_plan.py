@@ -9,6 +9,8 @@ from jax_paged.checks import check
 from jax_paged.core.features.interactive.step_edits import with_rows
 from jax_paged.core.scheduler_output import ScheduledSequence, SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.engine.engine_core import EngineCore
+from jax_paged.engine.output_processor import RequestState
 
 _ROW, _BAR_LEFT, _BAR_WIDTH, _TEXT_LEFT, _WIDTH = 24, 150, 260, 422, 760
 
@@ -93,7 +95,7 @@ class StepPlan:
             dropped=(*self.dropped, *dropped),
         )
 
-    def places_of(self, plan: "StepPlan") -> list[int]:
+    def rows_of(self, plan: "StepPlan") -> list[int]:
         """Returns where the rows of an edited plan are in this one.
 
         Raises:
@@ -106,21 +108,6 @@ class StepPlan:
         ok = ok and left_out.isdisjoint(self.owners[i].request_id for i in rows)
         check(ok, "plan", plan, "what schedule() returned, changed by without() and only() alone")
         return rows
-
-    def check(self, planned: "StepPlan | None") -> None:
-        """Checks that it can run when a certain plan, or none, is waiting for that.
-
-        Raises:
-            ValueError: If it can't.
-        """
-        step_id = None if planned is None else planned.output.step_id
-        if planned is None or self.output.step_id != step_id:
-            raise ValueError(
-                f"this plan is of step {self.output.step_id}, which has run or was dropped since; allowed: "
-                "the plan that schedule() has returned last, once, and before step(). Call schedule() for a "
-                "new one"
-            )
-        planned.places_of(self)
 
     def __repr__(self) -> str:
         parts = [f"{o.request_id}: {_words(r, o, n)}" for r, o, n in self._rows()] + self._other_parts()
@@ -163,6 +150,39 @@ class StepPlan:
             f'<div style="font-size:12px;line-height:1.7"><div>{head} &ensp; {key}</div>'
             f"{picture if rows else ''}{foot}</div>"
         )
+
+
+class StepPlans:
+    """Plans steps and runs them.
+
+    Args:
+        core: Schedules and runs the steps.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._last: StepPlan | None = None
+
+    def schedule(self) -> StepPlan:
+        """Plans the next step; see LLMEngine.schedule."""
+        self._last = StepPlan.of(self._core.plan(), self._core.scheduler.find)
+        return self._last
+
+    def run(self, plan: StepPlan) -> list[RequestState]:
+        """Runs a plan; see LLMEngine.run."""
+        last = self._last
+        if (
+            last is None
+            or self._core.planned is not last.output
+            or plan.output.step_id != last.output.step_id
+        ):
+            raise ValueError(
+                f"this plan is of step {plan.output.step_id}, which has run or was dropped since; allowed: "
+                "the plan that schedule() has returned last, once, and before step(). Call schedule() for a "
+                "new one"
+            )
+        rows = last.rows_of(plan)
+        return self._core.run_planned(None if plan.output == last.output else rows)
 
 
 def _words(row: ScheduledSequence, owner: RowOwner, num_tokens: int) -> str:

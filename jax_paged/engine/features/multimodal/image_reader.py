@@ -119,12 +119,13 @@ class ImageReader:
         _, *grid = cut["image_grid_thw"][0].tolist()
         assert pixels.shape == (grid[0] * grid[1], 3 * spec.patch_size**2), "patches fill rows and columns"
         num_rows, num_columns = (num // spec.merge_size for num in grid)
-        return Patches(pixels.astype(np.uint8), *self._scaling(), (num_rows, num_columns))
+        scale, offset = self._scaling()
+        return Patches(pixels.astype(np.uint8), scale, offset, (num_rows, num_columns))
 
-    def _cut(self, image: "Image", **how: Any) -> tuple[np.ndarray, Any]:
+    def _cut(self, image: "Image", **options: Any) -> tuple[np.ndarray, Any]:
         """Returns what the processor makes of an image: its pixels from 0 to 255, and all that it returns."""
         try:
-            cut = self._processor([image], do_rescale=False, do_normalize=False, **how)
+            cut = self._processor([image], do_rescale=False, do_normalize=False, **options)
             return np.asarray(cut["pixel_values"]), cut
         except Exception as error:  # whatever sizes it can't cut
             raise ValueError(f"an image of {image.size} pixels can't be read: {error}") from error
@@ -147,8 +148,8 @@ class ImageReader:
         shown = f"{pixels.dtype} {pixels.shape[1:]}"
         check(ok, "what preprocessor_config.json makes of images", shown, f"uint8 (3, {size}, {size})")
         text = _text(int(cut["rows"][0][0]), int(cut["cols"][0][0]), spec.num_tokens)
-        scaling = self._scaling()
-        return [Tile(np.ascontiguousarray(part), *scaling) for part in pixels], text
+        scale, offset = self._scaling()
+        return [Tile(np.ascontiguousarray(part), scale, offset) for part in pixels], text
 
     def _stand_ins(
         self, tiles: list[Tile], token_ids: list[int], first: int, spec: ImageSpec
@@ -178,8 +179,8 @@ class ImageReader:
         assert self._tokenizer is not None, "it has read the prompt"
         folder = self._tokenizer.name
         try:
-            how: Any = {"backend": "pil", "trust_remote_code": False, **self._settings.processor}
-            return AutoImageProcessor.from_pretrained(folder, **how)
+            options: Any = {"backend": "pil", "trust_remote_code": False, **self._settings.processor}
+            return AutoImageProcessor.from_pretrained(folder, **options)
         except Exception as error:
             raise ValueError(f"the image processor of {folder!r} can't be loaded: {error}") from error
 

@@ -26,7 +26,7 @@ _STEP_FUEL = 40_000
 _CLOSED = "the engine is closed"
 
 
-class FormTrial:
+class CompileSandbox:
     """Tells whether forms can be compiled; may be called from any thread.
 
     Args:
@@ -39,7 +39,7 @@ class FormTrial:
         self._process: subprocess.Popen[str] | None = None
         self._is_closed = False
 
-    def try_form(self, source: str, seconds: float) -> None:
+    def try_compile(self, source: str, seconds: float) -> None:
         """Compiles a form and makes its first mask.
 
         Args:

@@ -18,7 +18,7 @@ import numpy as np
 
 from jax_paged.checks import check
 from jax_paged.core.scheduler_output import SchedulerOutput, TokenMasks
-from jax_paged.engine.features.structured_output.compile_sandbox import FormTrial, compiled
+from jax_paged.engine.features.structured_output.compile_sandbox import CompileSandbox, compiled
 from jax_paged.engine.features.structured_output.json_schema import RelaxedSchema
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.structured_outputs import JSON_WRITING, StructuredOutputsParams
@@ -87,7 +87,7 @@ class Grammar:
             self._behind(prompt_token_ids, len(prompt_token_ids), _MAX_BEHIND) if self._starts_after else ""
         )
         if behind is not None and not behind.strip():
-            phase = _Phase.FORM
+            phase = _Phase.GRAMMAR
         else:
             phase = (
                 _Phase.OPEN if self.tag_ids and not self._is_tagged(prompt_token_ids) else _Phase.REASONING
@@ -139,7 +139,7 @@ class _Phase(enum.Enum):
 
     OPEN = enum.auto()  # the reasoning tag or the form: the output is a beginning of the tag, maybe empty
     REASONING = enum.auto()  # text that nothing constrains
-    FORM = enum.auto()
+    GRAMMAR = enum.auto()
 
 
 class Matcher:
@@ -154,10 +154,10 @@ class Matcher:
 
     def __init__(self, grammar: Grammar, state: "LLMatcher", phase: _Phase, *, ignores_eos: bool) -> None:
         self.grammar = grammar
-        # The state of the form. Before the phase FORM, that of an output which is the form from the start.
+        # The state of the form. Before the phase GRAMMAR, that of an output which is the form from the start.
         self._state = state
         self._phase = phase
-        self._fits = True  # whether all tokens fit `_state`; some may not before the phase FORM
+        self._fits = True  # whether all tokens fit `_state`; some may not before the phase GRAMMAR
         self._ignores_eos = ignores_eos
         self._num_tokens = 0  # followed
         self._num_when_complete: int | None = None
@@ -182,8 +182,8 @@ class Matcher:
             if self._phase is _Phase.OPEN and token_ids[n] != self.grammar.tag_ids[n]:
                 # Masks allow no token that does not fit. One that was drawn without them begins reasoning.
                 fits = self._fits and self._state.validate_tokens([token_ids[n]]) == 1
-                self._phase = _Phase.FORM if fits else _Phase.REASONING
-            if self._phase is not _Phase.FORM:
+                self._phase = _Phase.GRAMMAR if fits else _Phase.REASONING
+            if self._phase is not _Phase.GRAMMAR:
                 self._follow_both(token_ids, n)
             elif self._num_when_complete is None and self._state.consume_token(token_ids[n]):
                 self._num_when_complete = n + 1 if self._state.is_stopped() else None
@@ -204,7 +204,7 @@ class Matcher:
             return
         begun = self.grammar.begun(token_ids, n + 1)
         if begun is not None:
-            self._state, self._phase, self._fits = begun, _Phase.FORM, True
+            self._state, self._phase, self._fits = begun, _Phase.GRAMMAR, True
             self._num_when_complete = n + 1 if begun.is_stopped() and begun.is_accepting() else None
 
     @property
@@ -215,7 +215,7 @@ class Matcher:
 
     def forced(self) -> list[int]:
         """Returns the next tokens where the form leaves one text, as the tokenizer writes it."""
-        if self._phase is not _Phase.FORM or self._num_when_complete is not None:
+        if self._phase is not _Phase.GRAMMAR or self._num_when_complete is not None:
             return []
         return self._state.compute_ff_tokens()
 
@@ -261,7 +261,7 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._end_token_ids = tokenizer, vocab_size, end_token_ids
         self._compiled: collections.OrderedDict[str, Grammar] = collections.OrderedDict()
         self._lock = threading.Lock()
-        self._trial = FormTrial(self._settings)
+        self._sandbox = CompileSandbox(self._settings)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """Returns a form, compiled or found.
@@ -280,14 +280,14 @@ class Grammars:
                 return found
         try:
             source, warnings = self._source(params.kind, value)
-            self._trial.try_form(source, MAX_COMPILE_S)
+            self._sandbox.try_compile(source, MAX_COMPILE_S)
             root = compiled(self._ll_tokenizer, source)
             warnings += _warnings_of(root)
         except ValueError as error:
             raise ValueError(f"structured_outputs.{params.kind} can't be used: {error}") from error
-        num_words = -(-self._ll_tokenizer.vocab_size // 32)
-        tokenizers = self._tokenizer, self._ll_tokenizer
-        grammar = Grammar(root, self._end_token_ids, num_words, params, *tokenizers, warnings)
+        tokenizer, num_words = self._ll_tokenizer, -(-self._ll_tokenizer.vocab_size // 32)
+        end_ids = self._end_token_ids
+        grammar = Grammar(root, end_ids, num_words, params, self._tokenizer, tokenizer, warnings)
         for warning in warnings:
             _LOGGER.warning("structured_outputs.%s: %s", params.kind, warning)
         with self._lock:
@@ -298,7 +298,7 @@ class Grammars:
 
     def close(self) -> None:
         """Ends what is still being compiled."""
-        self._trial.close()
+        self._sandbox.close()
 
     def _settings(self) -> dict[str, Any]:
         """Returns the arguments of LLTokenizer."""

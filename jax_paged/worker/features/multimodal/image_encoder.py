@@ -11,8 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
+from jax_paged.checks import check
+from jax_paged.config.engine_args import EngineArgs
 from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.models.checkpoint import read_config, resolve_model_dir
 from jax_paged.models.features.multimodal import MAX_PATCHES, ImageSpec, Patches, PatchSpec, Tile
+from jax_paged.models.registry import IMAGE_MODELS, get_architecture
+from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.compilation.programs import Program, TraceContext
 from jax_paged.worker.input_batch import InputBatch
 
@@ -36,7 +42,7 @@ class EncodeImagesProgram(Program):
         return f"images {self.num_tiles}"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
-        spec, n = context.image_spec, self.num_tiles
+        spec, n = context.features.image_spec, self.num_tiles
         assert isinstance(spec, ImageSpec), "only a model that cuts images into tiles has it"
 
         def encode(
@@ -61,7 +67,7 @@ class EncodePatchesProgram(Program):
         return f"image of {self.num_patches}"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
-        spec = context.image_spec
+        spec = context.features.image_spec
         assert isinstance(spec, PatchSpec), "only a model that cuts images into patches has it"
 
         def encode(weights: list[Array], *image: Array) -> Float[Array, "m v"]:
@@ -90,15 +96,43 @@ def plan_images(spec: ImageSpec | PatchSpec, max_model_len: int) -> list[Program
     return [EncodePatchesProgram(size) for size in dict.fromkeys(sizes)]
 
 
+def check_images(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -> None:
+    """Checks arguments that a model with or without images rules out; reads no weights.
+
+    Args:
+        args: Of the engine.
+        loaded: A model in memory in place of args.model.
+
+    Raises:
+        ValueError: If an argument is ruled out.
+    """
+    if loaded is None:
+        config = read_config(resolve_model_dir(args.model), args.hf_overrides or {})
+        name = get_architecture(config)
+    else:
+        name = type(loaded.model if isinstance(loaded, LoadedModel) else loaded).__name__
+    if name not in IMAGE_MODELS:
+        given, allowed = args.mm_processor_kwargs, f"None, as {name} reads no images"
+        check(not given, "mm_processor_kwargs", given, allowed)
+        return
+    what = f"with {name}, which reads images"
+    for setting, only in (
+        ("enable_lora", False),
+        ("pipeline_parallel_size", 1),
+        ("distributed_executor_backend", "uni"),
+    ):
+        check(getattr(args, setting) == only, setting, getattr(args, setting), f"{only!r} {what}")
+
+
 def check_images_can_be_encoded(context: TraceContext) -> None:
     """Traces the smallest program that encodes images, if the model reads any; computes nothing.
 
     Raises:
         ValueError: If the shapes of the model's configuration do not fit together.
     """
-    if context.image_spec is None:
+    if context.features.image_spec is None:
         return
-    program = plan_images(context.image_spec, context.max_model_len)[0]
+    program = plan_images(context.features.image_spec, context.max_model_len)[0]
     try:
         program.trace(context)
     except Exception as error:  # of whichever layer does not fit
@@ -154,17 +188,17 @@ class ImageEncoder:
         output: SchedulerOutput,
         batch: InputBatch,
     ) -> dict[int, str]:
-        """Gives the seats of a step the vectors of all tokens that it computes.
+        """Gives the batch slots of a step the vectors of all tokens that it computes.
 
         Args:
             run: Runs a program.
             weights: Of the model.
             output: The step.
-            batch: The seats; updated.
+            batch: The batch slots; updated.
 
         Returns:
-            Error messages by the seats of sequences that an image could not be encoded for: they have to end.
-            What the step computes for them means nothing.
+            Error messages by the batch slots of sequences that an image could not be encoded for: they have
+            to end. What the step computes for them means nothing.
         """
         needed = batch.missing_stand_ins(output)
         if not needed:
@@ -179,11 +213,11 @@ class ImageEncoder:
                 failed[digest] = f"an image could not be encoded: {_shown(result)}"
             else:
                 found[digest] = result
-        for seat, stand_in in needed:
+        for batch_slot, stand_in in needed:
             if stand_in.digest in failed:
-                errors[seat] = failed[stand_in.digest]
+                errors[batch_slot] = failed[stand_in.digest]
             else:
-                batch.embeds.setdefault(seat, {})[stand_in.start] = found[stand_in.digest]
+                batch.embeds.setdefault(batch_slot, {})[stand_in.start] = found[stand_in.digest]
         self._keep(found)
         return errors
 

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_paged.core.sequence import StandIn
+from jax_paged.worker.input_batch import InputBatch
 
 
 def mrope_positions(stand_ins: tuple[StandIn, ...]) -> tuple[Int[np.ndarray, "3 n"], int]:
@@ -30,3 +31,24 @@ def mrope_positions(stand_ins: tuple[StandIn, ...]) -> tuple[Int[np.ndarray, "3 
         positions[:, image.stop :] += change
         offset += change
     return positions, offset
+
+
+def fill_mrope(
+    filled: Int[np.ndarray, "3 t"],
+    batch: InputBatch,
+    token_batch_slots: Int[np.ndarray, " t"],
+    positions: Int[np.ndarray, " t"],
+) -> None:
+    """Fills the rotary positions of token rows.
+
+    Args:
+        filled: The field mrope_positions.
+        batch: The batch slots.
+        token_batch_slots: The batch slot of each token row.
+        positions: The position of each token in its sequence.
+    """
+    filled[:] = positions + batch.mrope_offsets[token_batch_slots]
+    is_known = positions < batch.mrope_stops[token_batch_slots]  # none in steps that decode
+    for batch_slot in np.unique(token_batch_slots[is_known]).tolist():
+        rows = np.flatnonzero(is_known & (token_batch_slots == batch_slot))
+        filled[:, rows] = batch.mrope[batch_slot][:, positions[rows]]

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jax_paged.checks import check
-from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_args import EngineArgs, EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler_output import NewSequence, ScheduledSequence, SchedulerOutput
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import read_config, resolve_model_dir
 from jax_paged.models.families.encoder import EncoderModel
+from jax_paged.models.features.pooling import PoolingSpec
 from jax_paged.models.quantization.quantize import kind_to_make
 from jax_paged.models.registry import POOLING_MODELS, get_architecture
 from jax_paged.models.weights import LoadedModel
@@ -29,6 +30,10 @@ from jax_paged.worker.kv_cache import KVCacheLayout
 from jax_paged.worker.loading.mesh import choose_products, device_grids
 from jax_paged.worker.loading.resolve_config import ModelFacts, resolve_config
 from jax_paged.worker.loading.weights import ServedWeights, load, pooling_of
+from jax_paged.worker.sampling.sampler import SamplerOptions
+
+if TYPE_CHECKING:
+    from jax_paged.worker.composition import TracedFeatures
 
 # Nobody takes one: they are there so that the scheduler, which keeps a share free, finds some.
 _NUM_BLOCKS = 16
@@ -96,19 +101,21 @@ class EncoderRunner:
         args: Model and limits.
         loaded: A model in memory to serve, in place of args.model; its weights stay the caller's.
         first_device: The first of its devices, among those that JAX sees.
+        features: Features that are traced: none.
 
     Raises:
         ValueError: If the model can't be loaded or a limit does not fit it.
     """
 
     def __init__(
-        self, args: EngineArgs, loaded: LoadedModel | LanguageModel | None, first_device: int = 0
+        self,
+        args: EngineArgs,
+        loaded: LoadedModel | LanguageModel | None,
+        first_device: int,
+        features: "TracedFeatures",
     ) -> None:
         use_persistent_cache()
-        allowed = "1, as an encoder runs on one device"
-        check(args.tensor_parallel_size == 1, "tensor_parallel_size", args.tensor_parallel_size, allowed)
-        num_stages = args.pipeline_parallel_size
-        check(num_stages == 1, "pipeline_parallel_size", num_stages, allowed)
+        _check_arguments(args)
         (grid,) = device_grids(args, first_device, 1)
         is_own, (loaded,) = loaded is None, load(args, loaded, (grid,), (0,))
         allowed = "False, as texts of another batch take another program"
@@ -118,34 +125,13 @@ class EncoderRunner:
         packs = matmul_backend == "onednn"
         kind = kind_to_make([loaded.model], args.quantization)
         self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, kind=kind, grid=grid, extra=[])
-        facts = ModelFacts(
-            architecture=loaded.architecture,
-            dtype=str(loaded.dtype),
-            vocab_size=loaded.vocab_size,
-            max_model_len=loaded.max_model_len,
-            weight_bytes=loaded.weight_bytes,
-            cache_groups=(),
-            block_bytes=1,
-            eos_token_ids=frozenset(),
-            sampling_defaults={},
-            pooling=pooling_of(args, loaded, is_own=is_own),
-        )
-        # A text is computed in one step, and keeps nothing.
-        whole = {"enable_chunked_prefill": False, "enable_prefix_caching": False, "num_scheduler_steps": 1}
-        self.config = resolve_config(
-            dataclasses.replace(args, num_gpu_blocks_override=_NUM_BLOCKS, **whole),
-            facts,
-            platform=grid.devices[0].platform,
-            backend="xla",
-            matmul_backend=matmul_backend,
-            free_bytes=lambda _: 0,
-        )
-        layout = KVCacheLayout((), (), 0, 1, 1, loaded.dtype)
+        pooling = pooling_of(args, loaded, is_own=is_own)
+        self.config = _resolve_config(args, loaded, pooling, grid.devices[0].platform, matmul_backend)
         weakref.finalize(self, self.served.close).atexit = False
         self.context = context = TraceContext(
             model=self.served.model,
             weights=self.served.arrays,
-            layout=layout,
+            layout=KVCacheLayout((), (), 0, 1, 1, loaded.dtype),
             num_blocks=self.config.num_blocks,
             block_size=self.config.block_size,
             dtype=loaded.dtype,
@@ -153,11 +139,11 @@ class EncoderRunner:
             max_model_len=self.config.max_model_len,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_logprobs=0,
             backend="xla",
             batch_invariant=False,
             mesh=grid.mesh,
-            pooling=facts.pooling,
+            features=features,
+            sampling=SamplerOptions(max_logprobs=0),
         )
         self.arrays: dict[str, list[Array]] = {"weights": self.served.arrays, "kv_cache": []}
         self.host_blocks: list[np.ndarray] = []
@@ -216,6 +202,9 @@ class EncoderRunner:
             captured=captured,
         )
 
+    def forget_images(self) -> None:
+        """Does nothing, as texts have no images."""
+
     def allocate(self) -> None:
         """Does nothing, as there is no pool."""
 
@@ -244,6 +233,50 @@ class EncoderRunner:
         pooled, hidden = self.compiled.run(program, self.served.arrays, *placed)
         pooled.copy_to_host_async()
         return _PendingBatch(rows, kinds, pooled, hidden)
+
+
+def _check_arguments(args: EngineArgs) -> None:
+    allowed = "1, as an encoder runs on one device"
+    check(args.tensor_parallel_size == 1, "tensor_parallel_size", args.tensor_parallel_size, allowed)
+    num_stages = args.pipeline_parallel_size
+    check(num_stages == 1, "pipeline_parallel_size", num_stages, allowed)
+
+
+def _resolve_config(
+    args: EngineArgs,
+    loaded: LoadedModel,
+    pooling: PoolingSpec | None,
+    platform: str,
+    matmul_backend: str,
+) -> EngineConfig:
+    """Returns the settings of an engine whose texts are computed in one step, and which caches nothing."""
+    facts = ModelFacts(
+        architecture=loaded.architecture,
+        dtype=str(loaded.dtype),
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        weight_bytes=loaded.weight_bytes,
+        cache_groups=(),
+        block_bytes=1,
+        eos_token_ids=frozenset(),
+        sampling_defaults={},
+        pooling=pooling,
+    )
+    args = dataclasses.replace(
+        args,
+        num_gpu_blocks_override=_NUM_BLOCKS,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+        num_scheduler_steps=1,
+    )
+    return resolve_config(
+        args,
+        facts,
+        platform=platform,
+        backend="xla",
+        matmul_backend=matmul_backend,
+        free_bytes=lambda _: 0,
+    )
 
 
 def is_encoder(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -> bool:

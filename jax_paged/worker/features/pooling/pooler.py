@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ class PoolProgram(Program):
     """
 
     hidden_size: int
+    reads_hidden: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return "pool"
@@ -57,7 +58,7 @@ def weighted_sums(
 
 def finish(model: LanguageModel, sums: Float[Array, "s e"], context: TraceContext) -> Float[Array, "s p"]:
     """Returns what pooled hidden states become: embeddings as they are, or logits of classes."""
-    spec = context.pooling
+    spec = context.features.pooling
     if spec is None or not spec.label_tokens:
         return model.pooled(sums)
     logits = model.logits(sums.astype(context.dtype))[:, jnp.array(spec.label_tokens)]
@@ -119,9 +120,9 @@ def plan_pooling(output: SchedulerOutput, batch: InputBatch, context: TraceConte
     weights, first = packed[1].view(np.float32), 0
     places: dict[int, int] = {}
     whole: dict[int, tuple[int, int]] = {}
-    seats = batch.seats_of([row.seq_id for row in output.scheduled]).tolist()
-    for i, (row, seat) in enumerate(zip(output.scheduled, seats, strict=True)):
-        kind, prompt_len = batch.pooling.get(seat, (None, 0))
+    batch_slots = batch.slots_of([row.seq_id for row in output.scheduled]).tolist()
+    for i, (row, batch_slot) in enumerate(zip(output.scheduled, batch_slots, strict=True)):
+        kind, prompt_len = batch.pooling.get(batch_slot, (None, 0))
         end = first + row.num_tokens
         rows = slice(first, end)
         first = end

@@ -20,7 +20,7 @@ from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.features.speculation.drafter import LastRows, TracedModels, draw_drafts, num_drafts_of
 from jax_paged.worker.kv_cache import KVCacheLayout
 from jax_paged.worker.loading.weights import FlatModel
-from jax_paged.worker.sampling.sampler import SamplingBatch
+from jax_paged.worker.sampling.sampler import SamplerOptions, SamplingBatch
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class DraftModel:
     layout: KVCacheLayout
     paths: tuple[str, ...] = ()
 
-    def states(self, num_seats: int) -> list[tuple[tuple[int, ...], Any]]:
+    def states(self, num_batch_slots: int) -> list[tuple[tuple[int, ...], Any]]:
         return []
 
     def draft(
@@ -46,7 +46,7 @@ class DraftModel:
         kv_cache: list[Array],
         states: list[Array],
         batch: SamplingBatch,
-        how: dict[str, Any],
+        options: SamplerOptions,
     ) -> tuple[Int[Array, " t"], list[Array]]:
         metadata = traced.metadata
         num_drafts, num_rows = num_drafts_of(metadata), jnp.arange(metadata.query_start_loc.shape[0])
@@ -69,7 +69,7 @@ class DraftModel:
             logits = self._merge(traced.weights).logits(hidden)
             return whole_logits(logits, traced.target.config.vocab_size, metadata.grid), kv_cache
 
-        return draw_drafts(metadata, tokens, batch, how, one_pass, kv_cache, sees_last=True)
+        return draw_drafts(metadata, tokens, batch, options, one_pass, kv_cache, sees_last=True)
 
     def follow(
         self,

@@ -13,8 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_paged.models.attention import AttentionMetadata
 from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.worker.compilation.programs import StepState
 from jax_paged.worker.kv_cache import KVCacheLayout
-from jax_paged.worker.sampling.sampler import SamplingBatch, sample
+from jax_paged.worker.sampling.sampler import SamplerOptions, SamplingBatch
+from jax_paged.worker.traced_step import DrawnTokens, TracedStep
 
 
 class TracedModels(NamedTuple):
@@ -24,24 +26,25 @@ class TracedModels(NamedTuple):
         weights: Of all models; those of the one that drafts come last.
         target: The model that is drafted for.
         metadata: Of its pass; in steps that verify, the token rows are the rows of logits.
-        seats: int32 [B], of the rows; a row that is not used, or computes nothing, has one that is not there.
+        batch_slots: int32 [B], of the rows; a row that is not used, or computes nothing, has one that is not
+            there.
     """
 
     weights: list[Array]
     target: LanguageModel
     metadata: AttentionMetadata
-    seats: Int[Array, " b"]
+    batch_slots: Int[Array, " b"]
 
 
 class LastRows(NamedTuple):
     """Where sequences go on after a step.
 
     Args:
-        seats: int32 [n], each seat once at most; those that are not there are padding.
+        batch_slots: int32 [n], each batch slot once at most; those that are not there are padding.
         rows: int32 [n], the token row of the last token that a sequence has computed, and that counts.
     """
 
-    seats: Int[Array, " n"]
+    batch_slots: Int[Array, " n"]
     rows: Int[Array, " n"]
 
 
@@ -58,8 +61,8 @@ class Drafter(Protocol):
         """The modules of the model whose outputs it reads."""
         ...
 
-    def states(self, num_seats: int) -> list[tuple[tuple[int, ...], Any]]:
-        """Returns shapes and types of what it keeps by seat; they begin as zeros."""
+    def states(self, num_batch_slots: int) -> list[tuple[tuple[int, ...], Any]]:
+        """Returns shapes and types of what it keeps by batch slot; they begin as zeros."""
         ...
 
     def draft(
@@ -69,7 +72,7 @@ class Drafter(Protocol):
         kv_cache: list[Array],
         states: list[Array],
         batch: SamplingBatch,
-        how: dict[str, Any],
+        options: SamplerOptions,
     ) -> tuple[Int[Array, " t"], list[Array]]:
         """Puts drafts behind the first token of every row, ahead of the model's pass.
 
@@ -77,9 +80,9 @@ class Drafter(Protocol):
             traced: The step.
             tokens: Of all token rows; those behind the first of a row are replaced.
             kv_cache: The pool.
-            states: What it keeps by seat.
+            states: What it keeps by batch slot.
             batch: Of the rows of logits; a padding row has no effects.
-            how: Options of the sampler.
+            options: Of the sampler.
 
         Returns:
             The tokens, and the pool.
@@ -104,7 +107,7 @@ class Drafter(Protocol):
             tokens: Of all token rows.
             outputs: Of the modules at `paths`.
             kv_cache: The pool.
-            states: What it keeps by seat.
+            states: What it keeps by batch slot.
             last: Where sequences go on.
             has_drafted: Whether it drafted in this step.
 
@@ -112,6 +115,50 @@ class Drafter(Protocol):
             The pool and the states.
         """
         ...
+
+
+def propose(
+    drafter: Drafter, step: TracedStep, tokens: Int[Array, " t"], state: StepState[Array]
+) -> tuple[Int[Array, " t"], StepState[Array]]:
+    """Puts drafts after the first token of every row; returns the tokens and the state."""
+    batch = step.sampling_batch(tokens, state.token_counts)
+    traced = _traced_models(step, step.context.merge(step.weights), step.metadata())
+    options = SamplerOptions(max_logprobs=1, custom=step.context.sampling.custom)
+    tokens, kv_cache = drafter.draft(traced, tokens, state.kv_cache, state.draft_states, batch, options)
+    return tokens, dataclasses.replace(state, kv_cache=kv_cache)
+
+
+def observe(
+    drafter: Drafter,
+    step: TracedStep,
+    model: LanguageModel,
+    metadata: AttentionMetadata,
+    tokens: Int[Array, " t"],
+    outputs: dict[str, Float[Array, "t e"]],
+    rows: DrawnTokens,
+    state: StepState[Array],
+) -> StepState[Array]:
+    """Lets the drafter read what the model has computed; returns the state."""
+    has_drafted, fields = step.bucket.num_drafts > 0, step.fields
+    last = LastRows(fields["batch_slots"], fields["query_start_loc"][1:] - 1)
+    if has_drafted:
+        last = LastRows(rows.sample_slots, fields["logits_rows"])
+    kv_cache, draft_states = drafter.follow(
+        _traced_models(step, model, metadata),
+        tokens,
+        [outputs[path] for path in drafter.paths],
+        state.kv_cache,
+        state.draft_states,
+        last,
+        has_drafted=has_drafted,
+    )
+    return dataclasses.replace(state, kv_cache=kv_cache, draft_states=draft_states)
+
+
+def _traced_models(step: TracedStep, model: LanguageModel, metadata: AttentionMetadata) -> TracedModels:
+    # The drafter reads a text, whose positions are those of its tokens.
+    metadata = dataclasses.replace(metadata, mrope_positions=None)
+    return TracedModels(step.weights, model, metadata, step.fields["batch_slots"])
 
 
 class OnePass[T](Protocol):
@@ -135,7 +182,7 @@ def draw_drafts[T](
     metadata: AttentionMetadata,
     tokens: Int[Array, " t"],
     batch: SamplingBatch,
-    how: dict[str, Any],
+    options: SamplerOptions,
     one_pass: OnePass[T],
     carry: T,
     *,
@@ -147,7 +194,7 @@ def draw_drafts[T](
         metadata: Of the step that verifies: its token rows are the rows of logits.
         tokens: Of all token rows; those behind the first of a row are replaced.
         batch: Of the rows of logits.
-        how: Options of the sampler.
+        options: Of the sampler.
         one_pass: What a pass computes.
         carry: What the first pass gets.
         sees_last: Whether there is a pass for the last draft, too, which draws nothing.
@@ -164,7 +211,7 @@ def draw_drafts[T](
         is_live = i < num_passes
         at = jnp.where(is_live, first + i, num_tokens)
         logits, carry = one_pass(i, at, is_live, tokens.at[at].get(mode="fill", fill_value=0), carry)
-        drawn = sample(logits, _rows_of(batch, jnp.minimum(at, num_tokens - 1), tokens, i), **how)
+        drawn = options.sample(logits, _rows_of(batch, jnp.minimum(at, num_tokens - 1), tokens, i))
         goes_on = jnp.where(i < num_drafts, at + 1, num_tokens)
         return i + 1, tokens.at[goes_on].set(drawn.token_ids, mode="drop"), carry
 

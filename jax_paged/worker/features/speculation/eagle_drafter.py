@@ -8,9 +8,9 @@
 The entry at a position, its key and its value in the slot of that position, is made of the token behind it
 and of the feature g of the model at it. Every step writes the entries of the tokens that the model has
 computed, each at the position before its token; they take the place of those that drafting has made of its
-own hidden states h. Of a sequence's last token the feature is kept by seat, until the token behind is known.
-It is lost with the seat, and its entry, which other sequences may share, is made of zeros then: that may cost
-accepted drafts, and nothing else.
+own hidden states h. Of a sequence's last token the feature is kept by batch slot, until the token behind is
+known. It is lost with the batch slot, and its entry, which other sequences may share, is made of zeros then:
+that may cost accepted drafts, and nothing else.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from jax_paged.models.families.eagle import EagleHead
 from jax_paged.models.families.llama import LlamaForCausalLM
 from jax_paged.models.forward_context import ForwardContext
 from jax_paged.models.kv_location import Place
-from jax_paged.models.paged_attention import paged_attention, write_kv
+from jax_paged.models.paged_attention import PagedKVCache, paged_attention, write_kv
 from jax_paged.worker.features.speculation.drafter import LastRows, TracedModels, draw_drafts
 from jax_paged.worker.kv_cache import KVCacheLayout
 from jax_paged.worker.loading.weights import FlatModel
-from jax_paged.worker.sampling.sampler import SamplingBatch
+from jax_paged.worker.sampling.sampler import SamplerOptions, SamplingBatch
 
 
 class _Rows(NamedTuple):
@@ -71,9 +71,9 @@ class EagleDrafter:
         """The cache group whose block tables it uses."""
         return self.layout.places[0].group
 
-    def states(self, num_seats: int) -> list[tuple[tuple[int, ...], Any]]:
+    def states(self, num_batch_slots: int) -> list[tuple[tuple[int, ...], Any]]:
         """The feature of each sequence's last token, and the position of that."""
-        return [((num_seats, self.size), self.dtype), ((num_seats,), jnp.int32)]
+        return [((num_batch_slots, self.size), self.dtype), ((num_batch_slots,), jnp.int32)]
 
     def draft(
         self,
@@ -82,7 +82,7 @@ class EagleDrafter:
         kv_cache: list[Array],
         states: list[Array],
         batch: SamplingBatch,
-        how: dict[str, Any],
+        options: SamplerOptions,
     ) -> tuple[Int[Array, " t"], list[Array]]:
         metadata, head = traced.metadata, self._merge(traced.weights)
         first, rows = metadata.query_start_loc[:-1], self._rows(metadata)
@@ -114,7 +114,7 @@ class EagleDrafter:
             return head.logits(hidden, context), (pools[0], _finite(hidden))
 
         carry = kv_cache[-1], self._kept(traced, states, positions)
-        tokens, (pool, _) = draw_drafts(metadata, tokens, batch, how, one_pass, carry, sees_last=False)
+        tokens, (pool, _) = draw_drafts(metadata, tokens, batch, options, one_pass, carry, sees_last=False)
         return tokens, [*kv_cache[:-1], pool]
 
     def follow(
@@ -144,8 +144,8 @@ class EagleDrafter:
         slots = jnp.where(is_first, firsts.at[rows.seq].get(mode="clip"), slots)
         pool = write_kv(pool, key, value, slots, backend=metadata.backend, grid=metadata.grid)
         at = jnp.maximum(last.rows, 0)
-        kept_features = states[0].at[last.seats].set(features[at], mode="drop")
-        kept_positions = states[1].at[last.seats].set(metadata.positions[at], mode="drop")
+        kept_features = states[0].at[last.batch_slots].set(features[at], mode="drop")
+        kept_positions = states[1].at[last.batch_slots].set(metadata.positions[at], mode="drop")
         return [*kv_cache[:-1], pool], [kept_features, kept_positions]
 
     def _merge(self, weights: list[Array]) -> EagleHead:
@@ -159,10 +159,10 @@ class EagleDrafter:
 
     def _context(self, head: EagleHead, metadata: AttentionMetadata, pools: list[Array]) -> ForwardContext:
         """Returns the context of a pass that writes to `pools`, a list of one."""
-        spec = head.kv_cache_spec(self.window)
+        cache = PagedKVCache([head.kv_cache_spec(self.window)], pools, metadata)
 
         def attend(layer: int, q: Array, k: Any, v: Any, **options: Any) -> Array:
-            return paged_attention(0, spec, q, k, v, pools, metadata, **options)
+            return paged_attention(cache, 0, q, k, v, **options)
 
         return head.context(metadata.positions, attend, metadata.grid)
 
@@ -171,10 +171,10 @@ class EagleDrafter:
     ) -> Float[Array, "b e"]:
         """Returns the features at the positions before the first tokens of rows; zeros where not known.
 
-        A new sequence may get one that the last in its seat has left at the same position: it is as wrong as
-        zeros, and as harmless.
+        A new sequence may get one that the last in its batch slot has left at the same position: it is as
+        wrong as zeros, and as harmless.
         """
-        features, kept_positions = (x.at[traced.seats].get(mode="fill", fill_value=0) for x in states)
+        features, kept_positions = (x.at[traced.batch_slots].get(mode="fill", fill_value=0) for x in states)
         return jnp.where((kept_positions == positions)[:, None], features, 0)
 
     def _rows(self, metadata: AttentionMetadata) -> _Rows:

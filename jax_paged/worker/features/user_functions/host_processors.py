@@ -7,7 +7,7 @@ functions on the host, and are drawn anew. Each token waits for the host twice.
 import dataclasses
 import inspect
 import logging
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,12 @@ import numpy as np
 from jaxtyping import Array
 
 from jax_paged.sampling_params import MAX_BIAS_IDS, LogitsFunction
-from jax_paged.worker.compilation.compiler import CompiledPrograms
-from jax_paged.worker.compilation.programs import Program, TraceContext, packed_results
+from jax_paged.worker.compilation.programs import DeviceInputs, Program, TraceContext, packed_results
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.packed_buffer import NUM_SAMPLING_COLUMNS, sampling_batch
-from jax_paged.worker.sampling.sampler import sample
+
+if TYPE_CHECKING:
+    from jax_paged.worker.compilation.compiler import CompiledPrograms
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -61,12 +62,9 @@ class RedrawProgram(Program):
         def draw(
             logits: Array, processed: Array, sampling: Array, position: Array, *rows: Array
         ) -> tuple[Array, Array]:
-            fields = {"sampling": sampling, "sample_positions": position, "count_seats": position * 0}
+            fields = {"sampling": sampling, "sample_positions": position, "count_slots": position * 0}
             batch = sampling_batch(fields, jnp.zeros_like(logits, jnp.int32), *rows)
-            how = {"is_processed": context.is_processed, "own": context.sampler}
-            return packed_results(
-                sample(logits, batch, max_logprobs=context.max_logprobs, processed=processed, **how)
-            )
+            return packed_results(context.sampling.sample(logits, batch, processed=processed))
 
         logits = context.shape((1, context.vocab_size), jnp.float32)
         inputs = [
@@ -81,12 +79,12 @@ class RedrawProgram(Program):
 
 
 def redraw(
-    compiled: CompiledPrograms,
+    compiled: "CompiledPrograms",
     weights: list[Array],
     hidden: Array,
     batch: InputBatch,
     fields: dict[str, np.ndarray],
-    sampling_inputs: Sequence[Array | np.ndarray],
+    inputs: DeviceInputs[Any],
 ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """Draws the tokens of requests with functions of their own.
 
@@ -94,9 +92,9 @@ def redraw(
         compiled: Gets the programs when they are needed first.
         weights: Of the model.
         hidden: The hidden states of the step, which is a mixed one.
-        batch: The seats.
+        batch: The batch slots.
         fields: Of the step's buffer.
-        sampling_inputs: bias_ids, bias_values and token_mask of the step.
+        inputs: Of the step.
 
     Returns:
         By row of logits, what StepProgram returns of it: int32 [4] and [1 + 2N].
@@ -105,15 +103,16 @@ def redraw(
     row_logits, drawing = RowLogitsProgram(hidden.shape[1]), RedrawProgram()
     for program in (row_logits, drawing):
         compiled.add(program)
-    for j, seat in enumerate(fields["sample_seats"].tolist()):
-        functions = batch.functions.get(seat)
+    for j, batch_slot in enumerate(fields["sample_slots"].tolist()):
+        functions = batch.functions.get(batch_slot)
         if functions is None:
             continue
         row, position = fields["logits_rows"][j : j + 1], fields["sample_positions"][j : j + 1]
         logits = run(row_logits, weights, hidden, row)
-        prompt, output = batch.known_tokens[seat].before(int(position[0]))
+        prompt, output = batch.known_tokens[batch_slot].before(int(position[0]))
         changed = _applied(functions, prompt, output, np.asarray(logits)[0].copy())
-        rows = [np.asarray(x)[j : j + 1] for x in sampling_inputs]
+        sampling = inputs.bias_ids, inputs.bias_values, inputs.token_mask
+        rows = [np.asarray(x)[j : j + 1] for x in sampling]
         results, details = run(drawing, logits, changed[None], fields["sampling"][j : j + 1], position, *rows)
         redrawn[j] = np.asarray(results)[:, 0], np.asarray(details)[0]
     return redrawn

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-# In the column of a processor: it is off for a row, goes on from the seat's state, or begins.
+# In the column of a processor: it is off for a row, goes on from the batch slot's state, or begins.
 OFF, ON, BEGINS = 0.0, 1.0, 2.0
 
 
@@ -46,7 +46,8 @@ class LogitsProcessor:
             extra_args an ExtraArgs. It is traced once per program, and called once per token that is drawn,
             in order.
         num_args: How many numbers a request hands to `fn`.
-        state: What each sequence begins with: a pytree of arrays. It stays on the device, once per seat.
+        state: What each sequence begins with: a pytree of arrays. It stays on the device, once per batch
+            slot.
     """
 
     name: str
@@ -72,10 +73,10 @@ def num_columns(processors: Sequence[LogitsProcessor]) -> int:
     return sum(1 + processor.num_args for processor in processors)
 
 
-def state_shapes(processors: Sequence[LogitsProcessor], num_seats: int) -> list[jax.ShapeDtypeStruct]:
+def state_shapes(processors: Sequence[LogitsProcessor], num_batch_slots: int) -> list[jax.ShapeDtypeStruct]:
     """Returns the shapes of all leaves of the states, [S, ...]."""
     leaves = [_array(leaf) for p in processors for leaf in jax.tree.leaves(p.state)]
-    return [jax.ShapeDtypeStruct((num_seats, *leaf.shape), leaf.dtype) for leaf in leaves]
+    return [jax.ShapeDtypeStruct((num_batch_slots, *leaf.shape), leaf.dtype) for leaf in leaves]
 
 
 def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
@@ -119,7 +120,7 @@ def process(
     logits: Float[Array, "b v"],
     states: list[Array],
     columns: Float[Array, "b columns"],
-    seats: Int[Array, " b"],
+    batch_slots: Int[Array, " b"],
     token_ids: Int[Array, " b"],
     positions: Int[Array, " b"],
 ) -> tuple[Float[Array, "b v"], list[Array]]:
@@ -130,7 +131,7 @@ def process(
         logits: float32.
         states: All leaves, [S, ...].
         columns: For each row and each processor, OFF, ON or BEGINS, and its arguments.
-        seats: int32, of each row; one that is out of range has none.
+        batch_slots: int32, of each row; one that is out of range has none.
         token_ids: int32, the last token of each row.
         positions: int32, those of the tokens to choose.
 
@@ -153,11 +154,11 @@ def process(
             begin: list[Array] = begin,
             structure: Any = structure,
         ) -> tuple[Array, list[Array]]:
-            kept = [leaf.at[seats].get(mode="clip") for leaf in own]
+            kept = [leaf.at[batch_slots].get(mode="clip") for leaf in own]
             now = [jnp.where(_wide(mode == BEGINS, b), b, k) for k, b in zip(kept, begin, strict=True)]
             args = ExtraArgs(values, token_ids, positions)
             new, state = jax.vmap(p.fn)(x, jax.tree.unflatten(structure, now), args)
-            target = jnp.where(mode == OFF, len(own[0]) if own else 0, seats)
+            target = jnp.where(mode == OFF, len(own[0]) if own else 0, batch_slots)
             pairs = zip(own, jax.tree.leaves(state), strict=True)
             return jnp.where(_wide(mode != OFF, x[0]), new, x), [
                 leaf.at[target].set(rows, mode="drop") for leaf, rows in pairs

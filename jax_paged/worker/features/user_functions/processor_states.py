@@ -1,4 +1,4 @@
-"""The states of logits processors while their sequences have no seat."""
+"""The states of logits processors while their sequences have no batch slot."""
 
 from collections.abc import Callable
 
@@ -6,48 +6,85 @@ import numpy as np
 from jaxtyping import Array
 
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.worker.input_batch import InputBatch
+from jax_paged.worker.features.user_functions.logits_processors import BEGINS
+from jax_paged.worker.input_batch import InputBatch, SlotChanges
 
 
 class KeptStates:
-    """Keeps states of preempted sequences in host memory, by the ids that they had in their seats."""
+    """Keeps states of preempted sequences in host memory, by the ids that they had in their batch slots."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, list[np.ndarray]] = {}
+        self._on_host: list[np.ndarray] = []
 
-    def keep(self, output: SchedulerOutput, batch: InputBatch, states: list[Array]) -> None:
-        """Copies the states of the sequences that lose their seats in a step and go on, before they do.
+    def move(
+        self,
+        output: SchedulerOutput,
+        changes: SlotChanges,
+        batch: InputBatch,
+        states: list[Array],
+        place: Callable[..., tuple[Array, ...]],
+    ) -> list[Array]:
+        """Keeps the states of sequences that are preempted, and brings back those of resumed ones.
 
         Args:
             output: The step.
-            batch: Before it knows of the step.
-            states: [S, ...] each.
+            changes: What the step has changed in the batch slots.
+            batch: The batch slots, which have taken in the step.
+            states: [S, ...] each, as the steps before have left them.
+            place: Copies host arrays to all devices.
+
+        Returns:
+            The states, those of resumed sequences in their new batch slots.
         """
         if output.step_id == 0:
             self._by_id.clear()
         for seq_id in output.ended_seq_ids:
             self._by_id.pop(seq_id, None)
-        left = [seq_id for seq_id in output.released_seq_ids if seq_id not in output.ended_seq_ids]
+        left = [x for x in changes.released_processors if x[0] not in output.ended_seq_ids]
         if states and left:
-            seats = batch.seats_of(left)
-            rows = [np.asarray(leaf)[seats] for leaf in states]
-            is_on = batch.processor_args[seats].any(axis=1)
-            self._by_id |= {left[i]: [leaf[i] for leaf in rows] for i in np.flatnonzero(is_on).tolist()}
+            rows = [np.asarray(leaf)[[batch_slot for _, batch_slot in left]] for leaf in states]
+            self._by_id |= {seq_id: [leaf[i] for leaf in rows] for i, (seq_id, _) in enumerate(left)}
+        return self._bring_back(output, batch, states, place)
 
-    def bring_back(
+    def free(self, states: list[Array]) -> None:
+        """Copies the states of all batch slots to host memory."""
+        self._on_host = [np.array(leaf) for leaf in states]
+
+    def restore(self, states: list[Array], place: Callable[..., tuple[Array, ...]]) -> list[Array]:
+        """Returns the states that `free` has copied, or else the given ones."""
+        return list(place(*self._on_host)) if self._on_host else states
+
+    def _bring_back(
         self,
         output: SchedulerOutput,
         batch: InputBatch,
         states: list[Array],
         place: Callable[..., tuple[Array, ...]],
     ) -> list[Array]:
-        """Returns the states with those of the sequences that come back in a step, in their new seats."""
         back = [new for new in output.new_sequences if new.former_id in self._by_id]
         if not back:
             return states
         host = [np.array(leaf) for leaf in states]
-        seats = batch.seats_of([new.seq_id for new in back]).tolist()
-        for new, seat in zip(back, seats, strict=True):
+        batch_slots = batch.slots_of([new.seq_id for new in back]).tolist()
+        for new, batch_slot in zip(back, batch_slots, strict=True):
             for leaf, row in zip(host, self._by_id.pop(new.former_id), strict=True):
-                leaf[seat] = row
+                leaf[batch_slot] = row
         return list(place(*host))
+
+
+def fill_processor_args(filled: np.ndarray, batch: InputBatch, batch_slots: np.ndarray) -> None:
+    """Fills the field processor_args for drawn rows; the processors of new sequences begin.
+
+    Args:
+        filled: int32 [L, P], bits of float32.
+        batch: The batch slots; those of `batch slots` are not new any more.
+        batch_slots: The batch slot of each drawn row.
+    """
+    args = batch.processor_args[batch_slots]
+    if batch.new_slots:
+        is_new = np.array([batch_slot in batch.new_slots for batch_slot in batch_slots.tolist()], bool)
+        modes = np.cumsum([0, *(1 + n for n in batch.processors.values())])[:-1]
+        args[np.ix_(is_new, modes)] *= BEGINS
+        batch.new_slots.difference_update(batch_slots.tolist())
+    filled[: len(batch_slots)] = args.view(np.int32)

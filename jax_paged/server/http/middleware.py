@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jax_paged.server.http.keys import KeyCheck
+from jax_paged.server.http.api_keys import KeyCheck
 from jax_paged.server.http.paths import set_root_path
 from jax_paged.server.launch.options import ServerOptions
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
-def guarded(app: ASGIApp, options: ServerOptions) -> ASGIApp:
-    """Returns an application behind what it lets clients do."""
+def with_middleware(app: ASGIApp, options: ServerOptions) -> ASGIApp:
+    """Returns the application with all middleware in front of it."""
     app = KeyCheck(app, options.api_key)
     if options.allowed_origins:
         app = CORSMiddleware(
@@ -25,10 +25,10 @@ def guarded(app: ASGIApp, options: ServerOptions) -> ASGIApp:
             allow_headers=("*",),
             expose_headers=("X-Request-Id", "Retry-After", "Warning"),
         )
-    return _Front(app, options.root_path)
+    return _RequestMiddleware(app, options.root_path)
 
 
-class _Front:
+class _RequestMiddleware:
     """Gives each request an id and its root path, and answers HEAD as GET without a body.
 
     The id is the client's X-Request-Id if it is harmless; the answer has it as a header.

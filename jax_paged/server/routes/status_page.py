@@ -13,7 +13,7 @@ from jax_paged.server.observability.state import State
 from jax_paged.server.protocol.responses import json_response
 
 
-class PageRoutes:
+class StatusPageRoutes:
     """Serves the page, which holds nothing secret, and its state.
 
     Args:

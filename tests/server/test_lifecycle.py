@@ -49,7 +49,7 @@ class Ending:
         """Waits for the end of the server."""
         self.thread.join(timeout=30)
         assert not self.thread.is_alive()
-        return self.served.server.life.exit_code
+        return self.served.server.lifecycle.exit_code
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_what_takes_longer_than_the_timeout_or_a_second_signal_ends_with_an_erro
         )
         assert begun.wait(30)
         whole = pool.submit(running.served.client.post, "/completions", json={"prompt": LONG})
-        Served.wait_until(lambda: running.served.server.life.num_active == 2, "both run")
+        Served.wait_until(lambda: running.served.server.lifecycle.num_active == 2, "both run")
         running.signal()
         if timeout == 30:
             running.signal()
@@ -179,7 +179,7 @@ def test_a_request_that_comes_while_the_engine_hangs_is_told_too(ending):
             for answer in asked:
                 assert answer.result(timeout=20).status_code == 503
                 assert "the engine hangs" in answer.result().text
-        Served.wait_until(lambda: running.served.server.life.num_active == 0, "nothing is active")
+        Served.wait_until(lambda: running.served.server.lifecycle.num_active == 0, "nothing is active")
     finally:
         let_go.set()
 

@@ -1,0 +1,157 @@
+"""The composition of an engine: its parts, and every feature. The table of contents of this package.
+
+No other module of the package imports a feature at run time. A feature consists of its own files, its lines
+here and the methods of LLMEngine that open it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jax_paged.checks import check
+from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.scheduler import Scheduler
+from jax_paged.core.sequence import SequenceGroup
+from jax_paged.engine.engine_core import EngineCore, StepFeatures
+from jax_paged.engine.features.batch_invariance.backend_choice import begin_with_passing_backends
+from jax_paged.engine.features.batch_invariance.invariance import check_invariance
+from jax_paged.engine.features.interactive.kv_access import KVAccess
+from jax_paged.engine.features.interactive.request_edits import RequestEdits
+from jax_paged.engine.features.interactive.step_plan import StepPlans
+from jax_paged.engine.features.lora import Adapters, with_adapters
+from jax_paged.engine.features.multimodal.image_messages import conversation
+from jax_paged.engine.features.multimodal.image_reader import ImageReader
+from jax_paged.engine.features.pinned_prefixes import PinnedPrefixes
+from jax_paged.engine.features.pooling import PoolingRequests
+from jax_paged.engine.features.recording import Recordings
+from jax_paged.engine.features.scoring import Scoring
+from jax_paged.engine.features.snapshot import EngineState, Snapshots
+from jax_paged.engine.features.structured_output.grammars import Grammars
+from jax_paged.engine.features.structured_output.step_masks import forced_tokens, with_token_masks
+from jax_paged.engine.features.weights.sleeping import Sleeping
+from jax_paged.engine.features.weights.weight_updates import WeightUpdates
+from jax_paged.engine.input_processor import InputProcessor
+from jax_paged.engine.prompt_reader import PromptReader
+from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.models.checkpoint import resolve_model_dir
+
+if TYPE_CHECKING:
+    from jax_paged.worker.executor import Executor
+
+# Besides the functions of this module, features that are used without an engine's parts.
+__all__ = ["EngineState", "begin_with_passing_backends", "check_invariance", "conversation"]
+
+# A custom scheduler: a class in place of Scheduler, or the key that its requests are ordered by.
+CustomScheduler = type[Scheduler] | Callable[[SequenceGroup], Any]
+
+
+class EngineFeatures:
+    """What an engine does besides running requests; LLMEngine has methods for each of them.
+
+    Args:
+        core: Runs the requests.
+        inputs: Checks the requests.
+        args: The arguments that the engine was made from.
+    """
+
+    def __init__(self, core: EngineCore, inputs: InputProcessor, args: EngineArgs) -> None:
+        self.pinned_prefixes = PinnedPrefixes(core, inputs)
+        self.weight_updates = WeightUpdates(core, self.pinned_prefixes.forget_cached)
+        self.sleeping = Sleeping(core, self.pinned_prefixes.forget_cached)
+        self.scoring = Scoring(core, inputs)
+        self.step_plans = StepPlans(core)
+        self.request_edits = RequestEdits(core)
+        self.kv_access = KVAccess(core)
+        self.recordings = Recordings(core)
+        self.snapshots = Snapshots(core, inputs, args)
+
+
+def make_core(
+    args: EngineArgs,
+    tokenizer: Tokenizer | None,
+    executor: "Executor",
+    custom_scheduler: CustomScheduler | None,
+) -> EngineCore:
+    """Makes the core of an engine, which runs requests."""
+    config = with_end_token(executor.config, tokenizer)
+    make = functools.partial(make_scheduler, config, custom_scheduler)
+    features = StepFeatures(with_adapters, with_token_masks, forced_tokens)
+    return EngineCore(config, tokenizer, executor, make, features, seed=args.seed)
+
+
+def make_input_processor(config: EngineConfig, tokenizer: Tokenizer | None) -> InputProcessor:
+    """Makes the input processor of an engine, which checks requests.
+
+    Raises:
+        ValueError: If the model's sampling defaults can't be used.
+    """
+    if tokenizer is not None and config.pooling is not None and config.pooling.text.lower_case:
+        tokenizer.lower_texts()
+    images = ImageReader(config.images, tokenizer) if config.images else None
+    return InputProcessor(
+        config,
+        tokenizer,
+        PromptReader(config, tokenizer, images),
+        adapters=Adapters(config),
+        grammars=tokenizer and Grammars(tokenizer, config.vocab_size, config.eos_token_ids),
+        pooling=PoolingRequests(config, tokenizer),
+    )
+
+
+def make_scheduler(config: EngineConfig, custom: CustomScheduler | None = None) -> Scheduler:
+    """Makes a scheduler over an empty pool, the custom one if there is one."""
+    make, policy = custom if isinstance(custom, type) else Scheduler, config.scheduling_policy
+    if custom is not None and not isinstance(custom, type):
+        check(policy == "fcfs", "scheduling_policy", policy, "'fcfs' beside a key, which takes its place")
+        policy = custom
+    manager = BlockManager(
+        config.num_blocks,
+        config.block_size,
+        config.enable_prefix_caching,
+        groups=config.cache_groups,
+        num_swap_blocks=config.num_swap_blocks,
+        num_state_slots=config.state_slots[0],
+        num_swap_state_slots=config.state_slots[1],
+    )
+    return make(
+        block_manager=manager,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        eos_token_ids=config.eos_token_ids,
+        policy=policy,
+        preemption_mode=config.preemption_mode,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        delay_factor=config.delay_factor,
+        burst_size=config.num_scheduler_steps,
+        speculation=config.speculation,
+        max_loras=config.max_loras,
+    )
+
+
+def make_tokenizer(args: EngineArgs) -> Tokenizer | None:
+    """Makes the tokenizer that the arguments ask for; None if they ask for none.
+
+    Raises:
+        ValueError: If it can't be loaded.
+    """
+    return None if args.skip_tokenizer_init else Tokenizer(tokenizer_name(args))
+
+
+def tokenizer_name(args: EngineArgs) -> str:
+    """Returns the tokenizer's folder, or its own hub id, of which transformers loads no weights."""
+    name = args.tokenizer
+    if name is None or name == "pagelet" or Path(name).expanduser().is_dir():
+        return str(resolve_model_dir(name or args.model))
+    return name
+
+
+def with_end_token(config: EngineConfig, tokenizer: Tokenizer | None) -> EngineConfig:
+    """Adds the tokenizer's end token to the model's; one beyond the vocabulary can never be drawn."""
+    token_id = tokenizer and tokenizer.eos_token_id
+    if token_id is None or token_id >= config.vocab_size:
+        return config
+    return dataclasses.replace(config, eos_token_ids=config.eos_token_ids | {token_id})

@@ -1,0 +1,411 @@
+"""One item of the paged_decode kernel: load the blocks of a sequence, score, accumulate, write the result."""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int
+
+from jax_paged.pallas_kernels.gpu import quantized_tile, tuning
+
+ROWS = tuning.MAX_GROUP_SIZE
+# Index of the keys and of the values of a page.
+KEYS, VALUES = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeShape:
+    """Static shape and options of a paged_decode kernel.
+
+    Args:
+        config: Tile sizes.
+        num_heads: Query heads.
+        kv_heads: Key-value heads.
+        head_dim: Elements of a head.
+        page_size: Tokens per page.
+        dtype: Dtype of the queries.
+        is_quantized: Whether the pool stores one byte per number.
+        scale: Factor of the scores.
+        window: Number of last tokens that a query sees; None for all.
+        soft_cap: Limit of the scores; None for no limit.
+        interpret: Whether the kernel runs in the interpreter.
+    """
+
+    config: tuning.KernelConfig
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: Any
+    is_quantized: bool
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    interpret: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.num_heads // self.kv_heads
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per block."""
+        return self.config.block_tokens
+
+    @property
+    def pages(self) -> int:
+        """Pages per block."""
+        return self.tokens // self.page_size
+
+    @property
+    def num_stages(self) -> int:
+        """Stages in shared memory; of a quantized pool, registers hold the blocks that are loaded ahead."""
+        return 1 if self.is_quantized else self.config.num_stages
+
+    @property
+    def has_barriers(self) -> bool:
+        """Whether pages are copied by TMA, which arrives at a barrier."""
+        return self.config.has_tma and not self.is_quantized
+
+    @property
+    def columns(self) -> list[tuple[int, int]]:
+        """Start and width of the runs of columns that the values are multiplied in.
+
+        The four warps share a run, 8 columns each. Columns left over form a run with columns before them.
+        """
+        even = self.head_dim // 32 * 32
+        return [(0, even)] + ([(self.head_dim - 32, 32)] if even < self.head_dim else [])
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of keys, values, probabilities and results, without barriers."""
+        stages = (
+            2 * self.num_stages * self.tokens * self.head_dim + ROWS * self.tokens
+        ) * self.dtype.itemsize
+        return stages + sum(ROWS * width * 4 for _, width in self.columns)
+
+    @property
+    def lhs(self) -> Any:
+        """Layout of the left operand of mma.sync."""
+        return plgpu.Layout.MMA_LHS(self.dtype, m_warps=1)
+
+    @property
+    def rhs(self) -> Any:
+        """Layout of the right operand of mma.sync."""
+        return plgpu.Layout.MMA_RHS(self.dtype, m_warps=1)
+
+    @property
+    def acc(self) -> Any:
+        """Layout of the accumulator of mma.sync."""
+        return plgpu.Layout.MMA_ACC(self.dtype, m_warps=1)
+
+    def zeros(self, width: int) -> Array:
+        """Returns an accumulator [ROWS, width] of zeros."""
+        return plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), self.acc)
+
+    def stage(self, block: Array) -> Array:
+        """Returns the stage of a block."""
+        return lax.rem(block, jnp.int32(self.num_stages))
+
+
+class Work(NamedTuple):
+    """What each part does, in blocks; a block has a number in its sequence, and one among those of all.
+
+    Args:
+        parts: First sequence, end sequence (exclusive), first block and end block among those of all.
+        runs: Of each sequence the first block and the end block among those of all, and their difference to
+            the number in the sequence.
+        spans: Of each sequence the first item and the number of items.
+    """
+
+    parts: Int[Array, "n 4"]
+    runs: Int[Array, "b 3"]
+    spans: Int[Array, "b 2"]
+
+
+class Refs(NamedTuple):
+    """References of the kernel: operands, results, shared memory.
+
+    Args:
+        q: [B, K, ROWS, D].
+        pool: [P, 2, K, S, D], or what quantized_tile.flat returns.
+        tables: Block tables.
+        lens: Context lengths.
+        work: The blocks of each part.
+        sinks: [K, ROWS] in base 2; None without sinks.
+        bias: [H * n] in base 2; None without a distance bias.
+        out: [B, H, D], the attention of sequences with one item.
+        averages: [items, K, G, D], the attention of other items.
+        stats: [items, K, 2, ROWS], the largest score and the denominator of each item.
+        keys: [stages, tokens, D] in shared memory.
+        values: [stages, tokens, D] in shared memory.
+        probs: [ROWS, tokens] in shared memory.
+        results: [ROWS, width] of each run of columns, in shared memory.
+        barriers: Those of keys and values, one per stage; empty without TMA.
+    """
+
+    q: Any
+    pool: Any
+    tables: Any
+    lens: Any
+    work: Any
+    sinks: Any
+    bias: Any
+    out: Any
+    averages: Any
+    stats: Any
+    keys: Any
+    values: Any
+    probs: Any
+    results: tuple[Any, ...]
+    barriers: tuple[Any, ...]
+
+
+class Softmax(NamedTuple):
+    """Online softmax of the query rows of an item.
+
+    Args:
+        accs: Float32 [ROWS, width] of each run of columns: probabilities times values.
+        largest: Float32 [ROWS], the largest score in base 2.
+        total: Float32 [ROWS, tokens], the sum of the probabilities over the blocks.
+        loaded: What quantized_tile.Pages loaded ahead; None unless the pool is quantized.
+    """
+
+    accs: list[Array]
+    largest: Array
+    total: Array
+    loaded: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """Blocks `first` to `last` (exclusive) of one sequence, for one kv head.
+
+    Args:
+        shape: Static shape of the kernel.
+        refs: References of the kernel.
+        part: Part that the item belongs to.
+        head: The kv head.
+        seq: The sequence.
+        first: First block, numbered within the sequence.
+        last: End block, numbered within the sequence.
+        length: Tokens of the sequence.
+        last_page: Last page of the sequence.
+    """
+
+    shape: DecodeShape
+    refs: Refs
+    part: Array
+    head: Array
+    seq: Array
+    first: Array
+    last: Array
+    length: Array
+    last_page: Array
+
+    @property
+    def quantized_pages(self) -> quantized_tile.Pages:
+        """The pages of the kv head in a quantized pool."""
+        shape = self.shape
+        return quantized_tile.Pages(
+            self.refs.pool, self.head, shape.page_size, shape.head_dim, shape.interpret
+        )
+
+    def attend(self) -> None:
+        """Attends to all blocks; only those that the context or the window cuts are masked."""
+        shape, first, last = self.shape, self.first, self.last
+        for stage in range(shape.num_stages - 1):
+
+            @pl.when(first + stage < last)
+            def _(stage=stage):
+                self.start_copies(first + stage, self.page_ids(first + stage))
+
+        largest = jnp.full((ROWS,), tuning.MASKED_SCORE, jnp.float32)
+        largest = plgpu.layout_cast(largest, shape.acc.reduce(1))
+        softmax = Softmax(
+            [shape.zeros(width) for _, width in shape.columns], largest, shape.zeros(shape.tokens), None
+        )
+        if shape.is_quantized:
+            loaded = self.quantized_pages.begin(self.page_ids(first), self.page_ids(first + 1))
+            softmax = softmax._replace(loaded=loaded)
+        queries = plgpu.load(self.refs.q.at[self.seq, self.head], layout=shape.lhs, optimized=False)
+        full = functools.partial(self.attend_block, queries, is_full=True)
+        masked = functools.partial(self.attend_block, queries, is_full=False)
+        begin, end = first, jnp.clip(lax.div(self.length, jnp.int32(shape.tokens)), first, last)
+        if shape.window is not None:
+            begin = jnp.maximum(self.length - shape.window, 0) + shape.tokens - 1
+            begin = jnp.clip(lax.div(begin, jnp.int32(shape.tokens)), first, end)
+            softmax = lax.fori_loop(first, begin, masked, softmax)
+        softmax = lax.fori_loop(begin, end, full, softmax)
+        self.write(lax.fori_loop(end, last, masked, softmax))
+
+    def attend_block(self, queries: Array, block: Array, softmax: Softmax, *, is_full: bool) -> Softmax:
+        """Scores a block, then accumulates its values, while later blocks are being loaded."""
+        shape, refs = self.shape, self.refs
+        stage, ahead = shape.stage(block), block + (shape.num_stages - 1)
+        loaded, page_ids = None, []
+        if shape.is_quantized:
+            loaded = self.unpack(block, softmax.loaded)
+        else:  # loading the ids takes as long as computing the scores
+            page_ids = self.page_ids(ahead)
+        self.wait(block, KEYS)
+        scores = self.scores(queries, block, stage)
+        if not is_full:
+            scores = jnp.where(self.is_live(block, scores.shape, 1, shape.acc), scores, tuning.MASKED_SCORE)
+        largest = jnp.maximum(softmax.largest, scores.max(axis=1))
+        decay = jnp.exp2(softmax.largest - largest)
+        probs = jnp.exp2(scores - lax.broadcast_in_dim(largest, scores.shape, [0]))
+        # Summed over the tokens only at the end, as that takes all four warps.
+        total = softmax.total * lax.broadcast_in_dim(decay, softmax.total.shape, [0]) + probs
+        refs.probs[...] = probs.astype(shape.dtype)
+        # All warps meet: the probabilities are written, and the block before has been read, so that its
+        # stage can be filled. Below sm_90 the warps meet where they wait for the values.
+        if shape.config.has_tma:
+            plgpu.commit_smem()
+        self.wait(block, VALUES)
+        if not shape.is_quantized:
+            pl.when(ahead < self.last)(functools.partial(self.start_copies, ahead, page_ids))
+        accs = self.accumulate(softmax.accs, decay, block, stage, is_full=is_full)
+        return Softmax(accs, largest, total, loaded)
+
+    def page_ids(self, block: Array) -> list[Array]:
+        """Loads the page ids of a block.
+
+        Before the window and past the context the table may hold anything, even ids outside of the pool:
+        there the first or the last page that is attended to is loaded once more, and masked.
+        """
+        shape = self.shape
+        columns = [jnp.minimum(block * shape.pages + j, self.last_page) for j in range(shape.pages)]
+        if shape.window is not None:
+            first_page = lax.div(jnp.maximum(self.length - shape.window, 0), jnp.int32(shape.page_size))
+            columns = [jnp.maximum(column, first_page) for column in columns]
+        return [self.refs.tables[self.seq, column] for column in columns]
+
+    def start_copies(self, block: Array, page_ids: list[Array]) -> None:
+        """Starts the copies of a block's pages to its stage; with TMA each warp starts its share."""
+        shape, refs = self.shape, self.refs
+        stage = shape.stage(block)
+
+        def copy(which: int, index: Any, page: Array) -> None:
+            rows = pl.ds(index * shape.page_size, shape.page_size)
+            target = (refs.keys, refs.values)[which].at[stage, rows]
+            barrier = refs.barriers[which].at[stage] if refs.barriers else None
+            tuning.copy_to_smem(refs.pool.at[page, which, self.head], target, barrier)
+
+        def copy_share(warp: Array) -> None:
+            for start in range(0, shape.pages, tuning.WARPS):
+                page = page_ids[start]
+                for number in range(1, tuning.WARPS):
+                    page = jnp.where(warp == number, page_ids[start + number], page)
+                for which in (KEYS, VALUES):
+                    copy(which, start + warp, page)
+
+        if refs.barriers and shape.pages % tuning.WARPS == 0:
+            plgpu.warp_map(copy_share)
+        else:
+            for which, (index, page) in itertools.product((KEYS, VALUES), enumerate(page_ids)):
+                copy(which, index, page)
+
+    def unpack(self, block: Array, loaded: Any) -> Any:
+        """Writes a block of a quantized pool to shared memory and loads the next one.
+
+        The warps meet after they have read the values of the block before.
+        """
+        page_ids, *tiles = loaded
+        for which, ref in ((KEYS, self.refs.keys), (VALUES, self.refs.values)):
+            tiles[which] = self.quantized_pages.advance(ref.at[0], which, tiles[which], page_ids)
+            if which == KEYS:
+                tuning.meet(self.shape.config.has_tma)
+        return self.page_ids(block + 2), *tiles
+
+    def wait(self, block: Array, which: int) -> None:
+        """Waits for the keys or the values of a block, but not for later copies."""
+        shape = self.shape
+        if shape.is_quantized:
+            if which == VALUES and not shape.config.has_tma:
+                tuning.meet(shape.config.has_tma)
+        elif self.refs.barriers:
+            plgpu.barrier_wait(self.refs.barriers[which].at[shape.stage(block)])
+        else:
+            values = shape.pages if which == KEYS else 0
+            is_last = block + (shape.num_stages - 2) >= self.last
+            tuning.wait_cp_async(is_last, values, values + 2 * shape.pages * (shape.num_stages - 2))
+
+    def is_live(self, block: Array, shape: tuple[int, ...], dimension: int, layout: Any) -> Array:
+        """Returns which tokens of a block, along a dimension of an array, the query sees."""
+        token = tuning.iota(shape, dimension, layout) + block * self.shape.tokens
+        is_live = token < self.length
+        window = self.shape.window
+        return is_live if window is None else is_live & (token >= self.length - window)
+
+    def scores(self, queries: Array, block: Array, stage: Array) -> Array:
+        """Returns the scores of a block, [ROWS, tokens] in base 2."""
+        shape, scale = self.shape, self.shape.scale
+        keys = plgpu.load(self.refs.keys.at[stage].T, layout=shape.rhs, optimized=False)
+        scores = tuning.mma(shape.zeros(shape.tokens), queries, keys, interpret=shape.interpret)
+        if shape.soft_cap is None:
+            scores *= scale * tuning.LOG2E
+        else:
+            # tanh(x) = 1 - 2 / (exp(2x) + 1). The hardware's tanh has only 11 bits.
+            power = jnp.exp2(scores * (2 * scale * tuning.LOG2E / shape.soft_cap))
+            scores = (1 - 2 * lax.integer_pow(power + 1, -1)) * (shape.soft_cap * tuning.LOG2E)
+        return scores if self.refs.bias is None else scores + self.bias(block)
+
+    def bias(self, block: Array) -> Array:
+        """Returns the distance bias of a block, [ROWS, tokens] in base 2."""
+        shape, table = self.shape, self.refs.bias
+        bias_len = table.shape[0] // shape.num_heads
+        row = jnp.minimum(tuning.iota((ROWS, shape.tokens), 0, shape.acc), shape.group - 1)
+        row += self.head * shape.group
+        token = tuning.iota((ROWS, shape.tokens), 1, shape.acc) + block * shape.tokens
+        index = row * bias_len + jnp.clip(self.length - 1 - token, 0, bias_len - 1)
+        return tuning.look_up(table, index, shape.acc, interpret=shape.interpret)
+
+    def accumulate(
+        self, accs: list[Array], decay: Array, block: Array, stage: Array, *, is_full: bool
+    ) -> list[Array]:
+        """Returns the accumulators with the probabilities of a block times its values added."""
+        shape, new_accs = self.shape, []
+        probs = plgpu.load(self.refs.probs, layout=shape.lhs, optimized=False)
+        for acc, (start, width) in zip(accs, shape.columns, strict=True):
+            part = self.refs.values.at[stage, :, pl.ds(start, width)]
+            values = plgpu.load(part, layout=shape.rhs, optimized=False)
+            if not is_full:  # 0 * NaN is NaN: the contents of a dead slot must not reach the product
+                is_live = self.is_live(block, values.shape, 0, shape.rhs)
+                values = jnp.where(is_live, values, jnp.zeros_like(values))
+            acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
+            new_accs.append(tuning.mma(acc, probs, values, interpret=shape.interpret))
+        return new_accs
+
+    def write(self, softmax: Softmax) -> None:
+        """Writes the attention, to `out` if the sequence has no other item, and the item's statistics."""
+        shape, refs = self.shape, self.refs
+        is_only_item = refs.work.spans[self.seq, 1] == 1
+        total = softmax.total.sum(axis=1)
+        if refs.sinks is not None:  # combine adds the sink if there are more items: exp2(-inf) adds nothing
+            sink = plgpu.load(refs.sinks.at[self.head], layout=shape.acc.reduce(1), optimized=False)
+            total += jnp.exp2(sink + jnp.where(is_only_item, 0.0, -jnp.inf) - softmax.largest)
+        factor = lax.integer_pow(total, -1)
+        # The result goes through shared memory, as rows past the group are not written. Each run of columns
+        # has a buffer: JAX swizzles buffers, and writes to wrong places of a slice that cuts the pattern.
+        for acc, result in zip(softmax.accs, refs.results, strict=True):
+            tuning.store(result, acc * lax.broadcast_in_dim(factor, acc.shape, [0]))
+        tuning.meet(shape.config.has_tma)
+        item, head, group = self.part + self.seq, self.head, shape.group
+        pl.when(is_only_item)(lambda: self.write_rows(refs.out.at[self.seq, pl.ds(head * group, group)]))
+        pl.when(jnp.logical_not(is_only_item))(lambda: self.write_rows(refs.averages.at[item, head]))
+        tuning.store(refs.stats.at[item, head, 0], softmax.largest)
+        tuning.store(refs.stats.at[item, head, 1], total)
+
+    def write_rows(self, target: Any) -> None:
+        """Copies the rows of the query heads from shared memory to `target`, [G, D]."""
+        group = self.shape.group
+        for result, (start, width) in zip(self.refs.results, self.shape.columns, strict=True):
+            rows = plgpu.load(result.at[:group], layout=tuning.row_layout(group * width), optimized=False)
+            tuning.store(target.at[:, pl.ds(start, width)], rows.astype(target.dtype))

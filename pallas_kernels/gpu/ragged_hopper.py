@@ -1,0 +1,287 @@
+"""The ragged attention kernel for Hopper: one warpgroup copies, one or two others multiply by wgmma.
+
+The copying warpgroup fills a ring of stages in shared memory. A barrier per stage says that it is loaded, and
+another one that the other warpgroups, which share the keys and values, have read it.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from jax_paged.pallas_kernels.gpu import quantized_tile, ragged_tile, tuning
+from jax_paged.pallas_kernels.gpu.ragged_tile import WGMMA_ROWS, Carry, PrefillShape, Tile
+
+ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+WGMMA = plgpu.Layout.WGMMA
+
+
+class Refs(NamedTuple):
+    """References of the kernel: operands, results, shared memory, barriers.
+
+    Args:
+        tiles: The work list, one Tile per row.
+        q: [tiles, K, rows, D].
+        pool: [P, 2, K, S, D], or what quantized_tile.flat returns.
+        tables: Block tables.
+        sinks: [K, rows] in base 2; None without sinks.
+        bias: [H * n] in base 2; None without a distance bias.
+        out: [tiles, K, rows, D].
+        queries: Shared memory of each multiplying warpgroup, [warpgroups, WGMMA_ROWS, D].
+        keys: Shared memory, [stages, tokens, D].
+        values: Shared memory, [stages, tokens, D].
+        probs: Shared memory in the interpreter, [warpgroups, WGMMA_ROWS, tokens]; otherwise None.
+        queries_loaded: Barrier.
+        keys_loaded: Barrier of each stage.
+        values_loaded: Barrier of each stage.
+        keys_free: Barrier of each stage, once it has been read.
+        values_free: Barrier of each stage, once it has been read.
+        is_clean: Barrier at which one warpgroup waits for the other to clear values; None for one warpgroup.
+    """
+
+    tiles: Any
+    q: Any
+    pool: Any
+    tables: Any
+    sinks: Any
+    bias: Any
+    out: Any
+    queries: Any
+    keys: Any
+    values: Any
+    probs: Any
+    queries_loaded: Any
+    keys_loaded: Any
+    values_loaded: Any
+    keys_free: Any
+    values_free: Any
+    is_clean: Any
+
+    def stages(self) -> enumerate[tuple[Any, Any, Any]]:
+        """Returns the buffer and the barriers "loaded" and "free" of keys (0) and values (1)."""
+        keys = self.keys, self.keys_loaded, self.keys_free
+        return enumerate((keys, (self.values, self.values_loaded, self.values_free)))
+
+
+def wgmma_kernel(shape: PrefillShape) -> Callable[..., Array]:
+    """Returns the kernel, from tiles of queries and the pages that they see to tiles of attention."""
+    tokens, num_stages, num_computing = (
+        shape.config.block_tokens,
+        shape.config.num_stages,
+        shape.num_computing,
+    )
+
+    def body(*args):
+        refs = Refs(*args)
+        head, index, tile = ragged_tile.of_block(shape, refs.tiles)
+        begin, *_middle, end = ragged_tile.spans(shape, tile)
+        copier = Copier(shape, refs, head, index, tile, begin, end, jnp.minimum(begin + 1, end - 1))
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when((warpgroup == num_computing) & (end > begin))(copier.copy)
+        multiplier = Multiplier(shape, refs, head, index, tile, warpgroup)
+        pl.when((warpgroup < num_computing) & (end > begin))(multiplier.attend)
+
+    transforms = tuning.smem_transforms(shape.head_dim, shape.dtype)
+    stages = plgpu.SMEM((num_stages, tokens, shape.head_dim), shape.dtype, transforms=transforms)
+    arrivals = 1 if shape.is_quantized else tokens // shape.page_size
+    loaded = plgpu.Barrier(num_arrivals=arrivals, num_barriers=num_stages)
+    free = plgpu.Barrier(num_arrivals=num_computing, num_barriers=num_stages)
+    scratch_types = [
+        plgpu.SMEM((num_computing, WGMMA_ROWS, shape.head_dim), shape.dtype, transforms=transforms),
+        stages,
+        stages,
+        plgpu.SMEM((num_computing, WGMMA_ROWS, tokens), shape.dtype) if shape.interpret else None,
+        plgpu.Barrier(num_arrivals=num_computing),
+        *(loaded, loaded, free, free),
+        plgpu.Barrier(num_arrivals=num_computing) if num_computing > 1 else None,
+    ]
+    return ragged_tile.make(
+        shape, body, scratch_types, num_threads=num_computing + 1, thread_name="warpgroup"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Copier:
+    """The warpgroup that copies queries, keys and values to shared memory.
+
+    Args:
+        shape: Static shape of the kernel.
+        refs: References of the kernel.
+        head: The kv head.
+        index: Index of the tile.
+        tile: The tile.
+        begin: First step.
+        end: End step (exclusive).
+        second: The step after the first one, if the tile has more than one step.
+    """
+
+    shape: PrefillShape
+    refs: Refs
+    head: Array
+    index: Array
+    tile: Tile
+    begin: Array
+    end: Array
+    second: Array
+
+    def copy(self) -> None:
+        """Copies the queries, and the keys and values of all steps."""
+        shape, refs, begin, end = self.shape, self.refs, self.begin, self.end
+        for i in range(shape.num_computing):
+            rows = pl.ds(i * WGMMA_ROWS, WGMMA_ROWS)
+            plgpu.copy_gmem_to_smem(
+                refs.q.at[self.index, self.head, rows], refs.queries.at[i], refs.queries_loaded
+            )
+        if shape.is_quantized:
+            loaded = self.quantized_pages.begin(self.page_ids(begin), self.page_ids(self.second))
+            lax.fori_loop(begin, end, self.unpack_step, loaded)
+        else:
+            pl.loop(begin, end)(self.copy_step)
+
+        @pl.loop(jnp.maximum(begin, end - shape.config.num_stages), end)
+        def _(step):  # a kernel must not end with an arrival that nobody waited for
+            for free in (refs.keys_free, refs.values_free):
+                plgpu.barrier_wait(free.at[shape.stage(step)])
+
+    @property
+    def quantized_pages(self) -> quantized_tile.Pages:
+        """The pages of the kv head in a quantized pool."""
+        shape = self.shape
+        return quantized_tile.Pages(
+            self.refs.pool, self.head, shape.page_size, shape.head_dim, shape.interpret
+        )
+
+    def page_ids(self, step: Array) -> list[Array]:
+        """Loads the page ids of a step."""
+        return ragged_tile.pages_of(self.shape, self.tile, self.refs.tables, step)
+
+    def wait_for_free(self, step: Array, stage: Any) -> None:
+        """Waits until the stage of a step has been read; the first steps fill stages that are empty."""
+        is_reused = step - self.begin >= self.shape.config.num_stages
+        pl.when(is_reused)(lambda: plgpu.barrier_wait(stage))
+
+    def copy_step(self, step: Array) -> None:
+        """Copies the keys and values of a step."""
+        slot, page_size = self.shape.stage(step), self.shape.page_size
+        page_ids = self.page_ids(step)
+        for which, (ref, loaded, free) in self.refs.stages():
+            self.wait_for_free(step, free.at[slot])
+            for i, page in enumerate(page_ids):
+                target = ref.at[slot, pl.ds(i * page_size, page_size)]
+                plgpu.copy_gmem_to_smem(self.refs.pool.at[page, which, self.head], target, loaded.at[slot])
+
+    def unpack_step(self, step: Array, ahead: Any) -> Any:
+        """Writes a step of a quantized pool to its stage; loads the step after the next."""
+        slot, (page_ids, *tiles) = self.shape.stage(step), ahead
+        for which, (ref, loaded, free) in self.refs.stages():
+            self.wait_for_free(step, free.at[slot])
+            tiles[which] = self.quantized_pages.advance(ref.at[slot], which, tiles[which], page_ids)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(loaded.at[slot])
+        return self.page_ids(jnp.minimum(step + 2, self.end - 1)), *tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiplier:
+    """A warpgroup that multiplies WGMMA_ROWS rows of a tile.
+
+    Args:
+        shape: Static shape of the kernel.
+        refs: References of the kernel.
+        head: The kv head.
+        index: Index of the tile.
+        tile: The tile.
+        warpgroup: Index of the warpgroup.
+    """
+
+    shape: PrefillShape
+    refs: Refs
+    head: Array
+    index: Array
+    tile: Tile
+    warpgroup: Array
+
+    def attend(self) -> None:
+        """Attends to all steps and writes the result."""
+        shape, refs = self.shape, self.refs
+        queries, first_row = refs.queries.at[self.warpgroup], self.warpgroup * WGMMA_ROWS
+        rows = pl.ds(first_row, WGMMA_ROWS)
+        carry = ragged_tile.start(shape, WGMMA, refs.sinks.at[self.head, rows] if shape.has_sinks else None)
+        plgpu.barrier_wait(refs.queries_loaded)
+
+        def attend_step(step: Array, carry: Carry, *, is_full: bool) -> Carry:
+            return self.attend_step(queries, first_row, step, carry, is_full=is_full)
+
+        result = ragged_tile.walk(shape, self.tile, attend_step, carry)
+        plgpu.commit_smem()  # all warps have multiplied their queries, which the result overwrites
+        queries[...] = result
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(queries, refs.out.at[self.index, self.head, rows])
+        plgpu.wait_smem_to_gmem(0)
+
+    def attend_step(
+        self, queries: Any, first_row: Array, step: Array, carry: Carry, *, is_full: bool
+    ) -> Carry:
+        """Returns the carry with the keys and values of a step added."""
+        shape, refs, tile = self.shape, self.refs, self.tile
+        slot = shape.stage(step)
+        if not is_full:  # before the scores, as cleaning takes registers
+            plgpu.barrier_wait(refs.values_loaded.at[slot])
+            self.clean_values(step, refs.values.at[slot])
+        plgpu.barrier_wait(refs.keys_loaded.at[slot])
+        scores = _multiply(queries, refs.keys.at[slot].transpose((1, 0)), shape.config.block_tokens)
+        plgpu.barrier_arrive(refs.keys_free.at[slot])
+        live = None if is_full else ragged_tile.live(shape, tile, first_row, step, WGMMA)
+        bias = ragged_tile.bias(shape, tile, self.head, first_row, step, WGMMA, refs.bias)
+        probs, (acc, largest, total) = ragged_tile.softmax(shape, scores, carry, live, bias)
+        if is_full:
+            plgpu.barrier_wait(refs.values_loaded.at[slot])
+        if shape.interpret:  # in the interpreter, wgmma takes no operand from registers and no accumulator
+            own_probs = refs.probs.at[self.warpgroup]
+            own_probs[...] = probs
+            plgpu.commit_smem()
+            acc += _multiply(own_probs, refs.values.at[slot], shape.head_dim)
+        else:
+            add = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, probs, refs.values.at[slot]))
+            acc = add(ACC.init(acc))
+        plgpu.barrier_arrive(refs.values_free.at[slot])
+        return acc, largest, total
+
+    def clean_values(self, step: Array, values_ref: Any) -> None:
+        """Clears dead slots in place: the first warpgroup does, and the other waits for it."""
+        shape, tile, tokens = self.shape, self.tile, self.shape.config.block_tokens
+        is_dirty = (step + 1) * tokens > tile.context_len
+        if shape.window is not None:
+            is_dirty |= step * tokens <= tile.first - shape.window
+
+        def clean() -> None:
+            width = shape.head_dim if shape.head_dim % 64 else 64
+            corners = itertools.product(range(0, tokens, WGMMA_ROWS), range(0, shape.head_dim, width))
+            for start, column in corners:
+                part = values_ref.at[pl.ds(start, WGMMA_ROWS), pl.ds(column, width)]
+                values = plgpu.load(part, layout=WGMMA, optimized=False)
+                part[...] = ragged_tile.clear_dead(shape, tile, values, step * tokens + start, WGMMA)
+            plgpu.commit_smem()
+
+        @pl.when(is_dirty)
+        def _():
+            pl.when(self.warpgroup == 0)(clean)
+            if shape.num_computing > 1:
+                plgpu.barrier_arrive(self.refs.is_clean)
+                plgpu.barrier_wait(self.refs.is_clean)
+
+
+def _multiply(a: Any, b: Any, columns: int) -> Array:
+    """Returns a @ b, [WGMMA_ROWS, columns]."""
+
+    def run(acc_ref):
+        plgpu.wgmma(acc_ref, a, b)
+        return acc_ref[...]
+
+    return pl.run_scoped(run, ACC((WGMMA_ROWS, columns), jnp.float32))
