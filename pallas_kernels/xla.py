@@ -261,18 +261,10 @@ def _attend(
     page_start, token = jnp.arange(shape.pages) * shape.page_size, jnp.arange(shape.tokens)
     items, num_items = _list_items(shape, tiles, tables, page_start)
     attention = _ChunkAttention(
-        shape=shape,
-        tiles=tiles,
-        items=items,
-        page_tiles=page_tiles,
-        page_start=page_start,
-        token=token,
-        bias=None if distance_bias is None else _of_rows(distance_bias, kv_heads, rows),
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        value_dim=value_dim,
-    )
+        shape=shape, tiles=tiles, items=items, page_tiles=page_tiles, page_start=page_start, token=token,
+        bias=None if distance_bias is None else _of_rows(distance_bias, kv_heads, rows), scale=scale,
+        window=window, soft_cap=soft_cap, value_dim=value_dim,
+    )  # fmt: skip
     zero = jnp.zeros(tiles.queries[..., :value_dim].shape)
     nothing = Sums(zero, jnp.full(zero.shape[:-1], MASKED_EXPONENT), zero[..., 0])
     return lax.fori_loop(0, -(-num_items // shape.size), attention.attend_chunk, nothing)
@@ -324,16 +316,9 @@ def _chunk_shape(
     item_bytes = pages * page_size * kv_heads * head_dim * dtype.itemsize
     size = min(chunk_items, max_num_items, max(1, CHUNK_BYTES // item_bytes))
     return _ChunkShape(
-        size=size,
-        num_chunks=-(-max_num_items // size),
-        pages=pages,
-        page_size=page_size,
-        parts=parts,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        is_quantized=is_quantized(kv_pages),
-    )
+        size=size, num_chunks=-(-max_num_items // size), pages=pages, page_size=page_size, parts=parts,
+        kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, is_quantized=is_quantized(kv_pages),
+    )  # fmt: skip
 
 
 class _Items(NamedTuple):

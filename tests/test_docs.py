@@ -46,7 +46,7 @@ def lines_of_code(text: str) -> int:
 
 
 def test_the_product_stays_small() -> None:
-    assert sum(lines_of_code(f.read_text(encoding="utf-8")) for f in SERVED) < 34_500
+    assert sum(lines_of_code(f.read_text(encoding="utf-8")) for f in SERVED) < 36_000
 
 
 def test_docstrings_say_something() -> None:

@@ -58,10 +58,7 @@ class BatchSlots:
     """
 
     def __init__(
-        self,
-        block_manager: BlockManager,
-        stop_conditions: StopConditions,
-        adapters: "AdapterSlots | None",
+        self, block_manager: BlockManager, stop_conditions: StopConditions, adapters: "AdapterSlots | None"
     ) -> None:
         self._manager = block_manager
         self._adapters = adapters

@@ -90,13 +90,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def allocate(
-        self,
-        seq: Sequence,
-        salt: str,
-        *,
-        use_cache: bool,
-        num_reserved: int,
-        num_encoder_tokens: int = 0,
+        self, seq: Sequence, salt: str, *, use_cache: bool, num_reserved: int, num_encoder_tokens: int = 0
     ) -> bool:
         """Gives a sequence without a block table the blocks of all its tokens.
 

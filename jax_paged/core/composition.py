@@ -9,42 +9,28 @@
 Features that are always available are classes; a function returns None if its feature is switched off.
 """
 
-from typing import TYPE_CHECKING
-
+from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.features import multi_step
-from jax_paged.core.features.beam_search import BeamSearch
-from jax_paged.core.features.interactive.request_edits import RequestEditor
-from jax_paged.core.features.interactive.step_edits import StepEditor
+from jax_paged.core.features.beam_search import BeamSearch as BeamSearch
+from jax_paged.core.features.interactive.request_edits import RequestEditor as RequestEditor
+from jax_paged.core.features.interactive.step_edits import edit_step as edit_step
 from jax_paged.core.features.lora import AdapterSlots
 from jax_paged.core.features.multi_step import MultiStepPlanner
 from jax_paged.core.features.speculation import draft_planner
 from jax_paged.core.features.speculation.draft_planner import DraftPlanner
-
-if TYPE_CHECKING:
-    from jax_paged.core.block_manager import BlockManager
-    from jax_paged.core.features.speculation.num_drafts import Speculation
-    from jax_paged.core.request_queues import RequestQueues
-    from jax_paged.core.sequence import SequenceGroup
-    from jax_paged.core.stop_conditions import StopConditions
-
-__all__ = [
-    "BeamSearch",
-    "RequestEditor",
-    "StepEditor",
-    "build_adapter_slots",
-    "build_draft_planner",
-    "build_multi_step",
-    "set_request_flags",
-]
+from jax_paged.core.features.speculation.num_drafts import Speculation
+from jax_paged.core.request_queues import RequestQueues
+from jax_paged.core.sequence import SequenceGroup
+from jax_paged.core.stop_conditions import StopConditions
 
 
-def build_adapter_slots(max_loras: int, queues: "RequestQueues") -> AdapterSlots | None:
+def build_adapter_slots(max_loras: int, queues: RequestQueues) -> AdapterSlots | None:
     """Returns the owner of the device slots of LoRA adapters."""
     return AdapterSlots(max_loras, queues) if max_loras else None
 
 
 def build_multi_step(
-    block_manager: "BlockManager", queues: "RequestQueues", stop_conditions: "StopConditions", num_steps: int
+    block_manager: BlockManager, queues: RequestQueues, stop_conditions: StopConditions, num_steps: int
 ) -> MultiStepPlanner | None:
     """Returns what plans multi-step decoding and reads its results."""
     if num_steps == 1:
@@ -53,10 +39,10 @@ def build_multi_step(
 
 
 def build_draft_planner(
-    block_manager: "BlockManager",
-    queues: "RequestQueues",
-    stop_conditions: "StopConditions",
-    speculation: "Speculation | None",
+    block_manager: BlockManager,
+    queues: RequestQueues,
+    stop_conditions: StopConditions,
+    speculation: Speculation | None,
     max_num_batched_tokens: int,
 ) -> DraftPlanner | None:
     """Returns what plans steps that verify draft tokens."""
@@ -66,7 +52,7 @@ def build_draft_planner(
 
 
 def set_request_flags(
-    group: "SequenceGroup", stop_conditions: "StopConditions", speculation: "Speculation | None"
+    group: SequenceGroup, stop_conditions: StopConditions, speculation: Speculation | None, num_steps: int
 ) -> None:
     """Derives from the features that a request uses what the scheduler may do with it.
 
@@ -81,5 +67,5 @@ def set_request_flags(
         or params.structured_outputs
         or params.logits_processors
     )
-    group.allows_multi_step = multi_step.is_allowed(group, stop_conditions)
+    group.allows_multi_step = num_steps > 1 and multi_step.is_allowed(group, stop_conditions)
     group.allows_drafts = speculation is not None and draft_planner.is_allowed(group, speculation)

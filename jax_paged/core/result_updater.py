@@ -300,11 +300,7 @@ class ResultUpdater:
             self.queues.release_batch_slots(group)
 
     def end_group(
-        self,
-        group: SequenceGroup,
-        status: SequenceStatus,
-        now: float | None,
-        stop_reason: str | None = None,
+        self, group: SequenceGroup, status: SequenceStatus, now: float | None, stop_reason: str | None = None
     ) -> None:
         """Ends all sequences of a request that have not ended; of a beam search, the best are left."""
         seqs = group.unfinished

@@ -103,15 +103,19 @@ class Scheduler:
         speculation: "Speculation | None" = None,
         max_loras: int = 0,
     ) -> None:
-        _check_limits(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            burst_size=burst_size,
-            max_loras=max_loras,
-            chunks=enable_chunked_prefill,
-        )
-        _check_order(policy, preemption_mode, watermark, delay_factor)
+        check_int("max_num_seqs", max_num_seqs, 1)
+        check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
+        check_int("max_model_len", max_model_len, 1)
+        check_int("burst_size", burst_size, 1)
+        check_int("max_loras", max_loras, 0)
+        if not enable_chunked_prefill:
+            condition = "(max_model_len) without chunked prefill"
+            check_int("max_num_batched_tokens", max_num_batched_tokens, max_model_len, condition=condition)
+        check_number("watermark", watermark, 0, 1)
+        if not callable(policy):
+            check_choice("policy", policy, ("fcfs", "priority"))
+        check_choice("preemption_mode", preemption_mode, (None, "recompute", "swap"))
+        check_number("delay_factor", delay_factor, 0, math.inf)
         self.block_manager = block_manager
         # Every running sequence has a token in every step.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
@@ -166,7 +170,6 @@ class Scheduler:
             manager, queues, self._admission, self._preemption, stops, self.enable_chunked_prefill
         )
         self.editor = composition.RequestEditor(manager, queues, self._preemption, self.max_num_seqs)
-        self._step_editor = composition.StepEditor(self._batch_slots, manager)
         if self.enable_chunked_prefill:
             self._phases = [Phase(self._admission.first)]
         else:  # a step computes either whole prompts or decodes
@@ -209,7 +212,7 @@ class Scheduler:
     def derive_fields(self, group: SequenceGroup) -> None:
         """Sets the fields of a request that the scheduler derives: its key and the flags of features."""
         group.key = self.key_of(group)
-        composition.set_request_flags(group, self._stop_conditions, self.speculation)
+        composition.set_request_flags(group, self._stop_conditions, self.speculation, self.burst_size)
 
     def key_of(self, group: SequenceGroup) -> Any:
         """Returns the value that orders requests: those of a lower key go first."""
@@ -279,8 +282,7 @@ class Scheduler:
         if self.drafts is not None:
             self.drafts.note_schedule(now, is_first=not step.is_ahead)
 
-        is_planned = any(planner.plan(step) for planner in self._step_planners)
-        if not is_planned:
+        if not any(planner.plan(step) for planner in self._step_planners):
             for phase in self._phases:
                 step.is_closed = False
                 self._fill(step, phase, now)
@@ -303,7 +305,7 @@ class Scheduler:
         Returns:
             The step that takes the place of `output`, also in update().
         """
-        return self._step_editor.edit(output, rows)
+        return composition.edit_step(output, rows, self._batch_slots, self.block_manager)
 
     def schedule_draft(self, request_id: str, token_ids: list[int]) -> SchedulerOutput | None:
         """Schedules a step of one request that decodes, with tokens that may follow; None without blocks."""
@@ -379,12 +381,7 @@ class Scheduler:
                 break
 
     def _continue(
-        self,
-        group: SequenceGroup,
-        behind: deque[SequenceGroup],
-        step: StepBuilder,
-        phase: Phase,
-        now: float,
+        self, group: SequenceGroup, behind: deque[SequenceGroup], step: StepBuilder, phase: Phase, now: float
     ) -> None:
         """Adds rows of a request that was running when the step began.
 
@@ -465,43 +462,3 @@ class Scheduler:
             step_rows = step.longer_rows if num_tokens > 1 else step.rows_of_one
             step_rows.append((group, seq, num_tokens, samples))
             step.budget -= num_tokens
-
-
-def _check_limits(
-    *,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-    burst_size: int,
-    max_loras: int,
-    chunks: bool,
-) -> None:
-    """Checks how much a scheduler may do at a time; the names are those of its arguments.
-
-    Args:
-        chunks: Whether a prompt may be computed in parts.
-
-    Raises:
-        ValueError: If a value is out of range.
-    """
-    check_int("max_num_seqs", max_num_seqs, 1)
-    check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
-    check_int("max_model_len", max_model_len, 1)
-    check_int("burst_size", burst_size, 1)
-    check_int("max_loras", max_loras, 0)
-    if not chunks:
-        condition = "(max_model_len) without chunked prefill"
-        check_int("max_num_batched_tokens", max_num_batched_tokens, max_model_len, condition=condition)
-
-
-def _check_order(policy: Any, preemption_mode: Any, watermark: float, delay_factor: float) -> None:
-    """Checks who goes first and who gives way; the names are those of a scheduler's arguments.
-
-    Raises:
-        ValueError: If a value is out of range.
-    """
-    check_number("watermark", watermark, 0, 1)
-    if not callable(policy):
-        check_choice("policy", policy, ("fcfs", "priority"))
-    check_choice("preemption_mode", preemption_mode, (None, "recompute", "swap"))
-    check_number("delay_factor", delay_factor, 0, math.inf)

@@ -158,12 +158,9 @@ class StateMoves(NamedTuple):
         copies: (from, to) device slots.
     """
 
-    swap_out: tuple[tuple[int, int], ...] = ()
-    swap_in: tuple[tuple[int, int], ...] = ()
-    copies: tuple[tuple[int, int], ...] = ()
-
-
-_NO_STATE_MOVES = StateMoves()
+    swap_out: Copies
+    swap_in: Copies
+    copies: Copies
 
 
 class InspectionInput(NamedTuple):
@@ -242,7 +239,7 @@ class SchedulerOutput:
     token_masks: TokenMasks | None = None
     scores_drafts: bool = False
     adapter_loads: tuple[AdapterLoad, ...] = ()
-    state_moves: StateMoves = _NO_STATE_MOVES
+    state_moves: StateMoves = dataclasses.field(default_factory=lambda: StateMoves([], [], []))
 
     @property
     def num_drafts(self) -> int:

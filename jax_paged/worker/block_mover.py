@@ -148,7 +148,7 @@ class BlockMover:
         """
         swap_out, swap_in, copies = step.blocks_to_swap_out, step.blocks_to_swap_in, step.blocks_to_copy
         if self._of_states:
-            swap_out, swap_in, copies = step.state_moves
+            swap_out, swap_in, copies = map(tuple, step.state_moves)
         if swap_out:
             self.swap_out(run, pool, swap_out)
         if swap_in:

@@ -40,8 +40,7 @@ from jax_paged.worker.compilation.programs import (
     StepState,
     TraceContext,
 )
-from jax_paged.worker.features import multi_step, prompt_embeds, snapshot
-from jax_paged.worker.features.cascade import MIN_ROWS, SharedPrefixes
+from jax_paged.worker.features import cascade, multi_step, prompt_embeds, snapshot
 from jax_paged.worker.features.encoder_decoder import encode, plan_encoders
 from jax_paged.worker.features.interactive import Inspector
 from jax_paged.worker.features.lora import (
@@ -87,7 +86,7 @@ if TYPE_CHECKING:
     from jax_paged.worker.compilation.compiler import CompiledPrograms
     from jax_paged.worker.served_model import CallerParts
 
-__all__ = ["MIN_ROWS", "Inspector", "is_encoder", "mrope_positions", "snapshot"]
+__all__ = ["Inspector", "is_encoder", "mrope_positions", "snapshot"]
 
 
 # Loading
@@ -432,12 +431,19 @@ class StepFields:
         return prompt_embeds.step_embeds(batch, view["has_embeds"], output, self.embeds_size)
 
 
-def plan_shared_prefixes(context: TraceContext, batch: InputBatch, block_size: int) -> SharedPrefixes | None:
+def min_shared_rows(config: EngineConfig, parts: "CallerParts") -> int:
+    """Returns how many sequences attend to common leading blocks together at least; 0 if none do."""
+    return cascade.MIN_ROWS if config.cascade_attention and parts.attend is None else 0
+
+
+def plan_shared_prefixes(
+    context: TraceContext, batch: InputBatch, block_size: int
+) -> cascade.SharedPrefixes | None:
     """Returns what finds common leading blocks of sequences; None if they are not attended to together."""
     groups = context.layout.groups if context.min_shared_rows else ()
     # Groups without a window share alike: what is cached or forked is so in all of them.
     full = [g for g, group in enumerate(groups) if group.window is None and not group.is_cross]
-    return SharedPrefixes(batch, full[0], block_size) if full else None
+    return cascade.SharedPrefixes(batch, full[0], block_size) if full else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -191,7 +191,7 @@ class ModelRunner:
             self.free()
         self._weights = []
         self._pending.clear()
-        del self._compiled, self._context, self._stages, self._state, self._shared, self._run
+        del self._compiled, self._context, self._stages, self._state, self._shared, self._run, self.features
         trim_heap()
 
     def _make_movers(self) -> tuple[list[BlockMover], HostBlocks]:

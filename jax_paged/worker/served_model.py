@@ -30,7 +30,6 @@ from jax_paged.worker.compilation.plan_steps import plan_steps
 from jax_paged.worker.compilation.programs import Program, StageRole, TraceContext
 from jax_paged.worker.compilation.step_bytes import step_bytes
 from jax_paged.worker.composition import (
-    MIN_ROWS,
     TracedFeatures,
     check_arguments,
     check_traced_features,
@@ -38,6 +37,7 @@ from jax_paged.worker.composition import (
     feature_programs,
     feature_settings,
     load_features,
+    min_shared_rows,
 )
 from jax_paged.worker.distributed.process_group import ProcessGroup
 from jax_paged.worker.loading.kernel_check import choose_backend
@@ -128,7 +128,7 @@ class _LoadedStages:
             ),
             splits_experts=self.grids[0].splits_experts,
             attend=self.parts.attend,
-            min_shared_rows=MIN_ROWS if config.cascade_attention and self.parts.attend is None else 0,
+            min_shared_rows=min_shared_rows(config, self.parts),
             num_state_slots=config.state_slots[0] or 2 * has_states,
             stage=StageRole(
                 hidden_size=last.config.hidden_size if stage else 0,

@@ -89,18 +89,11 @@ def decode_shape(
     gpu = tuning.target(interpret=interpret)
     (_, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
     shape = DecodeShape(
-        config=config or decode_config(gpu, kv_pages.shape, kv_pages.dtype),
-        num_heads=num_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        dtype=q.dtype,
-        is_quantized=is_quantized(kv_pages),
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
+        config=config or decode_config(gpu, kv_pages.shape, kv_pages.dtype), num_heads=num_heads,
+        kv_heads=kv_heads, head_dim=head_dim, page_size=page_size, dtype=q.dtype,
+        is_quantized=is_quantized(kv_pages), scale=scale, window=window, soft_cap=soft_cap,
         interpret=interpret,
-    )
+    )  # fmt: skip
     assert shape.tokens % math.lcm(page_size, 32) == 0, shape.config
     what = f"paged_decode with head_dim {head_dim} and page_size {page_size}"
     tuning.check_smem(shape.smem_bytes, gpu, what)
@@ -240,14 +233,7 @@ def _attend_part(shape: DecodeShape, refs: Refs) -> None:
         def _():
             length = refs.lens[seq]
             item = Item(
-                shape=shape,
-                refs=refs,
-                part=part,
-                head=head,
-                seq=seq,
-                first=first,
-                last=last,
-                length=length,
+                shape=shape, refs=refs, part=part, head=head, seq=seq, first=first, last=last, length=length,
                 last_page=lax.div(length - 1, jnp.int32(shape.page_size)),
-            )
+            )  # fmt: skip
             item.attend()

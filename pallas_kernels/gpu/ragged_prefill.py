@@ -73,21 +73,11 @@ def ragged_attention(
         gpu, head_dim, page_size, q.dtype.itemsize, is_heavy=is_heavy, is_bytes=is_bytes
     )
     shape = PrefillShape(
-        config=config,
-        num_tiles=num_tokens // (config.block_rows // group) + num_seqs,
-        kv_heads=kv_heads,
-        group=group,
-        page_size=page_size,
-        head_dim=head_dim,
-        dtype=q.dtype,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        has_sinks=sinks is not None,
-        has_bias=distance_bias is not None,
-        is_quantized=is_bytes,
-        interpret=interpret,
-    )
+        config=config, num_tiles=num_tokens // (config.block_rows // group) + num_seqs, kv_heads=kv_heads,
+        group=group, page_size=page_size, head_dim=head_dim, dtype=q.dtype, scale=scale, window=window,
+        soft_cap=soft_cap, has_sinks=sinks is not None, has_bias=distance_bias is not None,
+        is_quantized=is_bytes, interpret=interpret,
+    )  # fmt: skip
     tuning.check_smem(shape.smem_bytes, gpu, f"ragged_attention with head_dim {head_dim} and {config}")
 
     attend = functools.partial(_attend, shape, q, kv_pages, block_tables)

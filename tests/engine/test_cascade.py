@@ -22,7 +22,6 @@ from helpers.windowed_model import WINDOWED_VOCAB_SIZE, write_windowed_checkpoin
 
 from jax_paged import BeamSearchParams, LLMEngine, SamplingParams
 from jax_paged.pallas_kernels import native
-from jax_paged.worker import packed_buffer
 from jax_paged.worker.features import cascade
 
 pytestmark = pytest.mark.thorough
@@ -39,7 +38,6 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets two rows attend together to any block that they have in common."""
     for name, value in {"MIN_ROWS": 2, "MIN_TOKENS": 1, "MIN_SAVED_TOKENS": 1}.items():
         monkeypatch.setattr(cascade, name, value)
-    monkeypatch.setattr(packed_buffer, "MIN_ROWS", 2)
 
 
 @pytest.fixture(params=BACKENDS)

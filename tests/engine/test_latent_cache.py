@@ -27,7 +27,6 @@ from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec, LatentAtt
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.weights import load_model
 from jax_paged.pallas_kernels import native
-from jax_paged.worker import packed_buffer
 from jax_paged.worker.features import cascade
 from jax_paged.worker.kv_cache import plan_layout
 from jax_paged.worker.loading import kernel_check
@@ -135,7 +134,6 @@ def test_quantised_latents(kind: str) -> None:
 def test_shared_prefixes_are_attended_to_together(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MIN_ROWS": 2, "MIN_TOKENS": 1, "MIN_SAVED_TOKENS": 1}.items():
         monkeypatch.setattr(cascade, name, value)
-    monkeypatch.setattr(packed_buffer, "MIN_ROWS", 2)
     rng, params = np.random.default_rng(1), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     requests = [Request([*PROMPT, *rng.integers(0, 256, i + 1).tolist()], params) for i in range(6)]
     found = []

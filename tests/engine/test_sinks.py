@@ -9,7 +9,6 @@ from helpers.real_model import TOLERANCE, Request, make_engine, run
 
 from jax_paged import SamplingParams
 from jax_paged.pallas_kernels import native
-from jax_paged.worker import packed_buffer
 from jax_paged.worker.features import cascade
 
 FOLDER = Path(__file__).parents[1] / "models" / "fixtures" / "gpt_oss"
@@ -50,7 +49,6 @@ def test_cascade_attention_and_a_cache_of_bytes(
 ) -> None:
     for name, value in {"MIN_ROWS": 2, "MIN_TOKENS": 1, "MIN_SAVED_TOKENS": 1}.items():
         monkeypatch.setattr(cascade, name, value)
-    monkeypatch.setattr(packed_buffer, "MIN_ROWS", 2)
     settings = {"attention_backend": backend, "kv_cache_dtype": kind}
     found, shared = outputs_of(FOLDER, [60, 60, 50, 7], 20, **settings)
     alone, none = outputs_of(FOLDER, [60, 60, 50, 7], 20, disable_cascade_attn=True, **settings)

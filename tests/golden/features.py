@@ -497,9 +497,8 @@ def pooling(golden: Golden) -> None:
                 raw = PoolingParams(use_activation=False, task="classify")
                 listed += [o.outputs.data for o in llm.encode(token_lists, raw, use_tqdm=False)]
             else:
-                listed = [
-                    [o.outputs.score] for o in llm.score(token_lists[0], token_lists[1:], use_tqdm=False)
-                ]
+                documents = ["A block of memory.", "A sheet of paper, or a part of a book."]
+                listed = [[o.outputs.score] for o in llm.score("What is a page?", documents, use_tqdm=False)]
             for i, data in enumerate(listed):
                 golden.note(f"{name} {i}", array_values(data))
 

@@ -55,12 +55,19 @@ def main() -> None:
             flush=True,
         )
         found += differences(known.get(name), results[name], exact=exact, path=name)
+        if args.names and not args.check:
+            save(known | results)
     print(f"{sum(len(result['outputs']) for result in results.values())} outputs")
     if args.check:
         raise SystemExit("\n".join(found) or None)
-    merged = known | results if args.names else results
-    order = [name for name in load_scenarios() if name in merged]
-    write_baseline({"key": key(), "scenarios": {name: merged[name] for name in order}})
+    if not args.names:
+        save(results)
+
+
+def save(scenarios: dict[str, Any]) -> None:
+    """Writes the results of scenarios in the order of the table."""
+    order = [name for name in load_scenarios() if name in scenarios]
+    write_baseline({"key": key(), "scenarios": {name: scenarios[name] for name in order}})
 
 
 if __name__ == "__main__":

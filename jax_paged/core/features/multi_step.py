@@ -9,7 +9,7 @@ from jax_paged.core.model_runner_output import NO_TOKEN, ModelRunnerOutput
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.result_updater import DrawnTokens
 from jax_paged.core.scheduler_output import MAX_END_TOKENS, SchedulerOutput
-from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from jax_paged.core.sequence import SequenceGroup, SequenceStatus
 from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED, NON_FINITE, StopConditions
 
@@ -71,7 +71,9 @@ class MultiStepPlanner:
                 if num_left <= 0:
                     continue  # it ends with the tokens that are being drawn
                 decodes = seq.has_output and seq.num_new_tokens == 1 and seq in tables
-                if not decodes or not _takes_part(group, seq):
+                # At min_tokens, the tokens that it may get change.
+                has_min_tokens = seq.num_output_tokens >= group.sampling_params.min_tokens
+                if not (decodes and has_min_tokens and group.allows_multi_step):
                     return False
                 rows.append((group, seq, min(self.num_steps, num_left), (seq,)))
         if len(rows) > step.budget or all(num_tokens == 1 for _, _, num_tokens, _ in rows):
@@ -125,8 +127,3 @@ def is_allowed(group: SequenceGroup, stop_conditions: StopConditions) -> bool:
     params = group.sampling_params
     num_end_tokens = len(stop_conditions.eos_of(group)) + len(params.stop_token_ids or ())
     return num_end_tokens <= MAX_END_TOKENS and not group.needs_tokens_on_host
-
-
-def _takes_part(group: SequenceGroup, seq: Sequence) -> bool:
-    """Returns whether a sequence can take part now: at min_tokens, the tokens that it may get change."""
-    return group.allows_multi_step and seq.num_output_tokens >= group.sampling_params.min_tokens

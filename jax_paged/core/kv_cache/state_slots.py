@@ -5,21 +5,11 @@ before one of them writes. A checkpoint is a copy that the device makes when a r
 blocks: it is found by the hash of the tokens before it, as blocks are, and evicted when its slot is needed.
 """
 
-import dataclasses
 from collections import Counter
 
 from jax_paged.core.kv_cache.block_pool import BlockContent, BlockPool, distinct, move_tables
-from jax_paged.core.scheduler_output import BlockTables, Copies, StateMoves
+from jax_paged.core.scheduler_output import BlockTables, StateMoves
 from jax_paged.core.sequence import Sequence
-
-
-@dataclasses.dataclass
-class _Moves:
-    """Moves between slots in the step that is built next."""
-
-    swap_out: Copies = dataclasses.field(default_factory=list)
-    swap_in: Copies = dataclasses.field(default_factory=list)
-    copies: Copies = dataclasses.field(default_factory=list)
 
 
 class StateSlots:
@@ -49,7 +39,7 @@ class StateSlots:
         self._pending: dict[Sequence, list[tuple[int, int]]] = {}
         # The last checkpoint of a sequence behind its prompt, whose slot the next one takes.
         self._last: dict[Sequence, tuple[int, BlockContent]] = {}
-        self._moves = _Moves()
+        self._moves = StateMoves([], [], [])
 
     @property
     def has_room(self) -> bool:
@@ -186,22 +176,20 @@ class StateSlots:
 
     def swap_out(self, seqs: list[Sequence]) -> None:
         """Moves the slots of some sequences to host memory, as `can_swap_out` says."""
-        self._moves.swap_out += move_tables(
-            seqs, (self.pool, self.tables), (self.swap_pool, self.swapped_tables)
-        )
+        device, host = (self.pool, self.tables), (self.swap_pool, self.swapped_tables)
+        self._moves.swap_out.extend(move_tables(seqs, device, host))
 
     def swap_in(self, seqs: list[Sequence]) -> None:
         """Moves the slots of some sequences back to the device, as `can_swap_in` says."""
-        self._moves.swap_in += move_tables(
-            seqs, (self.swap_pool, self.swapped_tables), (self.pool, self.tables)
-        )
+        device, host = (self.pool, self.tables), (self.swap_pool, self.swapped_tables)
+        self._moves.swap_in.extend(move_tables(seqs, host, device))
 
     def take_moves(self) -> StateMoves:
         """Returns what has to be moved in the step that is built now; no slot is copied from and to."""
-        moves, self._moves = self._moves, _Moves()
+        moves, self._moves = self._moves, StateMoves([], [], [])
         for source, _ in moves.copies:
             self.pool.release(source)
-        return StateMoves(tuple(moves.swap_out), tuple(moves.swap_in), tuple(moves.copies))
+        return moves
 
     def check_integrity(self, seqs: set[Sequence], swapped: set[Sequence], pinned: list[int]) -> None:
         """Asserts every invariant of the class.

@@ -106,10 +106,9 @@ class SharedPrefixes:
         min_rows: Fewest sequences that share blocks.
     """
 
-    min_rows = MIN_ROWS
-
     def __init__(self, batch: InputBatch, group: int, block_size: int) -> None:
         self._batch, self._group, self._block_size = batch, group, block_size
+        self.min_rows = MIN_ROWS
 
     def fill(
         self, shared: np.ndarray, batch_slots: np.ndarray, start: np.ndarray, num_tokens: np.ndarray

@@ -219,8 +219,8 @@ SCHEDULING = [
     ),
     Mutation(
         "core/features/multi_step.py",
-        " and seq.num_output_tokens >= group.sampling_params.min_tokens",
-        "",
+        "if not (decodes and has_min_tokens and group.allows_multi_step):",
+        "if not (decodes and group.allows_multi_step):",
         "a burst goes past min_tokens",
     ),
     Mutation(
@@ -243,7 +243,7 @@ SCHEDULING = [
     ),
     Mutation(
         "core/features/interactive/step_edits.py",
-        "            slot.seq.num_in_flight -= num_tokens\n",
+        "        slot.seq.num_in_flight -= num_tokens\n",
         "",
         "tokens of a dropped row are never computed",
     ),
@@ -267,13 +267,13 @@ SCHEDULING = [
     ),
     Mutation(
         "core/features/interactive/step_edits.py",
-        "                manager.free(slot.seq)\n",
+        "            manager.free(slot.seq)\n",
         "",
         "blocks of samples that a dropped row forked are lost",
     ),
     Mutation(
         "core/features/interactive/step_edits.py",
-        "                slot.group.sequences.remove(slot.seq)\n",
+        "            slot.group.sequences.remove(slot.seq)\n",
         "",
         "samples that a dropped row forked stay",
     ),

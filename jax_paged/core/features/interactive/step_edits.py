@@ -33,54 +33,46 @@ def with_rows(output: SchedulerOutput, rows: Iterable[int]) -> SchedulerOutput:
     )
 
 
-class StepEditor:
-    """Drops rows of the step that was scheduled last, or re-orders them, before it is computed.
+def edit_step(
+    output: SchedulerOutput, rows: list[int], batch_slots: BatchSlots, manager: BlockManager
+) -> SchedulerOutput:
+    """Drops rows of the step that was scheduled last, or re-orders them; see Scheduler.edit.
+
+    The sequences of dropped rows keep batch slots and blocks, and the blocks that they share or have copied
+    stay so: the next row of each sequence contains the changes of its block table that this row contained.
+    Samples that were to be forked in the step are forked again when their prompt is computed.
 
     Args:
+        output: The step that was scheduled last.
+        rows: Indices in output.scheduled of the rows that stay, in their order.
         batch_slots: Those of the scheduler.
-        block_manager: Owner of the blocks.
+        manager: Owner of the blocks.
     """
-
-    def __init__(self, batch_slots: BatchSlots, block_manager: BlockManager) -> None:
-        self._batch_slots = batch_slots
-        self._manager = block_manager
-
-    def edit(self, output: SchedulerOutput, rows: list[int]) -> SchedulerOutput:
-        """See Scheduler.edit."""
-        self._take_back(output, sorted(set(range(len(output.scheduled))) - set(rows)))
-        return with_rows(output, rows)
-
-    def _take_back(self, output: SchedulerOutput, rows: Iterable[int]) -> None:
-        """Undoes that a step was to compute some of its rows.
-
-        Their sequences keep batch slots and blocks, and the blocks that they share or have copied stay so:
-        the next row of each sequence contains the changes of its block table that this row contained. Samples
-        that were to be forked in the step are forked again when their prompt is computed.
-
-        Args:
-            output: The step that was scheduled last.
-            rows: Indices in output.scheduled: all rows of each of their requests.
-        """
-        manager, slots = self._manager, self._batch_slots.by_id
-        dropped = {i: output.burst[i] if output.burst else output.scheduled[i].num_tokens for i in rows}
-        for sample in output.samples:
-            if sample.row in dropped:
-                dropped[sample.row] -= sample.num_logits - 1  # drafts are no tokens of the sequence yet
-        for i, num_tokens in dropped.items():
-            row = output.scheduled[i]
-            slot = slots[row.seq_id]
-            slot.seq.num_in_flight -= num_tokens
-            manager.states.take_back(slot.seq, row.start)
-            if slot.seq in manager.block_tables and (any(row.new_blocks) or row.replaced_blocks):
-                told = zip(slot.num_told, row.new_blocks, strict=True)
-                slot.num_told = [num_told - len(blocks) for num_told, blocks in told]
-                manager.changed[slot.seq] = [*row.replaced_blocks, *manager.changed.get(slot.seq, [])]
-        for sample in output.samples:
-            if sample.row not in dropped:
-                continue
-            slot = slots[sample.seq_id]
-            if sample.seq_id == output.scheduled[sample.row].seq_id:
-                slot.seq.num_pending -= dropped[sample.row] if output.burst else 1
-            elif not slot.seq.status.is_finished:
-                manager.free(slot.seq)
-                slot.group.sequences.remove(slot.seq)
+    slots, kept = batch_slots.by_id, set(rows)
+    dropped = {
+        i: output.burst[i] if output.burst else row.num_tokens
+        for i, row in enumerate(output.scheduled)
+        if i not in kept
+    }
+    for sample in output.samples:
+        if sample.row in dropped:
+            dropped[sample.row] -= sample.num_logits - 1  # drafts are no tokens of the sequence yet
+    for i, num_tokens in dropped.items():
+        row = output.scheduled[i]
+        slot = slots[row.seq_id]
+        slot.seq.num_in_flight -= num_tokens
+        manager.states.take_back(slot.seq, row.start)
+        if slot.seq in manager.block_tables and (any(row.new_blocks) or row.replaced_blocks):
+            told = zip(slot.num_told, row.new_blocks, strict=True)
+            slot.num_told = [num_told - len(blocks) for num_told, blocks in told]
+            manager.changed[slot.seq] = [*row.replaced_blocks, *manager.changed.get(slot.seq, [])]
+    for sample in output.samples:
+        if sample.row not in dropped:
+            continue
+        slot = slots[sample.seq_id]
+        if sample.seq_id == output.scheduled[sample.row].seq_id:
+            slot.seq.num_pending -= dropped[sample.row] if output.burst else 1
+        elif not slot.seq.status.is_finished:
+            manager.free(slot.seq)
+            slot.group.sequences.remove(slot.seq)
+    return with_rows(output, rows)

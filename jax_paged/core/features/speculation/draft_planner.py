@@ -5,12 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.features.speculation.acceptance import (
-    MIN_RATE,
-    DraftState,
-    num_equal,
-    verified_drafts,
-)
+from jax_paged.core.features.speculation.acceptance import MIN_RATE, DraftState, num_equal, verified_drafts
 from jax_paged.core.features.speculation.num_drafts import Speculation, chosen_drafts, chosen_length
 from jax_paged.core.features.speculation.probing import ProbingPolicy, has_turn, is_few
 from jax_paged.core.features.speculation.step_times import StepTimes
@@ -128,11 +123,7 @@ class DraftPlanner:
             self._step_began = now
 
     def observe(
-        self,
-        output: SchedulerOutput,
-        result: ModelRunnerOutput,
-        new_tokens: list[NewTokens],
-        now: float,
+        self, output: SchedulerOutput, result: ModelRunnerOutput, new_tokens: list[NewTokens], now: float
     ) -> None:
         """Takes in the result of a step, and decides whether the next step verifies drafts.
 
