@@ -12,7 +12,10 @@ def test_the_baseline_has_no_unknown_scenario() -> None:
     assert EXPECTED["scenarios"].keys() <= load_scenarios().keys()
 
 
-@pytest.mark.parametrize("name", EXPECTED["scenarios"])
+LONG = [pytest.param(name, marks=pytest.mark.thorough) for name in EXPECTED["scenarios"] if name != "plain"]
+
+
+@pytest.mark.parametrize("name", ["plain", *LONG])
 def test_results_are_those_of_the_baseline(name: str) -> None:
     """To the bit on the machine of the baseline; elsewhere floats may differ by a relative 1e-3."""
     results = run_scenario(load_scenarios([name])[name])

@@ -234,16 +234,18 @@ def test_drafts_of_a_head_that_is_often_right(eagle: LLMEngine, checkpoint: Path
 
 
 @pytest.mark.quick
-def test_drafts_behind_bursts(eagle: LLMEngine, checkpoint: Path, random_head: Path) -> None:
+def test_drafts_behind_bursts(
+    eagle: LLMEngine, checkpoint: Path, random_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Entries and features that bursts have left are those of the formulas, too."""
     schedule(eagle, enable_prefix_caching=False, burst_size=8)
-    drafts, before = eagle.scheduler.drafts, watched(eagle).num_bursts
-    speculation, drafts.speculation = drafts.speculation, None
+    before = watched(eagle).num_bursts
     for i, length in enumerate((11, 3)):
         eagle.add_request(str(i), prompt(length), params(max_tokens=50))
-    while watched(eagle).num_bursts < before + 2:
-        eagle.step()
-    drafts.speculation = speculation
+    with monkeypatch.context() as patch:
+        patch.setattr(eagle.scheduler.drafts, "plan", lambda step: False)
+        while watched(eagle).num_bursts < before + 2:
+            eagle.step()
     outputs = drain(eagle)
     assert len(watched(eagle).drafted) > 20
     assert_drafts_right(eagle, checkpoint, random_head, list(outputs.values()))

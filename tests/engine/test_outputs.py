@@ -210,7 +210,7 @@ def test_a_stop_string_in_text_held_back_is_why_an_output_ended(scripted):
             return "".join(" \ufffd" if t == 200 else self._real.decode([t], **options) for t in token_ids)
 
     with LLMEngine(*scripted()) as engine:
-        engine.tokenizer = Tokenizer(engine.tokenizer)
+        engine.tokenizer = engine._core.tokenizer = Tokenizer(engine.tokenizer)
         a = engine.tokenizer.encode("a")[0]
         engine.add_request("a", [a, 200, 5], SamplingParams(stop=[" "], max_tokens=2))
         engine.add_request("b", [a, 200, 5], SamplingParams(stop=["b"], max_tokens=2))

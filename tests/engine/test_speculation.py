@@ -355,6 +355,7 @@ def test_a_recording_with_other_drafts_is_refused(engine: LLMEngine, monkeypatch
     run(engine, [Request([5, 6], SamplingParams(temperature=0, max_tokens=5))])
     engine.record(None)
     engine.replay(lines)
-    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, speculation=None))
+    config = dataclasses.replace(engine.config, speculation=None)
+    monkeypatch.setattr(engine._core, "config", config)
     with pytest.raises(ValueError, match="speculation in `lines`"):
         engine.replay(lines)

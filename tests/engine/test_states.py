@@ -321,10 +321,9 @@ def _swapped_to_another_place(states: StateSlots, patch: pytest.MonkeyPatch) -> 
 
     def wrongly() -> Any:
         moves = take()
-        moves.swap_in = [
-            (source, target) for source, (_, target) in zip([1] * 9, moves.swap_in, strict=False)
-        ]
-        return moves
+        return moves._replace(
+            swap_in=[(source, target) for source, (_, target) in zip([1] * 9, moves.swap_in, strict=False)]
+        )
 
     patch.setattr(states, "take_moves", wrongly)
 
