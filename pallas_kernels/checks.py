@@ -85,7 +85,7 @@ def check_attention(q: Array, kv_pages: Array, block_tables: Array, context_lens
             f"the shape of `q` must be [rows, a multiple of {kv_heads} heads, {head_dim}] with `kv_pages` of "
             f"shape {kv_pages.shape}, got {q.shape}"
         )
-    allowed = "float32, bfloat16, float16" if is_quantized(kv_pages) else str(kv_pages.dtype)
+    allowed = "one of float32, bfloat16, float16" if is_quantized(kv_pages) else str(kv_pages.dtype)
     if str(q.dtype) not in allowed.split(", "):
         raise ValueError(
             f"the dtype of `q` must be {allowed} with `kv_pages` of {kv_pages.dtype}, got {q.dtype}"

@@ -222,7 +222,7 @@ def test_health_follows_host_and_port(listens_on, capsys):
 def test_health_is_not_that_of_a_server_that_has_failed():
     with a_server(status=503) as port:
         assert "answers with status 503" in health("--port", str(port))
-    assert "port is 0" in health("--port", "0")
+    assert "`port` must be the port on which the server listens, got 0" in health("--port", "0")
 
 
 @pytest.mark.parametrize("wants_certificates", [False, True])

@@ -269,8 +269,9 @@ def _group_size(rows: int, num_groups: int) -> int:
 
 
 def _checked_groups(groups: Int[np.ndarray, " i"], num_groups: int) -> Int[np.ndarray, " i"]:
-    if ((groups < 0) | (groups >= num_groups)).any():
-        raise ValueError(f"each group of g_idx must be in [0, {num_groups - 1}]")
+    outside = groups[(groups < 0) | (groups >= num_groups)]
+    if outside.size:
+        raise ValueError(f"each group of g_idx must be in [0, {num_groups - 1}], got {outside[0]}")
     return np.asarray(groups)
 
 

@@ -1,5 +1,7 @@
 """The scheduler's decisions, step by step, by example."""
 
+import re
+
 import pytest
 from helpers.scheduling import (
     EOS,
@@ -302,23 +304,33 @@ def test_a_request_id_is_unique_among_the_unfinished():
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("setting", "message"),
     [
-        {"max_num_seqs": 0},
-        {"budget": 0},
-        {"max_model_len": 0},
-        {"watermark": 1.5},
-        {"watermark": -0.1},
-        {"policy": "lifo"},
-        {"preemption_mode": "drop"},
-        {"preemption_mode": "none"},
-        {"delay_factor": -0.1},
-        {"delay_factor": float("nan")},
-        {"enable_chunked_prefill": False, "budget": 64, "max_model_len": 65},
+        ({"max_num_seqs": 0}, "`max_num_seqs` must be an integer of at least 1, got 0"),
+        ({"budget": 0}, "`max_num_batched_tokens` must be an integer of at least 1, got 0"),
+        ({"max_model_len": 0}, "`max_model_len` must be an integer of at least 1, got 0"),
+        ({"watermark": 1.5}, "`watermark` must be a finite number in [0, 1], got 1.5"),
+        ({"watermark": -0.1}, "`watermark` must be a finite number in [0, 1], got -0.1"),
+        ({"policy": "lifo"}, "`policy` must be 'fcfs' or 'priority', got 'lifo'"),
+        (
+            {"preemption_mode": "drop"},
+            "`preemption_mode` must be one of None, 'recompute', 'swap', got 'drop'",
+        ),
+        (
+            {"preemption_mode": "none"},
+            "`preemption_mode` must be one of None, 'recompute', 'swap', got 'none'",
+        ),
+        ({"delay_factor": -0.1}, "`delay_factor` must be a finite number in [0, inf], got -0.1"),
+        ({"delay_factor": float("nan")}, "`delay_factor` must be a finite number in [0, inf], got nan"),
+        (
+            {"enable_chunked_prefill": False, "budget": 64, "max_model_len": 65},
+            "`max_num_batched_tokens` must be an integer of at least 65 (max_model_len) without chunked "
+            "prefill, got 64",
+        ),
     ],
 )
-def test_bad_settings(setting):
-    with pytest.raises(ValueError, match="allowed"):
+def test_bad_settings(setting, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         make_scheduler(**setting)
 
 

@@ -445,7 +445,11 @@ def test_chat(llm: LLM, engine: LLMEngine) -> None:
             GREEDY,
             "`multi_modal_data` must be a dict",
         ),
-        ({"prompt": "<image>", "multi_modal_data": [1]}, GREEDY, "multi_modal_data is"),
+        (
+            {"prompt": "<image>", "multi_modal_data": [1]},
+            GREEDY,
+            '`multi_modal_data` must be a dict .*"image".* got .1',
+        ),
         (
             prompt("<image>", drawn(9, 9, 1)),
             SamplingParams(truncate_prompt_tokens=5),
@@ -476,9 +480,9 @@ def test_bad_files(monkeypatch: pytest.MonkeyPatch) -> None:
             f"data:text/plain;base64,{data}",
             "`image_url.url` must be data:image/...;base64,... because allowed_media_domains",
         ),
-        (f"{head},!", "is not base64"),
-        (f"{head},{base64.b64encode(b'hello').decode()}", "holds no image of PNG"),
-        (url_of(drawn(9, 9, 1), "TIFF"), "holds no image of PNG"),
+        (f"{head},!", "`image_url.url` must be base64 .*got 'data:image/png;base64,!'"),
+        (f"{head},{base64.b64encode(b'hello').decode()}", "`image_url.url` must be that of an image of PNG"),
+        (url_of(drawn(9, 9, 1), "TIFF"), "`image_url.url` must be that of an image of PNG"),
     ):
         with pytest.raises(ValueError, match=message):
             image_of_url(url)
@@ -596,7 +600,7 @@ def test_data_urls_as_browsers_read_them() -> None:
         assert not Conversation([], [url]).waits
         assert np.array_equal(np.asarray(as_image(image_of_url(url))), expected), url[:40]
     for bad in (f"{head},{data[:41]}", f"{head},\u00e9", f"{head},a-_b"):
-        with pytest.raises(ValueError, match=r"image_url\.url is not base64"):
+        with pytest.raises(ValueError, match=r"`image_url\.url` must be base64 .*, got 'data:"):
             image_of_url(bad)
 
 

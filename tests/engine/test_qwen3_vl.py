@@ -464,7 +464,7 @@ def test_a_state_with_weights_forgets_the_vectors_of_others(engine: LLMEngine) -
 )
 def test_what_can_not_be_had(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     monkeypatch.setattr(weights, "load_stages", None)  # none are read
-    with pytest.raises(ValueError, match=rf"{next(iter(settings))}(\['max_pixels'\])? is"):
+    with pytest.raises(ValueError, match=rf"`{next(iter(settings))}(\['max_pixels'\])?` must be .*, got "):
         LLMEngine(EngineArgs(str(FOLDER), **settings))
 
 
@@ -492,8 +492,8 @@ def test_arguments_of_another_processor() -> None:
         ),
         ({"vision_config": {"deepstack_visual_indexes": [0, 3]}}, "deepstack_visual_indexes"),
         ({"vision_config": {"deepstack_visual_indexes": [1, 0]}}, "deepstack_visual_indexes"),
-        ({"vision_config": {"num_heads": 3}}, "vision_config.hidden_size is 8"),
-        ({"vision_config": {"in_channels": 1}}, "vision_config.in_channels is 1"),
+        ({"vision_config": {"num_heads": 3}}, "vision_config.hidden_size` must be a multiple of .*, got 8"),
+        ({"vision_config": {"in_channels": 1}}, "vision_config.in_channels` must be 3, got 1"),
     ],
 )
 def test_wrong_configs(change: dict[str, Any], message: str) -> None:

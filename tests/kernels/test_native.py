@@ -310,5 +310,5 @@ def test_slots_and_pages_out_of_range_are_errors():
 
 def test_other_dtypes_are_errors():
     pool, index = jnp.ones((4, 2, 1, 16, 8), jnp.int16), jnp.asarray([1], jnp.int32)
-    with pytest.raises(ValueError, match=r"the dtype of `kv_pages` must be float32.*got int16"):
+    with pytest.raises(ValueError, match=r"the dtype of `kv_pages` must be one of float32, .*got int16"):
         ops.copy_blocks(pool, index, index, backend="native")

@@ -298,7 +298,9 @@ def test_what_is_not_supported_is_an_error():
     decode = functools.partial(ops.paged_decode, scale=1.0)
     with pytest.raises(ValueError, match=r"the shape of `q` must be .*got \(1, 4, 65\)"):
         decode(jnp.pad(q, ((0, 0), (0, 0), (0, 1))), rows, tables, lens)
-    with pytest.raises(ValueError, match=r"q has dtype int8; .* float32, bfloat16, float16"):
+    with pytest.raises(
+        ValueError, match=r"the dtype of `q` must be one of float32, bfloat16, float16 .*, got int8"
+    ):
         decode(q.astype(jnp.int8), rows, tables, lens)
     with pytest.raises(ValueError, match=r"the shape of `k` must be \(1, 2, 64\) .*got \(1, 2, 65\)"):
         ops.write_kv(jnp.asarray(rows), jnp.zeros((1, 2, 65)), jnp.zeros((1, 2, 65)), jnp.zeros(1, jnp.int32))

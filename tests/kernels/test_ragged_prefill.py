@@ -152,6 +152,7 @@ def test_shapes_that_do_not_fit_are_errors():
     case = make_case([5], heads=2, kv_heads=1, head_dim=256, page_size=16, dtype="float16", query_lens=[5])
     config = tuning.KernelConfig(128, 128, num_stages=4, num_parts=0, has_tma=True, has_wgmma=True)
     with pytest.raises(
-        ValueError, match=r"ragged_attention with head_dim 256 .*needs 589824 bytes of shared"
+        ValueError,
+        match=r"shared memory of ragged_attention with head_dim 256 .* at most 232448 .*, got 589824",
     ):
         run(*case, config, scale=1.0)

@@ -156,16 +156,29 @@ def test_what_cannot_run_is_refused() -> None:
             r"`requests\[1\].arrival_s` must be at least 1.0, that of the request before, got 0.5",
         ),
         ([Request(0.0, 60, 5)], r"the length of `requests\[0\]` must be at most 64, got 65"),
-        ([Request(0.0, 4, 4, n=17)], "sequences of request 0 is 17"),
-        ([Request(0.0, 4, 4, beam_width=17)], "sequences of request 0 is 17"),
-        ([Request(0.0, 4, 4, priority=1)], "priority of request 0 is 1"),
+        (
+            [Request(0.0, 4, 4, n=17)],
+            r"the number of sequences of `requests\[0\]` must be at most 16, got 17",
+        ),
+        (
+            [Request(0.0, 4, 4, beam_width=17)],
+            r"the number of sequences of `requests\[0\]` must be at most 16, got 17",
+        ),
+        ([Request(0.0, 4, 4, priority=1)], r"`requests\[0\].priority` must be 0 with policy 'fcfs', got 1"),
     ):
         with pytest.raises(ValueError, match=message):
             simulate(trace, make_scheduler(20), STEP_TIME)
     too_large = simulate([Request(0.0, 60, 2), Request(0.0, 4, 2)], make_scheduler(10), STEP_TIME)
     assert np.isnan(too_large.requests["first_token_time"]).tolist() == [True, False]
-    for values in ((-1.0, 4, 4), (0.0, 0, 4), (0.0, [], 4), (0.0, 4, 0), (0.0, 4, 4, 0), (0.0, 4, 4, 1, 0)):
-        with pytest.raises(ValueError, match="allowed"):
+    for values, message in (
+        ((-1.0, 4, 4), r"`arrival_s` must be a finite number in \[0, inf\], got -1.0"),
+        ((0.0, 0, 4), "`prompt_len` must be an integer of at least 1, got 0"),
+        ((0.0, [], 4), "`prompt_len` must be an integer of at least 1, got 0"),
+        ((0.0, 4, 0), "`output_len` must be an integer of at least 1, got 0"),
+        ((0.0, 4, 4, 0), "`n` must be an integer of at least 1, got 0"),
+        ((0.0, 4, 4, 1, 0), "`beam_width` must be an integer of at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
             Request(*values)
     with pytest.raises(ValueError, match=r"`base_s` must be .*got -1"):
         StepTimeModel(-1)

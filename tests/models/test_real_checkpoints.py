@@ -116,7 +116,7 @@ def test_auto_is_bfloat16_for_a_declared_float16(
     assert load_model(folder).dtype == jnp.bfloat16
     assert len(warnings_of(caplog)) == 1
     (folder / "config.json").write_text(json.dumps(CONFIG | {name: "float64"}))
-    with pytest.raises(ValueError, match=r"`dtype` must be .*got 'auto', .* float64"):
+    with pytest.raises(ValueError, match=r"`dtype` must be .* the checkpoint is float64, got 'auto'"):
         load_model(folder)
 
 

@@ -49,9 +49,9 @@ def test_reasoning_is_a_part_of_the_message_that_follows(items, expected):
     ],
 )
 def test_items_of_other_forms_are_errors(item, name):
-    with pytest.raises(ValueError, match=r"^input\[1\]\.") as error:
+    with pytest.raises(ValueError, match=r"^`input\[1\]\.") as error:
         messages_of_input([QUESTION, item], None)
-    assert f"input[1].{name} is" in str(error.value)
+    assert str(error.value).startswith(f"`input[1].{name}` must be ")
 
 
 def test_fields_that_are_null_are_left_out(folder):

@@ -114,7 +114,8 @@ def test_bad_lines_are_reported_and_do_not_stop_the_others(run, capsys):
         assert error["message"] in reported
     (entry,) = [entry for entry in entries if entry["custom_id"] == "refused"]
     assert entry["response"]["status_code"] == 400
-    assert "max_tokens is -1" in entry["response"]["body"]["error"]["message"]
+    message = "`max_tokens` must be an integer of at least 1, got -1"
+    assert message in entry["response"]["body"]["error"]["message"]
 
 
 @pytest.mark.parametrize("depth", [200, 252, 253, 254, 300, 1000, 1100])

@@ -33,7 +33,8 @@ def test_a_text_of_too_many_characters_is_refused_unread(served, monkeypatch):
         error = answer.json()["error"]
         assert error["code"] == "context_length_exceeded"
         assert error["param"] in ("prompt", "messages", "input")
-        assert "at least 513 tokens" in error["message"] or path != "/completions"
+        limit = "must be at most 512 (max_model_len), got at least 513"
+        assert limit in error["message"] or path != "/completions"
 
 
 LONG = "a block table " * 1000
