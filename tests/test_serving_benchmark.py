@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -116,8 +117,13 @@ def test_engines_are_named_with_trees_and_arguments() -> None:
     assert spec.tree == ROOT
     assert spec.arguments == {"max_num_batched_tokens": 256, "enable_prefix_caching": False}
     assert [parse_engine(kind).kind for kind in KINDS] == list(KINDS)
-    for wrong in ("theirs", "vllm@/tmp", "ours@/nowhere", "ours:block_size"):
-        with pytest.raises(ValueError, match="allowed"):
+    for wrong, message in (
+        ("theirs", "the engine must be one of .*, got 'theirs'"),
+        ("vllm@/tmp", "the tree of vllm must be unset, .*, got '/tmp'"),
+        ("ours@/nowhere", "the tree must be a folder that holds jax_paged, got '/nowhere'"),
+        ("ours:block_size", "an argument of ours must be NAME=VALUE, got 'block_size'"),
+    ):
+        with pytest.raises(ValueError, match=message):
             parse_engine(wrong)
 
 
@@ -133,6 +139,6 @@ def test_scenarios_repeat_but_for_prefixes() -> None:
 def test_an_engine_that_does_not_come_up_is_reported(tmp_path: Path) -> None:
     done = compare("ours:block_size=3", tmp_path / "found")
     assert done.returncode == 1
-    assert "block_size is 3" in done.stderr
+    assert re.search("`block_size` must be .*got 3", done.stderr)
     (failure,) = json.loads((tmp_path / "found.json").read_text())["failures"]
     assert failure.startswith("float32 ours:block_size=3: ")

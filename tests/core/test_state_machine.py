@@ -434,7 +434,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         tokens = family.seqs[0].tokens(0, data.draw(st.integers(0, len(family.seqs[0]))))
         expected = self.num_cached_tokens(family, [*tokens, 0])
         if name in self.pins:
-            with pytest.raises(ValueError, match="not taken"):
+            with pytest.raises(ValueError, match="`name` must be a name that no pinned prefix has"):
                 self.manager.pin(name, tokens, family.salt)
         else:
             assert self.manager.pin(name, tokens, family.salt) == expected

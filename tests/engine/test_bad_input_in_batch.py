@@ -70,14 +70,17 @@ BAD: dict[str, tuple[Callable[[LLMEngine], None], str]] = {
     "id in use": (lambda engine: add(engine, GOOD[:1]), "request_id"),
     "empty prompt": (_prompt([]), "at least one token"),
     "empty text": (_prompt(""), "`prompt` must be a non-empty string, got ''"),
-    "negative id": (_prompt([1, -1]), r"prompt_token_ids\[1\] is -1"),
-    "id out of vocabulary": (_prompt([VOCAB_SIZE]), rf"{VOCAB_SIZE}.*\[0, {VOCAB_SIZE - 1}\]"),
+    "negative id": (_prompt([1, -1]), r"`prompt_token_ids\[1\]` must be .*got -1"),
+    "id out of vocabulary": (_prompt([VOCAB_SIZE]), rf"\[0, {VOCAB_SIZE - 1}\], got {VOCAB_SIZE}"),
     "id beyond int32": (_prompt([2**32 + 5]), str(2**32 + 5)),
     "boolean id": (_prompt([1, True]), "True"),
     "float id": (_prompt([1.0]), "1.0"),
     "no prompt": (_prompt(None), "None"),
     "prompt too long": (_prompt([1] * MAX_MODEL_LEN), f"{MAX_MODEL_LEN}"),
-    "prompt and one token too long": (_prompt([1] * MAX_MODEL_LEN, 1), f"max_model_len, {MAX_MODEL_LEN}"),
+    "prompt and one token too long": (
+        _prompt([1] * MAX_MODEL_LEN, 1),
+        rf"must be at most {MAX_MODEL_LEN - 1} \(max_model_len - 1\), got {MAX_MODEL_LEN}",
+    ),
     "temperature": (_params(temperature=-0.1), "`temperature` must be .*got -0.1"),
     "temperature NaN": (_params(temperature=math.nan), "`temperature` must be .*got nan"),
     "top_p 0": (_params(top_p=0.0), "top_p"),
@@ -95,7 +98,7 @@ BAD: dict[str, tuple[Callable[[LLMEngine], None], str]] = {
         _params(n=2, best_of=17),
         r"`best_of` must be an integer in \[1, 16\] \(max_num_seqs\), got 17",
     ),
-    "best_of True": (_params(best_of=True), "best_of.* is True"),
+    "best_of True": (_params(best_of=True), "`best_of` must be .*got True"),
     "beam_width": (_beams(beam_width=0), "`beam_width` must be an integer of at least 1, got 0"),
     # The device reports 20 tokens, and a beam needs twice the width.
     "beam_width over the top": (
@@ -130,7 +133,7 @@ BAD: dict[str, tuple[Callable[[LLMEngine], None], str]] = {
     ),
     "arrival_time of another clock": (
         _option(arrival_time=1e300),
-        r"`arrival_time` must be at most .*, the value of time.monotonic\(\), got 1e\+300",
+        r"`arrival_time` must be at most .*, the value of time.monotonic\(\) .*got 1e\+300",
     ),
     "arrival_time NaN": (_option(arrival_time=math.nan), "`arrival_time` must be .*got nan"),
     "arrival_time infinite": (_option(arrival_time=-math.inf), "`arrival_time` must be .*got -inf"),

@@ -143,7 +143,7 @@ def test_each_engine_has_devices_of_its_own_and_a_fair_share(two: LLM) -> None:
 
 
 def test_bad_input_is_an_error_before_anything_runs(two: LLM) -> None:
-    with pytest.raises(ValueError, match=r"prompts\[1\]: .*allowed"):
+    with pytest.raises(ValueError, match=r"prompts\[1\]: .*must be .*got 999999"):
         two.generate([[1, 2], [999_999]], KINDS[0], use_tqdm=False)
     assert two.generate([], use_tqdm=False) == []
 

@@ -176,12 +176,15 @@ def test_bad_processors_and_arguments(llm: LLM, checkpoint: Path) -> None:
             {"tempered": [1.0, 2.0]},
             r"`extra_args\['tempered'\]` must be a list of 1 numbers, got \[1.0, 2.0\]",
         ),
-        ({"tempered": "a"}, r"extra_args\['tempered'\] is 'a'"),
+        ({"tempered": "a"}, r"`extra_args\['tempered'\]` must be .*got 'a'"),
     ):
         with pytest.raises(ValueError, match=message):
             generate(llm, PROMPTS[:1], [SamplingParams(extra_args=extra)])
     wrong = LogitsProcessor("wrong", lambda logits, state, extra: (logits[:3], state))
-    cases = (([wrong], "'wrong' returns .*allowed"), ([PROCESSORS[0]] * 2, "a name for each"))
+    cases = (
+        ([wrong], r"the result of logits processor `wrong` must be logits in float32 of shape \("),
+        ([PROCESSORS[0]] * 2, "the names of `logits_processors` must be unique, got "),
+    )
     for processors, message in cases:
         with pytest.raises(ValueError, match=message):
             LLM(str(checkpoint), logits_processors=processors, **SETTINGS)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -274,17 +275,16 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(engine: LLMEngine, 
     for request, part in (
         ("rank1", "`lora_request` must be None or a LoRARequest, got 'rank1'"),
         (LoRARequest("gone", 71, str(tmp_path / "gone")), "can't be read"),
-        (too_large, r"must have at most rank 16 \(max_lora_rank\), got 17"),
+        (too_large, "must have at most rank 16 (max_lora_rank), got 17"),
         (
             LoRARequest("rank1", good.lora_int_id, str(ADAPTERS / "rank3_mlp")),
-            "`lora_int_id` must be another number .*got 1",
+            "`lora_int_id` must be another number for lora_name 'rank1'",
         ),
         (LoRARequest("other name", good.lora_int_id, good.lora_path), "is the adapter 'rank1'"),
     ):
-        with pytest.raises(ValueError, match=part.replace("(", ".")) as caught:
+        with pytest.raises(ValueError, match=re.escape(part)) as caught:
             engine.add_request("bad", [5, -1], SamplingParams(), lora_request=request)  # pyright: ignore
-        assert "prompt_token_ids[1] is -1" in str(caught.value)
-        assert part in str(caught.value)
+        assert re.search(r"`prompt_token_ids\[1\]` must be .*got -1", str(caught.value))
     for bad in (("", 1, "x"), ("x", 0, "x"), ("x", 1, "")):
         with pytest.raises(ValueError, match="lora_"):
             LoRARequest(*bad)

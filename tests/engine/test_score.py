@@ -104,8 +104,8 @@ def test_forced_tokens_are_the_output_until_they_end(llm: LLM) -> None:
             ([[1, 2]], [1, 1]),
             r"`num_prompt_tokens` must be an integer or a list of 1 integers, got \[1, 1\]",
         ),
-        (([[1, 2], [1, 999]],), r"token_lists\[1\]: a token id of forced_token_ids is 999"),
-        (([[1] * 65],), r"the number of tokens of token_lists\[0\] is 65"),
+        (([[1, 2], [1, 999]],), r"token_lists\[1\]: each token id in `forced_token_ids` must be .*got 999"),
+        (([[1] * 65],), r"the length of `token_lists\[0\]` must be an integer in \[2, 64\], got 65"),
     ],
 )
 def test_texts_that_are_not_scored(llm: LLM, arguments: Any, message: str) -> None:

@@ -281,17 +281,20 @@ def test_penalties_that_forget_drafts_are_noticed(checkpoint: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("ngram", "None, or a dict"),
-        ({"methods": "ngram"}, "a dict with some of method"),
+        ("ngram", "`speculative_config` must be None or a dict with some of the keys method, .*got 'ngram'"),
+        ({"methods": "ngram"}, "a dict with some of the keys method, .*did you mean 'method'"),
         ({"method": "medusa"}, "`method` must be .*got 'medusa'"),
-        ({"method": "draft_model"}, "the name or folder of a model that drafts"),
-        ({"method": "ngram", "model": "pagelet"}, "None, as 'ngram' needs none"),
+        ({"method": "draft_model"}, "`model` must be the name or folder of a draft model, got None"),
+        ({"method": "ngram", "model": "pagelet"}, "`model` must be None with method='ngram', got 'pagelet'"),
         ({"num_speculative_tokens": 0}, "`num_speculative_tokens` must be .*got 0"),
         (
             {"num_speculative_tokens": True, "adaptive": 1},
-            "(?s)num_speculative_tokens is True.*adaptive is 1",
+            "(?s)`num_speculative_tokens` must be .*got True.*`adaptive` must be .*got 1",
         ),
-        ({"prompt_lookup_min": 5}, "at least prompt_lookup_min, 5"),
+        (
+            {"prompt_lookup_min": 5},
+            "`prompt_lookup_max` must be at least prompt_lookup_min, which is 5, got 4",
+        ),
     ],
 )
 def test_bad_settings(config: Any, message: str) -> None:

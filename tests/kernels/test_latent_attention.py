@@ -137,7 +137,11 @@ def test_arguments_that_do_not_fit() -> None:
     q, k = jnp.zeros((1, 2, 8)), jnp.zeros((1, 1, 8))
     table, one = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
     attend = functools.partial(ops.paged_decode, scale=1.0)
-    for pool, value_dim, allowed in ((latents, None, "1, 8"), (latents, 9, "1, 8"), (both, 4, "None")):
+    for pool, value_dim, allowed in (
+        (latents, None, r"an integer in \[1, 8\]"),
+        (latents, 9, r"an integer in \[1, 8\]"),
+        (both, 4, "None"),
+    ):
         with pytest.raises(ValueError, match=f"`value_dim` must be {allowed}.*got {value_dim}"):
             attend(q, pool, table, one, value_dim=value_dim)
     with pytest.raises(ValueError, match=r"`v` must be None .*got an array \(1, 1, 8\)"):

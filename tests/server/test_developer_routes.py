@@ -121,7 +121,11 @@ def test_what_is_wrong_is_refused(client: httpx.Client) -> None:
     assert not is_sleeping(client)
     assert client.post("/sleep").status_code == 200
     refused(client.post("/sleep"), "must be called while nothing sleeps")
-    refused(client.post("/wake_up?tags=pool&tags=7"), "a tag is 'pool'", "a tag is '7'")
+    refused(
+        client.post("/wake_up?tags=pool&tags=7"),
+        "each of `tags` must be 'weights' or 'kv_cache', got 'pool'",
+        "got '7'",
+    )
     assert is_sleeping(client)
     assert client.post("/wake_up").status_code == 200
     assert text_of(client) == before

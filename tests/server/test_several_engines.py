@@ -162,10 +162,10 @@ def test_an_engine_that_dies_ends_the_others(two: Served, engine: ReplicatedEngi
 
 
 def test_what_several_engines_can_t_do_is_the_client_s_error(two: Served) -> None:
-    for route in ("sleep", "wake_up"):
+    for route, what in (("sleep", "sleep"), ("wake_up", "wake up")):
         answer = two.client.post(f"../{route}")
         assert answer.status_code == 400
-        assert "`data_parallel_size` must be 1 to, got 2" in answer.text
+        assert f"`data_parallel_size` must be 1 to {what}, got 2" in answer.text
     answer = two.client.post("../update_weights", json={"model_path": "/"})
     assert (answer.status_code, "must be 1 to update weights" in answer.text) == (400, True)
     assert two.client.get("../is_sleeping").json() == {"is_sleeping": False}
