@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -216,15 +217,15 @@ def test_nothing_is_left_running() -> None:
     [
         (["--ray", "0"], "`ray` must be an integer of at least 1, got 0"),
         (["--ray", "1", "--developer-routes"], "`developer_routes` must be False with Ray, got True"),
-        (["--ray", "999"], "`ray` must be up to, got 999"),
-        (["--ray", "1", "--host", "0.0.0.0"], "got '0.0.0.0', which others can reach"),
+        (["--ray", "999"], "`ray` must be at most .*, got 999"),
+        (["--ray", "1", "--host", "0.0.0.0"], "`host` must be .*got '0.0.0.0', which others can reach"),
     ],
 )
 def test_bad_options_end_it_with_one_line(options: list[str], message: str) -> None:
     command = [sys.executable, str(ROOT / "serve.py"), "--port", "0", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
     assert done.returncode == 1
-    assert f"jax-paged: {message}" in done.stderr
+    assert re.search(f"jax-paged: {message}", done.stderr)
 
 
 def test_a_port_that_is_taken_ends_it_before_ray_starts(cluster: Cluster) -> None:
