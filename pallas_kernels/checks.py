@@ -85,10 +85,11 @@ def check_attention(q: Array, kv_pages: Array, block_tables: Array, context_lens
             f"the shape of `q` must be [rows, a multiple of {kv_heads} heads, {head_dim}] with `kv_pages` of "
             f"shape {kv_pages.shape}, got {q.shape}"
         )
-    allowed = "one of float32, bfloat16, float16" if is_quantized(kv_pages) else str(kv_pages.dtype)
-    if str(q.dtype) not in allowed.split(", "):
+    allowed = ("float32", "bfloat16", "float16") if is_quantized(kv_pages) else (str(kv_pages.dtype),)
+    if str(q.dtype) not in allowed:
+        choice = f"one of {', '.join(allowed)}" if len(allowed) > 1 else allowed[0]
         raise ValueError(
-            f"the dtype of `q` must be {allowed} with `kv_pages` of {kv_pages.dtype}, got {q.dtype}"
+            f"the dtype of `q` must be {choice} with `kv_pages` of {kv_pages.dtype}, got {q.dtype}"
         )
     if block_tables.ndim != 2 or 0 in block_tables.shape:
         raise ValueError(
