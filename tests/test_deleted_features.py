@@ -41,7 +41,7 @@ def test_the_rest_works_without_it(feature, tmp_path):
 
 
 def unrelated_tests(layer, feature):
-    """Returns the files of tests of a layer that do not use a feature, nor import a helper that imports it."""
+    """Returns the files of tests of a layer that neither use a feature nor import a helper that does."""
     words, module = FEATURES[feature], rf"features\.{feature}\b|features import .*\b{feature}\b"
     return [
         path
