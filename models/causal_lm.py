@@ -18,9 +18,9 @@ from jax_paged.models.attention import (
     value_dim_of,
     window_of,
 )
-from jax_paged.models.features.multimodal import ImageSpec, PatchSpec
 from jax_paged.models.forward_context import ForwardContext, MissingLayer, Module
 from jax_paged.models.hf_format import WeightTable
+from jax_paged.models.image_inputs import ImageSpec, PatchSpec
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.models.paged_attention import PagedKVCache, cross_attention, paged_attention
 from jax_paged.models.recurrent.recurrence import Rule, recur_dense, recur_paged

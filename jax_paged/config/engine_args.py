@@ -5,7 +5,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from jax_paged.arguments.command_line import add_options, values_of
 from jax_paged.arguments.ignored import IGNORED, ignores
@@ -13,11 +13,13 @@ from jax_paged.arguments.plain_values import make_plain
 from jax_paged.config.multimodal import ImageSettings, note_image_problems
 from jax_paged.config.parallel import note_problems
 from jax_paged.config.speculative import SpeculativeConfig
-from jax_paged.core.features.speculation.num_drafts import Speculation
 from jax_paged.core.kv_cache.cache_group import CacheGroup
+from jax_paged.core.speculation import Speculation
 from jax_paged.errors import Problems, check, check_choice, check_int, check_number
-from jax_paged.models.features.pooling import PoolingSpec
 from jax_paged.pooling_params import PoolerConfig
+
+if TYPE_CHECKING:
+    from jax_paged.models.features.pooling import PoolingSpec
 
 AttentionBackend = Literal["auto", "native", "pallas", "pallas_interpret", "xla"]
 MatmulBackend = Literal["auto", "onednn", "xla"]
@@ -406,7 +408,7 @@ class EngineConfig:
     capturing: frozenset[str] = frozenset()
     logits_processors: Mapping[str, int] = dataclasses.field(default_factory=dict)
     stateful: frozenset[str] = frozenset()
-    pooling: PoolingSpec | None = None
+    pooling: "PoolingSpec | None" = None
     speculation: Speculation | None = None
     max_loras: int = 0
     max_lora_rank: int = 0

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from jax_paged.arguments.suggestions import suggestions
 from jax_paged.errors import check, check_int, check_number
-from jax_paged.models.features.multimodal import ImageSpec, PatchSpec
+from jax_paged.models.image_inputs import ImageSpec, PatchSpec
 
 MAX_IMAGES = 8
 # What may be said of how images are made smaller: of patches, and of tiles.

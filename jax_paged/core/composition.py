@@ -18,9 +18,9 @@ from jax_paged.core.features.lora import AdapterSlots
 from jax_paged.core.features.multi_step import MultiStepPlanner
 from jax_paged.core.features.speculation import draft_planner
 from jax_paged.core.features.speculation.draft_planner import DraftPlanner
-from jax_paged.core.features.speculation.num_drafts import Speculation
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.sequence import SequenceGroup
+from jax_paged.core.speculation import Speculation
 from jax_paged.core.stop_conditions import StopConditions
 
 

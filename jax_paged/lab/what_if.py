@@ -10,12 +10,12 @@ import numpy as np
 from jax_paged.arguments.shown_values import one_of
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.codec import request_of_values
-from jax_paged.core.features.speculation.num_drafts import Speculation
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceGroup, SequenceStatus
+from jax_paged.core.speculation import Speculation
 from jax_paged.errors import ArgumentError, check, check_int
 
 STEP = np.dtype(

@@ -28,8 +28,8 @@ from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.features.hooks import Hook, at_paths, check_hooks, reading
 from jax_paged.models.features.hooks import num_columns as num_hook_columns
 from jax_paged.models.features.lora.layers import LoraLayout
-from jax_paged.models.features.multimodal import ImageSpec, PatchSpec
 from jax_paged.models.features.pooling import PoolingSpec
+from jax_paged.models.image_inputs import ImageSpec, PatchSpec
 from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.compilation.buckets import Bucket
@@ -59,7 +59,13 @@ from jax_paged.worker.features.multimodal.image_encoder import (
 )
 from jax_paged.worker.features.multimodal.mrope import fill_mrope, mrope_positions
 from jax_paged.worker.features.pooling.encoder_runner import EncoderRunner, is_encoder
-from jax_paged.worker.features.pooling.pooler import PendingPooled, PlannedPooling, PoolProgram, plan_pooling
+from jax_paged.worker.features.pooling.pooler import (
+    PendingPooled,
+    PlannedPooling,
+    PoolProgram,
+    plan_pooling,
+    pooling_of,
+)
 from jax_paged.worker.features.prompt_logprobs import (
     PendingPromptLogprobs,
     PromptLogprobsProgram,
@@ -70,12 +76,12 @@ from jax_paged.worker.features.speculation.drafter import Drafter, observe, prop
 from jax_paged.worker.features.speculation.load_drafter import load_drafter
 from jax_paged.worker.features.speculation.verification import accept, drafts_before
 from jax_paged.worker.features.user_functions import host_processors, logits_processors
-from jax_paged.worker.features.user_functions.hook_captures import PendingCaptures, plan_captures
+from jax_paged.worker.features.user_functions.hook_captures import PendingCaptures, check_order, plan_captures
 from jax_paged.worker.features.user_functions.logits_processors import LogitsProcessor, check_processors
 from jax_paged.worker.features.user_functions.processor_states import KeptStates, fill_processor_args
 from jax_paged.worker.input_batch import InputBatch, SlotChanges
 from jax_paged.worker.kv_cache import KVCacheLayout
-from jax_paged.worker.loading.weights import check_order, outline_of, pooling_of
+from jax_paged.worker.loading.weights import outline_of
 from jax_paged.worker.sampling.logits_rows import LogitsRows
 from jax_paged.worker.sampling.sampler import SamplingBatch
 from jax_paged.worker.traced_step import DrawnTokens, ModuleEdits, TracedStep, decode, with_last_tokens

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, UInt8
 from jax_paged.models.families.llama import WEIGHT_TABLE as LLAMA_TABLE
 from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
 from jax_paged.models.families.siglip import SiglipConfig, SiglipEncoder, position_ids
-from jax_paged.models.features.multimodal import ImageSpec
 from jax_paged.models.forward_context import ForwardContext
 from jax_paged.models.hf_format import ConfigReader, WeightTable
+from jax_paged.models.image_inputs import ImageSpec
 from jax_paged.models.layers import Linear
 from jax_paged.models.quantization.config import read_quantization
 

@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int, UInt8
 from jax_paged.models.families.llama import WEIGHT_TABLE as LLAMA_TABLE
 from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
 from jax_paged.models.families.qwen3_vision import Qwen3VisionConfig, Qwen3VisionEncoder
-from jax_paged.models.features.multimodal import PatchSpec
 from jax_paged.models.forward_context import Attend, ForwardContext
 from jax_paged.models.hf_format import ConfigReader, WeightTable, of_text_model
+from jax_paged.models.image_inputs import PatchSpec
 from jax_paged.models.quantization.config import read_quantization
 from jax_paged.models.rope import rope_values
 

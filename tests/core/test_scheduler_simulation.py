@@ -17,13 +17,13 @@ from helpers.toy_device import (
 )
 
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.features.speculation.num_drafts import Speculation
 from jax_paged.core.kv_cache import block_pool, prefix_cache
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.model_runner_output import TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
+from jax_paged.core.speculation import Speculation
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 MAX_MODEL_LEN = 60

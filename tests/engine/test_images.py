@@ -41,8 +41,8 @@ from jax_paged.engine.features.multimodal.image_reader import (
 from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.models.families.idefics3 import Idefics3Config
-from jax_paged.models.features.multimodal import ImageSpec
 from jax_paged.models.hf_format import ConfigReader
+from jax_paged.models.image_inputs import ImageSpec
 from jax_paged.worker.features.multimodal.image_encoder import EncodeImagesProgram, ImageEncoder
 
 FIXTURES = Path(__file__).parents[1] / "models" / "image_fixtures"

@@ -22,7 +22,7 @@ from jax_paged.engine.features.multimodal import image_reader
 from jax_paged.engine.features.multimodal.image_reader import ImageReader
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.models.families.qwen3_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from jax_paged.models.features.multimodal import MAX_PATCHES, ImageSpec, Patches, PatchSpec
+from jax_paged.models.image_inputs import MAX_PATCHES, ImageSpec, Patches, PatchSpec
 from jax_paged.worker import input_batch
 from jax_paged.worker.features.multimodal.image_encoder import (
     EncodePatchesProgram,

@@ -28,7 +28,7 @@ from helpers.windowed_model import write_windowed_checkpoint
 from safetensors.numpy import load_file, save_file
 
 from jax_paged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
-from jax_paged.core.features.speculation.num_drafts import Speculation
+from jax_paged.core.speculation import Speculation
 from jax_paged.lab.recording import replay
 from jax_paged.outputs import RequestOutput
 from jax_paged.worker.composition import TracedFeatures

@@ -9,7 +9,7 @@ from helpers.steps import make_output, make_row, new_sequence
 
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.sequence import StandIn
-from jax_paged.models.features.multimodal import Tile
+from jax_paged.models.image_inputs import Tile
 from jax_paged.worker.batch_builder import BatchBuilder
 from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.composition import StepFields

@@ -6,13 +6,15 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax_paged.config.engine_args import EngineArgs, EngineConfig
-from jax_paged.core.features.speculation.num_drafts import Speculation
 from jax_paged.core.kv_cache.cache_group import CacheGroup, blocks_of
+from jax_paged.core.speculation import Speculation
 from jax_paged.errors import ArgumentError, check, check_int
-from jax_paged.models.features.pooling import PoolingSpec
+
+if TYPE_CHECKING:
+    from jax_paged.models.features.pooling import PoolingSpec
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class ModelFacts:
     eos_token_ids: frozenset[int]
     sampling_defaults: dict[str, Any]
     decoder_start_token_id: int | None = None
-    pooling: PoolingSpec | None = None
+    pooling: "PoolingSpec | None" = None
     state_bytes: int = 0
     draft_cost: float = 0.0
 

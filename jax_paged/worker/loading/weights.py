@@ -15,9 +15,7 @@ from jaxtyping import Array
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.errors import check, check_choice
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.checkpoint import read_config, resolve_model_dir
-from jax_paged.models.features.hooks import Hook
-from jax_paged.models.features.pooling import PoolingSpec, read_pooling
+from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.forward_context import Module
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.models.loading.new_weights import NewWeights, with_weights
@@ -102,23 +100,6 @@ def check_stages(model: LanguageModel, num_stages: int) -> None:
         check(False, "pipeline_parallel_size", num_stages, str(error))
 
 
-def check_order(model: LanguageModel, hooks: Sequence[Hook], grid: DeviceGrid) -> None:
-    """Checks that devices have the output of hooked modules in its own order.
-
-    Raises:
-        ValueError: If one is in the order of the devices.
-    """
-    for hook in hooks:
-        module = {".".join(map(str, path)): m for path, m in nnx.iter_modules(model)}.get(hook.path)
-        if isinstance(module, Linear):
-            order = grid.columns(module.split)[-1]
-            allowed = (
-                f"a module whose outputs are in order on {grid.num_devices} devices, and no fused projection "
-                "or one to fewer heads than devices"
-            )
-            check(order is None, "path", hook.path, allowed)
-
-
 def check_divided(model: LanguageModel, grid: DeviceGrid) -> None:
     """Checks that the devices of a grid can share a model.
 
@@ -133,26 +114,6 @@ def check_divided(model: LanguageModel, grid: DeviceGrid) -> None:
             problems.setdefault(str(error), ".".join(map(str, path)))
     allowed = ", ".join(f"{what} ({path})" for what, path in problems.items())
     check(not problems, "tensor_parallel_size", grid.num_devices, allowed)
-
-
-def pooling_of(args: EngineArgs, loaded: LoadedModel, *, is_own: bool) -> PoolingSpec | None:
-    """Returns what the model that an engine serves makes of texts; None if it only draws tokens.
-
-    Raises:
-        ValueError: If it can't be what the arguments ask for.
-    """
-    folder = resolve_model_dir(args.model) if is_own else None
-    overrides = args.hf_overrides or {}
-    pooler = args.pooler
-    return read_pooling(
-        folder,
-        dict(overrides) if folder is None else read_config(folder, overrides),
-        loaded.architecture,
-        loaded.config.hidden_size,
-        pools={"pooling": True, "generate": False}.get(args.runner),
-        pooling_type=pooler.pooling_type,
-        normalize=pooler.normalize if pooler.use_activation is None else pooler.use_activation,
-    )
 
 
 def packed[M: nnx.Module](model: M, *, in_place: bool) -> M:

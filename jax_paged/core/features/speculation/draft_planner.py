@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.features.speculation.acceptance import MIN_RATE, DraftState, num_equal, verified_drafts
-from jax_paged.core.features.speculation.num_drafts import Speculation, chosen_drafts, chosen_length
+from jax_paged.core.features.speculation.num_drafts import chosen_drafts, chosen_length
 from jax_paged.core.features.speculation.probing import ProbingPolicy, has_turn, is_few
 from jax_paged.core.features.speculation.step_times import StepTimes
 from jax_paged.core.model_runner_output import NO_TOKEN, ModelRunnerOutput
@@ -14,6 +14,7 @@ from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.result_updater import NewTokens
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.core.speculation import Speculation
 from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.stop_conditions import StopConditions
 

@@ -1,8 +1,9 @@
 """How long steps take, with drafts and without, as the scheduler sees it: by the times that it is told."""
 
-from jax_paged.core.features.speculation.num_drafts import Speculation, padded
+from jax_paged.core.features.speculation.num_drafts import padded
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.speculation import Speculation
 
 # The weight of the newest time, how many times the mean it counts at most, and how many make a mean, which
 # begins with the least of them.

@@ -24,7 +24,7 @@ from jax_paged.core.sequence import StandIn
 from jax_paged.engine.features.multimodal.image_fetch import fetched
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, check, check_int
-from jax_paged.models.features.multimodal import MAX_PATCHES, ImageSpec, Patches, PatchSpec, Tile
+from jax_paged.models.image_inputs import MAX_PATCHES, ImageSpec, Patches, PatchSpec, Tile
 
 if TYPE_CHECKING:
     from PIL.Image import Image

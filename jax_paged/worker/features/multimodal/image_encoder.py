@@ -16,7 +16,7 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.errors import check
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import read_config, resolve_model_dir
-from jax_paged.models.features.multimodal import MAX_PATCHES, ImageSpec, Patches, PatchSpec, Tile
+from jax_paged.models.image_inputs import MAX_PATCHES, ImageSpec, Patches, PatchSpec, Tile
 from jax_paged.models.registry import IMAGE_MODELS, get_architecture
 from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.compilation.programs import Program, TraceContext

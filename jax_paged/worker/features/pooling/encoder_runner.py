@@ -25,11 +25,11 @@ from jax_paged.models.registry import POOLING_MODELS, get_architecture
 from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.compilation.compiler import CompiledPrograms, trim_heap, use_persistent_cache
 from jax_paged.worker.compilation.programs import Program, TraceContext
-from jax_paged.worker.features.pooling.pooler import HIDDEN, POOLED
+from jax_paged.worker.features.pooling.pooler import HIDDEN, POOLED, pooling_of
 from jax_paged.worker.kv_cache import KVCacheLayout
 from jax_paged.worker.loading.mesh import choose_products, device_grids
 from jax_paged.worker.loading.resolve_config import ModelFacts, resolve_config
-from jax_paged.worker.loading.weights import ServedWeights, load, pooling_of
+from jax_paged.worker.loading.weights import ServedWeights, load
 from jax_paged.worker.sampling.sampler import SamplerOptions
 
 if TYPE_CHECKING:

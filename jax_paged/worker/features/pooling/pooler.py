@@ -10,13 +10,37 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jax_paged.config.engine_args import EngineArgs
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.models.checkpoint import read_config, resolve_model_dir
+from jax_paged.models.features.pooling import PoolingSpec, read_pooling
+from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.compilation.programs import Program, TraceContext
 from jax_paged.worker.input_batch import InputBatch
 
 # What is captured of a row, by name: its sum of hidden states, or all of them.
 POOLED, HIDDEN = "pooled", "hidden"
+
+
+def pooling_of(args: EngineArgs, loaded: LoadedModel, *, is_own: bool) -> PoolingSpec | None:
+    """Returns what the model that an engine serves makes of texts; None if it only draws tokens.
+
+    Raises:
+        ValueError: If it can't be what the arguments ask for.
+    """
+    folder = resolve_model_dir(args.model) if is_own else None
+    overrides = args.hf_overrides or {}
+    pooler = args.pooler
+    return read_pooling(
+        folder,
+        dict(overrides) if folder is None else read_config(folder, overrides),
+        loaded.architecture,
+        loaded.config.hidden_size,
+        pools={"pooling": True, "generate": False}.get(args.runner),
+        pooling_type=pooler.pooling_type,
+        normalize=pooler.normalize if pooler.use_activation is None else pooler.use_activation,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,36 @@
-"""Values captured by hooks: their transfer to the host, by row of a step."""
+"""Hooks of modules: which modules they fit, and the transfer of the values that they capture to the host."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from flax import nnx
 from jaxtyping import Array
 
 from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.errors import check
+from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.models.features.hooks import Hook
+from jax_paged.models.layers import Linear
+from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.worker.input_batch import InputBatch
+
+
+def check_order(model: LanguageModel, hooks: Sequence[Hook], grid: DeviceGrid) -> None:
+    """Checks that devices have the output of hooked modules in its own order.
+
+    Raises:
+        ValueError: If one is in the order of the devices.
+    """
+    for hook in hooks:
+        module = {".".join(map(str, path)): m for path, m in nnx.iter_modules(model)}.get(hook.path)
+        if isinstance(module, Linear):
+            order = grid.columns(module.split)[-1]
+            allowed = (
+                f"a module whose outputs are in order on {grid.num_devices} devices, and no fused projection "
+                "or one to fewer heads than devices"
+            )
+            check(order is None, "path", hook.path, allowed)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
