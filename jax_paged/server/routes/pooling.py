@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -18,12 +19,11 @@ from jax_paged.errors import check, check_int
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.pooling_params import PoolingParams, PoolingTask
-from jax_paged.server.generation_call import GenerationCall
 from jax_paged.server.http.event_stream import until_gone
 from jax_paged.server.protocol.parts import Integer
 from jax_paged.server.protocol.requests import Body, Prompts, within
 from jax_paged.server.protocol.responses import ApiError, json_response, usage
-from jax_paged.server.routes.generation import TextRoutes, bad_input, check_model, client_of
+from jax_paged.server.routes.generation import TextRoutes, bad_input, check_model
 
 _MAX_TEXTS = 2048  # of a request, as OpenAI's API has it
 _Texts = Annotated[
@@ -210,14 +210,16 @@ class PoolingRoutes(TextRoutes):
             check(bool(prompts), body.prompt_field, prompts, "at least one text")
             check_int(body.prompt_field, len(prompts), 1, most, aspect="the number of prompts in")
             texts = [list(p) if isinstance(p, tuple) else p for p in prompts]
-            checked = await self._texts.read(texts, self._check_all, prompts, params, body.priority or 0)
+            checked = await self._texts.read(
+                texts, lambda: self._check_all(prompts, params, body.priority or 0)
+            )
         found = await until_gone(request.receive, self._run(checked, params, request))
         if found is None:
             raise ApiError("the client has left", status=499)
         return found
 
     def _check_all(
-        self, prompts: list[Prompt | tuple[str, str]], params: PoolingParams, priority: int
+        self, prompts: Sequence[Prompt | tuple[str, str]], params: PoolingParams, priority: int
     ) -> list[CheckedRequest]:
         engine = self._engine.engine
         requests = []
@@ -234,8 +236,8 @@ class PoolingRoutes(TextRoutes):
         def pooled(_: int, __: CompletionOutput, output: RequestOutput) -> Any:
             return _Pooled(output, self._engine.engine.input_processor.pooling.data_of(output, params))
 
-        head, record = {"id": f"pool-{uuid.uuid4().hex}"}, request.state.record
-        call = GenerationCall(requests, 1, head, pooled, record, client_of(request), counts_output=False)
+        head = {"id": f"pool-{uuid.uuid4().hex}"}
+        call = self._call(request, requests, head, pooled, counts_output=False)
         try:
             return (await self._runner.answer(call))["choices"]
         except ValueError as error:
