@@ -13,13 +13,18 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jax_paged.models.families.llama import LlamaConfig, LlamaDecoderLayer, LlamaMLP
+from jax_paged.models.families.llama import WEIGHT_TABLE, LlamaConfig, LlamaDecoderLayer, LlamaMLP
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.layers import ACTIVATIONS, Linear, normal, parameter
 from jax_paged.models.parallel.sharding import TENSOR, Split, Units, even
 from jax_paged.models.quantization.quantized_linear import KernelStack, QuantizedWeight
 from jax_paged.pallas_kernels import grouped_loop
+
+# Llama's table, and experts each of which the checkpoint holds alone.
+EXPERT_TABLE = WEIGHT_TABLE.with_names(
+    (r"layers\.(\d+)\.mlp\.experts\.(\w+)", r"model.layers.\1.mlp.experts.{}.\2.weight")
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

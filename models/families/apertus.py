@@ -90,8 +90,6 @@ class ApertusForCausalLM(LlamaForCausalLM):
 
     config_class: ClassVar[type[LlamaConfig]] = ApertusConfig
     layer_class: ClassVar[Callable[..., Module]] = ApertusDecoderLayer
-    weight_table: ClassVar[WeightTable] = dataclasses.replace(
-        TABLE,
-        rows=((r"layers\.(\d+)\.mlp\.act_fn\.(\w+)", r"model.layers.\1.mlp.act_fn.\2", False), *TABLE.rows),
-        ignored=rf"{TABLE.ignored}|model\.layers\.\d+\.mlp\.act_fn\.eps",
+    weight_table: ClassVar[WeightTable] = TABLE.with_names(
+        ignored=rf"{TABLE.ignored}|model\.layers\.\d+\.mlp\.act_fn\.eps"
     )

@@ -1,6 +1,5 @@
 """Layers, MLPs and norms in which several relatives of Llama differ from it in the same way."""
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping
@@ -23,12 +22,10 @@ def renamed(names: Mapping[str, str]) -> WeightTable:
     Args:
         names: The checkpoint's name of each of these modules, such as {"mlp.up_proj": "mlp.c_fc"}.
     """
-    rows = []
-    for ours, theirs in names.items():
-        path, key = rf"layers\.(\d+)\.{re.escape(ours)}", rf"model.layers.\1.{theirs}"
-        rows += [(rf"{path}\.kernel", f"{key}.weight", True), (rf"{path}\.scale", f"{key}.weight", False)]
-        rows += [(rf"{path}\.bias", f"{key}.bias", False)]
-    return dataclasses.replace(WEIGHT_TABLE, rows=(*rows, *WEIGHT_TABLE.rows))
+    rows = (
+        (rf"layers\.(\d+)\.{re.escape(ours)}", rf"model.layers.\1.{theirs}") for ours, theirs in names.items()
+    )
+    return WEIGHT_TABLE.with_names(*rows)
 
 
 class PostNormDecoderLayer(LlamaDecoderLayer):

@@ -27,7 +27,6 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.models.attention import KVCacheSpec, LatentAttentionSpec
 from jax_paged.models.families.llama import (
-    WEIGHT_TABLE,
     LlamaConfig,
     LlamaDecoderLayer,
     LlamaForCausalLM,
@@ -36,7 +35,7 @@ from jax_paged.models.families.llama import (
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import Linear, RMSNorm, normal, parameter
-from jax_paged.models.moe import Experts, MoeConfig, RoutedTokens, Router
+from jax_paged.models.moe import EXPERT_TABLE, Experts, MoeConfig, RoutedTokens, Router
 from jax_paged.models.parallel.sharding import even
 from jax_paged.models.quantization.quantized_linear import QuantizedWeight
 from jax_paged.models.rope import Rope, rope_values, yarn_score_factor
@@ -309,23 +308,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     config: DeepseekV2Config
     config_class: ClassVar[type[LlamaConfig]] = DeepseekV2Config
     layer_class: ClassVar[Callable[..., Module]] = DeepseekDecoderLayer
-    weight_table: ClassVar[WeightTable] = dataclasses.replace(
-        WEIGHT_TABLE,
-        rows=(
-            (
-                r"layers\.(\d+)\.self_attn\.(\w+_layernorm)\.scale",
-                r"model.layers.\1.self_attn.\2.weight",
-                False,
-            ),
-            (r"layers\.(\d+)\.mlp\.experts\.(\w+)", r"model.layers.\1.mlp.experts.{}.\2.weight", True),
-            (
-                r"layers\.(\d+)\.mlp\.shared_experts\.(\w+)\.kernel",
-                r"model.layers.\1.mlp.shared_experts.\2.weight",
-                True,
-            ),
-            *WEIGHT_TABLE.rows,
-        ),
-    )
+    weight_table: ClassVar[WeightTable] = EXPERT_TABLE
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         c = self.config

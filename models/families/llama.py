@@ -25,17 +25,7 @@ from jax_paged.models.quantization.config import STORED_METHODS, read_quantizati
 from jax_paged.models.rope import Rope, max_positions, read_rope, rope_values
 
 WEIGHT_TABLE = WeightTable(
-    rows=(
-        (r"embed_tokens\.embedding", r"model.embed_tokens.weight", False),
-        (r"layers\.(\d+)\.(\w+_layernorm)\.scale", r"model.layers.\1.\2.weight", False),
-        (r"layers\.(\d+)\.(\w+_layernorm)\.bias", r"model.layers.\1.\2.bias", False),
-        (r"layers\.(\d+)\.self_attn\.([qk]_norm)\.scale", r"model.layers.\1.self_attn.\2.weight", False),
-        (r"layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.kernel", r"model.layers.\1.\2.\3.weight", True),
-        (r"layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.bias", r"model.layers.\1.\2.\3.bias", False),
-        (r"norm\.scale", r"model.norm.weight", False),
-        (r"norm\.bias", r"model.norm.bias", False),
-        (r"lm_head\.kernel", r"lm_head.weight", True),
-    ),
+    names=((r"lm_head", "lm_head"),),
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
     prefix="model.",

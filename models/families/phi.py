@@ -52,12 +52,4 @@ class PhiForCausalLM(LlamaForCausalLM):
     layer_class: ClassVar[Callable[..., Module]] = PhiDecoderLayer
     norm_class: ClassVar[Callable[..., Any]] = LayerNorm
     has_head_bias: ClassVar[bool] = True
-    weight_table: ClassVar[WeightTable] = dataclasses.replace(
-        renamed(LAYER_NAMES),
-        rows=(
-            (r"norm\.scale", r"model.final_layernorm.weight", False),
-            (r"norm\.bias", r"model.final_layernorm.bias", False),
-            (r"lm_head\.bias", r"lm_head.bias", False),
-            *renamed(LAYER_NAMES).rows,
-        ),
-    )
+    weight_table: ClassVar[WeightTable] = renamed(LAYER_NAMES).with_names((r"norm", "model.final_layernorm"))

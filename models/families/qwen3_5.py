@@ -27,17 +27,8 @@ from jax_paged.models.parallel.sharding import even, repeated
 from jax_paged.models.recurrent.delta_rule import GatedDeltaRule
 from jax_paged.models.recurrent.recurrence import Convolution
 
-_NET = r"layers\.(\d+)\.linear_attn\."
-WEIGHT_TABLE = dataclasses.replace(
-    LLAMA_TABLE,
-    rows=(
-        (_NET + r"(A_log|dt_bias)", r"model.layers.\1.linear_attn.\2", False),
-        (_NET + r"(conv1d)", r"model.layers.\1.linear_attn.\2.weight", False),
-        (_NET + r"norm\.scale", r"model.layers.\1.linear_attn.norm.weight", False),
-        (_NET + r"(\w+)\.kernel", r"model.layers.\1.linear_attn.\2.weight", True),
-        *LLAMA_TABLE.rows,
-    ),
-    ignored=r"mtp\..*|model\.visual\..*",
+WEIGHT_TABLE = LLAMA_TABLE.with_names(
+    (r"(layers\.\d+\.linear_attn\.conv1d)", r"model.\1.weight"), ignored=r"mtp\..*|model\.visual\..*"
 )
 
 
