@@ -3,7 +3,7 @@
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -69,9 +69,7 @@ class UngatedMLP(Module):
 class UngatedDecoderLayer(LlamaDecoderLayer):
     """A Llama's layer with the MLP above."""
 
-    @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
-        return UngatedMLP
+    mlp_class: ClassVar[Callable[..., Module]] = UngatedMLP
 
 
 class UnbiasedLayerNorm(LayerNorm):

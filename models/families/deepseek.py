@@ -28,14 +28,13 @@ from jaxtyping import Array, Float, Int
 from jax_paged.models.attention import KVCacheSpec, LatentAttentionSpec
 from jax_paged.models.families.llama import (
     LlamaConfig,
-    LlamaDecoderLayer,
     LlamaForCausalLM,
     LlamaMLP,
 )
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import Linear, RMSNorm, normal, parameter
-from jax_paged.models.moe import EXPERT_TABLE, Experts, MoeConfig, RoutedTokens, Router
+from jax_paged.models.moe import EXPERT_TABLE, Experts, MoeConfig, MoeDecoderLayer, RoutedTokens, Router
 from jax_paged.models.parallel.sharding import even
 from jax_paged.models.quantization.quantized_linear import QuantizedWeight
 from jax_paged.models.rope import Rope, rope_values, yarn_score_factor
@@ -292,14 +291,11 @@ def of_best_groups(
     return jnp.where(is_best[..., None], groups, -jnp.inf).reshape(scores.shape)
 
 
-class DeepseekDecoderLayer(LlamaDecoderLayer):
+class DeepseekDecoderLayer(MoeDecoderLayer):
     """A Llama's layer with latent attention, and with experts where the config says so."""
 
     attention_class: ClassVar[Callable[..., Module]] = staticmethod(latent_attention)
-
-    @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
-        return DeepseekMoE if layer in config.moe_layers else LlamaMLP
+    moe_class: ClassVar[Callable[..., Module]] = DeepseekMoE
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):

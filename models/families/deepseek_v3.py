@@ -19,7 +19,7 @@ from jax_paged.models.families.deepseek import (
     DeepseekV2ForCausalLM,
     of_best_groups,
 )
-from jax_paged.models.families.llama import LlamaConfig, LlamaMLP
+from jax_paged.models.families.llama import LlamaConfig
 from jax_paged.models.forward_context import Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import Float32Param
@@ -85,9 +85,7 @@ class DeepseekV3MoE(DeepseekMoE):
 class DeepseekV3DecoderLayer(DeepseekDecoderLayer):
     """A DeepSeek-V2's layer with these experts."""
 
-    @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
-        return DeepseekV3MoE if layer in config.moe_layers else LlamaMLP
+    moe_class: ClassVar[Callable[..., Module]] = DeepseekV3MoE
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):

@@ -137,9 +137,7 @@ class GptOssDecoderLayer(MoeDecoderLayer):
 
     attention_class: ClassVar[Callable[..., Module]] = GptOssAttention
 
-    @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
-        return GptOssMLP
+    moe_class: ClassVar[Callable[..., Module]] = GptOssMLP
 
 
 class GptOssForCausalLM(LlamaForCausalLM):

@@ -39,10 +39,7 @@ class PhiDecoderLayer(ParallelDecoderLayer):
     """A parallel layer with another MLP and other norms."""
 
     norm_class: ClassVar[Callable[..., Module]] = LayerNorm
-
-    @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
-        return UngatedMLP
+    mlp_class: ClassVar[Callable[..., Module]] = UngatedMLP
 
 
 class PhiForCausalLM(LlamaForCausalLM):
