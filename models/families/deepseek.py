@@ -26,11 +26,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jax_paged.models.attention import KVCacheSpec, LatentAttentionSpec
-from jax_paged.models.families.llama import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaMLP,
-)
+from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM, LlamaMLP
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import Linear, RMSNorm, normal, parameter

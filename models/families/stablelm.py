@@ -9,12 +9,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from jax_paged.models.families.blocks import HeadsLayerNormAttention, ParallelDecoderLayer
-from jax_paged.models.families.llama import (
-    WEIGHT_TABLE,
-    LlamaConfig,
-    LlamaDecoderLayer,
-    LlamaForCausalLM,
-)
+from jax_paged.models.families.llama import WEIGHT_TABLE, LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from jax_paged.models.forward_context import Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import LayerNorm
