@@ -97,6 +97,18 @@ class ConfigReader:
             return ()
         return tuple(window if t == "sliding_attention" else None for t in types)
 
+    def layer_types(self, num_layers: int, default: Sequence[str], other: str) -> list[str]:
+        """Returns `layer_types`, each "full_attention", which at least one has, or another type."""
+        types = self.get("layer_types", list(default))
+        ok = isinstance(types, list) and len(types) == num_layers
+        ok = ok and set(types) <= {"full_attention", other} and "full_attention" in types
+        allowed = (
+            f"a list of {num_layers} items (num_hidden_layers), each 'full_attention' or '{other}', with "
+        )
+        return (
+            types if self.check(ok, "layer_types", types, f"{allowed}at least one 'full_attention'") else []
+        )
+
     def nested(self, name: str, values: Mapping[str, Any]) -> "ConfigReader":
         """Returns a reader of the values under `name`; it notes its problems in this reader."""
         return ConfigReader(values, f"{self._prefix}{name}.", self._problems, self.max_model_len)

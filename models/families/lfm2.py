@@ -68,14 +68,7 @@ class Lfm2Config(LlamaConfig):
         ok = isinstance(places, list) and all(isinstance(i, int) for i in places)
         places = places if read.check(ok, "full_attn_idxs", places, "a list of layers") else []
         types = ["full_attention" if i in places else "conv" for i in range(num_layers)]
-        types = read.get("layer_types", types)
-        ok = isinstance(types, list) and len(types) == num_layers
-        ok = ok and set(types) <= {"full_attention", "conv"} and "full_attention" in types
-        allowed = (
-            f"a list of {num_layers} items (num_hidden_layers), each 'full_attention' or 'conv', with at "
-        )
-        allowed += "least one 'full_attention'"
-        types = types if read.check(ok, "layer_types", types, allowed) else []
+        types = read.layer_types(num_layers, types, "conv")
         return fields | {
             "intermediate_size": cls._mlp_size(read, fields["intermediate_size"]),
             "rms_norm_eps": read.number("norm_eps", 1e-5),

@@ -69,12 +69,7 @@ class Qwen3_5Config(LlamaConfig):
         types = [
             "full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)
         ]
-        types = read.get("layer_types", types)
-        ok = isinstance(types, list) and len(types) == num_layers
-        ok = ok and set(types) <= {"full_attention", "linear_attention"} and "full_attention" in types
-        allowed = f"a list of {num_layers} items (num_hidden_layers), each 'full_attention' or "
-        allowed += "'linear_attention', with at least one 'full_attention'"
-        types = types if read.check(ok, "layer_types", types, allowed) else []
+        types = read.layer_types(num_layers, types, "linear_attention")
         key_heads = read.integer("linear_num_key_heads", 16)
         value_heads = read.integer("linear_num_value_heads", 32)
         allowed = f"a multiple of linear_num_key_heads, which is {key_heads}"
