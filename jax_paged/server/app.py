@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -154,12 +154,9 @@ class OpenAIServer:
             page = StatusPageRoutes(self.engine, self.metrics, self.model_name)
             app.get("/", include_in_schema=False)(page.page)
             app.get("/ui/state", include_in_schema=False)(page.state)
-        app.exception_handler(ApiError)(_on_api_error)
-        app.exception_handler(EngineDeadError)(_on_dead_engine)
-        app.exception_handler(EngineAsleepError)(_on_sleeping_engine)
-        app.exception_handler(RequestValidationError)(_on_validation_error)
         app.exception_handler(HTTPException)(_on_http_error)
-        app.exception_handler(Exception)(_on_any_error)
+        for error_class, to_api_error in _API_ERRORS.items():
+            app.exception_handler(error_class)(_answer_with(to_api_error))
         describe(app, information.version_name)
         app.get("/docs", include_in_schema=False)(lambda: docs_page(app.openapi()))
         routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
@@ -182,20 +179,22 @@ class OpenAIServer:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-async def _on_api_error(_: Request, error: Any) -> Response:
-    return error.response()
+_API_ERRORS: dict[type[Exception], Callable[[Any], ApiError]] = {
+    ApiError: lambda error: error,
+    EngineDeadError: lambda error: ApiError(str(error), status=503),
+    EngineAsleepError: asleep_error,
+    RequestValidationError: lambda error: validation_error(error.errors()),
+    Exception: lambda error: ApiError(str(error) or repr(error), status=500),
+}
 
 
-async def _on_dead_engine(_: Request, error: Any) -> Response:
-    return ApiError(str(error), status=503).response()
+def _answer_with(to_api_error: Callable[[Any], ApiError]) -> Callable[[Request, Any], Awaitable[Response]]:
+    """Returns a handler of exceptions that clients get as errors of the API."""
 
+    async def handle(_: Request, error: Any) -> Response:
+        return to_api_error(error).response()
 
-async def _on_sleeping_engine(_: Request, error: Any) -> Response:
-    return asleep_error(error).response()
-
-
-async def _on_validation_error(_: Request, error: Any) -> Response:
-    return validation_error(error.errors()).response()
+    return handle
 
 
 async def _on_http_error(request: Request, error: Any) -> Response:
@@ -206,7 +205,3 @@ async def _on_http_error(request: Request, error: Any) -> Response:
         headers["Allow"] += ", HEAD"
     response.headers.update(headers)
     return response
-
-
-async def _on_any_error(_: Request, error: Exception) -> Response:
-    return ApiError(str(error) or repr(error), status=500).response()

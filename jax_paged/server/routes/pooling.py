@@ -121,20 +121,14 @@ class PoolingRoutes(TextRoutes):
     async def embeddings(self, body: EmbeddingRequest, request: Request) -> Response:
         """POST /v1/embeddings: an embedding per text."""
         found = await self._pooled("embed", body, body.input, request)
-        data = [
-            {"object": "embedding", "index": i, "embedding": _encoded(pooled.data, body.encoding_format)}
-            for i, pooled in enumerate(found)
-        ]
-        return self._listed("embd", data, found)
+        encoded = [_encoded(pooled.data, body.encoding_format) for pooled in found]
+        return self._listed("embd", [{"object": "embedding", "embedding": data} for data in encoded], found)
 
     async def pooling(self, body: PoolingRequest, request: Request) -> Response:
         """POST /pooling: what the model makes of each text, by `task`."""
         found = await self._pooled(body.task, body, body.input, request)
-        data = [
-            {"object": "pooling", "index": i, "data": _encoded(pooled.data, body.encoding_format)}
-            for i, pooled in enumerate(found)
-        ]
-        return self._listed("pool", data, found)
+        encoded = [_encoded(pooled.data, body.encoding_format) for pooled in found]
+        return self._listed("pool", [{"object": "pooling", "data": data} for data in encoded], found)
 
     async def classify(self, body: ClassifyRequest, request: Request) -> Response:
         """POST /classify: the scores of the model's classes per text, and the best class."""
@@ -143,12 +137,11 @@ class PoolingRoutes(TextRoutes):
         assert spec is not None, "it has classified"
         data = [
             {
-                "index": i,
                 "label": spec.labels[int(pooled.data.argmax())],
                 "probs": pooled.data.tolist(),
                 "num_classes": len(spec.labels),
             }
-            for i, pooled in enumerate(found)
+            for pooled in found
         ]
         return self._listed("classify", data, found)
 
@@ -156,8 +149,7 @@ class PoolingRoutes(TextRoutes):
         """POST /score: how well texts fit, one with each of several or pair by pair."""
         given = {"text_1": body.text_1, "text_2": body.text_2}
         scores, found = await self._scores(body, given, request)
-        data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
-        return self._listed("score", data, found)
+        return self._listed("score", [{"object": "score", "score": score} for score in scores], found)
 
     async def rerank(self, body: RerankRequest, request: Request) -> Response:
         """POST /rerank: documents by how well they fit a query, best first."""
@@ -250,7 +242,7 @@ class PoolingRoutes(TextRoutes):
                 "object": "list",
                 "created": int(time.time()),
                 "model": self._model_name,
-                "data": data,
+                "data": [{"index": i, **one} for i, one in enumerate(data)],
                 "usage": _usage(found),
             }
         )
