@@ -21,6 +21,7 @@ from jax_paged.models.layers import Float32Param
 from jax_paged.models.loading.stored_tensors import STORED_DTYPES, StoredTensor, read_headers, with_prefix
 from jax_paged.models.loading.weight_reading import (
     check_stored,
+    raise_problems,
     read_weights,
     weight_at,
     weights_of,
@@ -131,7 +132,7 @@ def load_stages(
     generation_config, architecture = read_generation_config(folder), get_architecture(hf_config)
     eos_token_ids = end_token_ids(generation_config, hf_config, whole.config.vocab_size)
     check = check_stored(stored, weights_of(whole), whole.weight_table)
-    _raise_problems(folder, check.problems)
+    raise_problems(f"the weights in {folder} do not fit its config.json", check.problems)
     log_unused(folder, check.unused)
     if dtype == "auto":
         _warn_of_dtype(folder, _own_dtypes(hf_config, stored), chosen.name)
@@ -315,10 +316,3 @@ def _own_dtypes(hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> s
     if declared:
         return {str(declared)}
     return {STORED_DTYPES[tensor.dtype] for tensor in stored.values() if tensor.dtype in STORED_DTYPES}
-
-
-def _raise_problems(folder: Path, problems: list[str]) -> None:
-    """Raises a ValueError that lists problems, if there are any."""
-    if problems:
-        lines = "".join(f"\n  {problem}" for problem in sorted(problems))
-        raise ValueError(f"the weights in {folder} do not fit its config.json:{lines}")

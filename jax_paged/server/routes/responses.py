@@ -307,11 +307,7 @@ class _ResponseBuilder:
 
     def take(self, new: CompletionOutput) -> tuple[str, str]:
         """Returns the thoughts and the text that a new part of the output brings."""
-        found = {CONTENT: new.text}
-        if self._parser is not None:
-            reason = new.finish_reason
-            has_ended = reason == "stop" and new.stop_reason is None
-            found = self._parser.feed(new.text, is_last=reason is not None, has_ended=has_ended)
+        found = self._parser.take(new) if self._parser else {CONTENT: new.text}
         thoughts, text = found.get(REASONING, ""), found.get(CONTENT, "")
         self._thoughts += thoughts
         self._text += text
