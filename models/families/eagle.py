@@ -29,11 +29,7 @@ from jax_paged.models.parallel.sharding import DeviceGrid, padded, whole_logits
 # How many hidden states of the model a head reads.
 NUM_FEATURES = 3
 
-WEIGHT_TABLE = WeightTable(
-    names=(),
-    tied={},
-    ignored=r"t2d|midlayer\.self_attn\.rotary_emb\.inv_freq",
-)
+WEIGHT_TABLE = WeightTable(names=(), tied={}, ignored=r"t2d|midlayer\.self_attn\.rotary_emb\.inv_freq")
 
 
 def usual_key(key: str) -> str:

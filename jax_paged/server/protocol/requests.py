@@ -111,7 +111,9 @@ class Body(BaseModel):
         # What the engine ignores with any value is unknown to the server.
         names = [name for name in self.model_extra or () if self.unsupported.get(name, ANY) is ANY]
         for name, value in self:
-            if isinstance(value, Part) or (isinstance(value, ResponseFormat) and value.ignores_extra):
+            if isinstance(value, Part) or (
+                isinstance(value, ResponseFormat) and value.type != "structural_tag"
+            ):
                 names += [f"{name}.{inner}" for inner in value.model_extra or ()]
         return names
 
