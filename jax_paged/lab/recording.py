@@ -229,7 +229,7 @@ class _PendingStep:
 
 
 class _Replayer:
-    """Replays the events of a recording, each with the method of its name.
+    """Replays the events of a recording, each with the call or the method of its name.
 
     Args:
         device: See replay_events.
@@ -253,13 +253,14 @@ class _Replayer:
             self._scheduler = Scheduler(**arguments_of(values))
             self._pending, self._clock = {}, 0.0
             return
-        check(self._scheduler is not None, "lines", event, "'start'", aspect="the first event of")
+        scheduler: Any = self._scheduler
+        check(scheduler is not None, "lines", event, "'start'", aspect="the first event of")
         if event in _CALLS:
-            getattr(self._scheduler, event)(**values)
+            getattr(scheduler, event)(**values)
         elif event in _PREFIX_CALLS:
-            getattr(self._scheduler.block_manager, event)(**values)
+            getattr(scheduler.block_manager, event)(**values)
         else:
-            getattr(self, f"_{event}")(self._scheduler, **values)
+            getattr(self, f"_{event}")(scheduler, **values)
 
     def _add(self, scheduler: Scheduler, **request: Any) -> None:
         group = request_of_values(request)
