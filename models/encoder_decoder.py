@@ -7,12 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from jax_paged.models.attention import (
-    Backend,
-    CrossAttentionSpec,
-    bidirectional_attention,
-    dense_attention,
-)
+from jax_paged.models.attention import Backend, CrossAttentionSpec, bidirectional_attention, dense_attention
 from jax_paged.models.causal_lm import LanguageModel, dense_positions
 from jax_paged.models.forward_context import ForwardContext
 from jax_paged.models.kv_location import Place

@@ -97,6 +97,18 @@ class ConfigReader:
             return ()
         return tuple(window if t == "sliding_attention" else None for t in types)
 
+    def layer_types(self, num_layers: int, default: Sequence[str], other: str) -> list[str]:
+        """Returns `layer_types`, each "full_attention", which at least one has, or another type."""
+        types = self.get("layer_types", list(default))
+        ok = isinstance(types, list) and len(types) == num_layers
+        ok = ok and set(types) <= {"full_attention", other} and "full_attention" in types
+        allowed = (
+            f"a list of {num_layers} items (num_hidden_layers), each 'full_attention' or '{other}', with "
+        )
+        return (
+            types if self.check(ok, "layer_types", types, f"{allowed}at least one 'full_attention'") else []
+        )
+
     def nested(self, name: str, values: Mapping[str, Any]) -> "ConfigReader":
         """Returns a reader of the values under `name`; it notes its problems in this reader."""
         return ConfigReader(values, f"{self._prefix}{name}.", self._problems, self.max_model_len)
@@ -127,35 +139,61 @@ class ConfigReader:
             raise ValueError(f"config.json does not describe a supported model:{lines}")
 
 
+# What the checkpoint calls the last part of a path, without one of the model's own.
+_ENDS = {
+    "kernel": ".weight",
+    "scale": ".weight",
+    "embedding": ".weight",
+    "weight": ".weight",
+    "bias": ".bias",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightTable:
     """The names of a family's weights in a checkpoint.
 
+    The weights of a module, such as `layers.0.norm.scale`, have the module's name in the checkpoint, with
+    "weight" or "bias" at the end: `model.layers.0.norm.weight`. A weight with another last name is its own
+    module.
+
     Args:
-        rows: (regular expression that matches a whole NNX path joined by dots, template of the Hugging Face
-            key, whether the checkpoint holds the transposed matrix or matrices). The first match counts. If
-            the key contains {}, the checkpoint holds one weight per index of the first dimension.
+        names: (regular expression that matches the whole NNX path of a module, joined by dots; template of
+            its name in the checkpoint). The first match counts; other modules have their path, after `start`.
+            If the name contains {}, the checkpoint holds one weight per index of the first dimension.
         tied: Keys of weights that a tied model shares, each with the key of the weight that is kept.
         ignored: Regular expression that matches whole keys of older checkpoints which no model reads.
         unused: Regular expression that matches whole keys of weights for other tasks, which this model has no
             place for. They are ignored with a warning.
         prefix: Start of all keys except the tied ones; older checkpoints leave it out.
+        start: Start of the names of modules that `names` does not have; the prefix if it is None.
         renamed: Starts that keys of older checkpoints have, each with what they start with now.
+        transposed: Regular expression that matches the whole NNX path of each weight that is stored
+            transposed.
     """
 
-    rows: tuple[tuple[str, str, bool], ...]
+    names: tuple[tuple[str, str], ...]
     tied: Mapping[str, str]
     ignored: str
     prefix: str = ""
+    start: str | None = None
     renamed: Mapping[str, str] = types.MappingProxyType({})
     unused: str = "(?!)"
+    transposed: str = r".*\.kernel|.*\.experts\.\w+"
 
     def hf_key(self, path: str) -> tuple[str, bool]:
         """Returns the Hugging Face key of the weight at an NNX path, and whether it is stored transposed."""
-        for pattern, key, transposed in self.rows:
-            if match := re.fullmatch(pattern, path):
-                return match.expand(key), transposed
-        raise AssertionError(f"no row of the weight table matches {path}")
+        module, _, last = path.rpartition(".")
+        end = _ENDS.get(last, "")
+        module = module if end else path
+        matches = ((re.fullmatch(pattern, module), name) for pattern, name in self.names)
+        start = self.prefix if self.start is None else self.start
+        key = next((match.expand(name) for match, name in matches if match), start + module)
+        return key + end, re.fullmatch(self.transposed, path) is not None
+
+    def with_names(self, *names: tuple[str, str], **changes: Any) -> "WeightTable":
+        """Returns a table with more names, which go before the others, and with other changes."""
+        return dataclasses.replace(self, names=(*names, *self.names), **changes)
 
 
 def text_values(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,9 +222,10 @@ def of_text_model(table: WeightTable, others: Sequence[str]) -> WeightTable:
         return name + key.removeprefix("model.") if key.startswith("model.") else key
 
     return WeightTable(
-        rows=tuple((path, moved(key), transposed) for path, key, transposed in table.rows),
+        names=tuple((path, moved(key)) for path, key in table.names),
         tied={key: moved(kept) for key, kept in table.tied.items()},
         ignored=rf"model\.language_model\.{table.ignored.removeprefix(r'model\.')}|(model\.)?({'|'.join(others)})\..*",
         prefix=table.prefix,
+        start=name,
         renamed={"language_model.model.": name, "language_model.lm_head.": "lm_head."},
     )

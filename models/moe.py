@@ -13,13 +13,18 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jax_paged.models.families.llama import LlamaConfig, LlamaDecoderLayer, LlamaMLP
+from jax_paged.models.families.llama import WEIGHT_TABLE, LlamaConfig, LlamaDecoderLayer
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.layers import ACTIVATIONS, Linear, normal, parameter
 from jax_paged.models.parallel.sharding import TENSOR, Split, Units, even
 from jax_paged.models.quantization.quantized_linear import KernelStack, QuantizedWeight
 from jax_paged.pallas_kernels import grouped_loop
+
+# Llama's table, and experts each of which the checkpoint holds alone.
+EXPERT_TABLE = WEIGHT_TABLE.with_names(
+    (r"layers\.(\d+)\.mlp\.experts\.(\w+)", r"model.layers.\1.mlp.experts.{}.\2.weight")
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,6 +227,8 @@ class MoeMLP(Module):
 class MoeDecoderLayer(LlamaDecoderLayer):
     """A Llama's layer with experts, where the config says so."""
 
-    @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
-        return MoeMLP if layer in config.moe_layers else LlamaMLP
+    moe_class: ClassVar[Callable[..., Module]] = MoeMLP
+
+    def make_mlp(self, config: Any, layer: int, **options: Any) -> Module:
+        make = self.moe_class if layer in config.moe_layers else self.mlp_class
+        return make(config, layer, **options)

@@ -21,6 +21,7 @@ from jax_paged.models.layers import Float32Param
 from jax_paged.models.loading.stored_tensors import STORED_DTYPES, StoredTensor, read_headers, with_prefix
 from jax_paged.models.loading.weight_reading import (
     check_stored,
+    raise_problems,
     read_weights,
     weight_at,
     weights_of,
@@ -43,25 +44,34 @@ class LoadedModel:
 
     Args:
         model: The Flax module; owns the weights.
-        config: The family's config, such as LlamaConfig.
         architecture: The name under "architectures" in config.json.
         dtype: Of weights and activations: float32 or bfloat16.
         weight_bytes: Bytes of all weights.
-        max_model_len: Maximum tokens of a text.
-        vocab_size: Number of tokens that the embedding has vectors for.
         eos_token_ids: Tokens that end a text; may be empty.
         sampling_defaults: Sampling values of generation_config.json, named as in SamplingParams.
     """
 
     model: LanguageModel
-    config: Any
     architecture: str
     dtype: jnp.dtype
     weight_bytes: int
-    max_model_len: int
-    vocab_size: int
     eos_token_ids: frozenset[int]
     sampling_defaults: dict[str, Any]
+
+    @property
+    def config(self) -> Any:
+        """The family's config, such as LlamaConfig."""
+        return self.model.config
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum tokens of a text."""
+        return self.config.max_position_embeddings
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that the embedding has vectors for."""
+        return self.config.vocab_size
 
 
 def load_model(
@@ -122,15 +132,15 @@ def load_stages(
     generation_config, architecture = read_generation_config(folder), get_architecture(hf_config)
     eos_token_ids = end_token_ids(generation_config, hf_config, whole.config.vocab_size)
     check = check_stored(stored, weights_of(whole), whole.weight_table)
-    _raise_problems(folder, check.problems)
+    raise_problems(f"the weights in {folder} do not fit its config.json", check.problems)
     log_unused(folder, check.unused)
     if dtype == "auto":
         _warn_of_dtype(folder, _own_dtypes(hf_config, stored), chosen.name)
     models = split_model(whole, len(grids)) if len(grids) > 1 else [whole]
     for stage in own:
         read_weights(models[stage], stored, chosen, folder, grids[stage])
-    facts = architecture, chosen, eos_token_ids, sampling_defaults(generation_config)
-    return [_loaded(model, *facts) for model in models]
+    defaults = sampling_defaults(generation_config)
+    return [LoadedModel(m, architecture, chosen, num_bytes(m), eos_token_ids, defaults) for m in models]
 
 
 def outline(
@@ -201,7 +211,8 @@ def random_model(
     config = model_class.config_class.from_hf(hf_config)
     chosen = _choose_dtype(dtype, hf_config, {})
     model = model_class(config, dtype=chosen, rngs=nnx.Rngs(seed))
-    return _loaded(model, architecture, chosen, end_token_ids({}, hf_config, config.vocab_size), {})
+    ends = end_token_ids({}, hf_config, config.vocab_size)
+    return LoadedModel(model, architecture, chosen, num_bytes(model), ends, {})
 
 
 def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) -> None:
@@ -261,27 +272,7 @@ def loaded_from(model: LanguageModel, folder: Path | None) -> LoadedModel:
     generation_config = {} if folder is None else read_generation_config(folder)
     ends = end_token_ids(generation_config, {}, model.config.vocab_size)
     defaults = sampling_defaults(generation_config)
-    return _loaded(model, type(model).__name__, jnp.dtype(*dtypes), ends, defaults)
-
-
-def _loaded(
-    model: LanguageModel,
-    architecture: str,
-    dtype: jnp.dtype,
-    eos_token_ids: frozenset[int],
-    sampling_defaults: dict[str, Any],
-) -> LoadedModel:
-    return LoadedModel(
-        model=model,
-        config=model.config,
-        architecture=architecture,
-        dtype=dtype,
-        weight_bytes=num_bytes(model),
-        max_model_len=model.config.max_position_embeddings,
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=eos_token_ids,
-        sampling_defaults=sampling_defaults,
-    )
+    return LoadedModel(model, type(model).__name__, jnp.dtype(*dtypes), num_bytes(model), ends, defaults)
 
 
 def log_unused(folder: Path, unused: Sequence[str]) -> None:
@@ -325,10 +316,3 @@ def _own_dtypes(hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> s
     if declared:
         return {str(declared)}
     return {STORED_DTYPES[tensor.dtype] for tensor in stored.values() if tensor.dtype in STORED_DTYPES}
-
-
-def _raise_problems(folder: Path, problems: list[str]) -> None:
-    """Raises a ValueError that lists problems, if there are any."""
-    if problems:
-        lines = "".join(f"\n  {problem}" for problem in sorted(problems))
-        raise ValueError(f"the weights in {folder} do not fit its config.json:{lines}")

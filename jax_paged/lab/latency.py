@@ -2,18 +2,20 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_paged.lab.axes import COLORS, Scale, axes, chart, line, seconds
+from jax_paged.lab.figures import new_figure, png_of, seconds
 from jax_paged.lab.simulator import SimulationResult
 from jax_paged.lab.what_if import Replay
 
-_WIDTH, _TOP, _BOTTOM, _PANEL, _LEFT, _GAP, _MAX_POINTS = 880, 34, 234, 236, 46, 56, 300
-# Where half and nearly all of the requests are, and the marks that stand there.
-_ROUND = "M{x:.1f} {y:.1f}m-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z"
-_SQUARE = "M{x:.1f} {y:.1f}m0 -5l5 5l-5 5l-5 -5z"
-_MARKS = (0.5, "median", _ROUND), (0.99, "99th percentile", _SQUARE)
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Percentiles that are marked, with the markers of matplotlib.
+_MARKS = (50, "median", "o"), (99, "99th percentile", "D")
+_LINE_STYLES = "-", "--", ":", "-."
 _NAMES = QUEUE, FIRST, PER_TOKEN = "in the queue", "to the first token", "per token after the first"
 
 
@@ -39,32 +41,54 @@ class Latencies:
         return f"<latencies, median and 99th percentile: {words}>"
 
     def _words(self, run: str) -> str:
-        found = ((name, *(self.percentile(run, name, 100 * m[0]) for m in _MARKS)) for name in _NAMES)
+        found = ((name, *(self.percentile(run, name, mark[0]) for mark in _MARKS)) for name in _NAMES)
         told = (f"{name} {seconds(middle)} and {seconds(most)}" for name, middle, most in found)
         return f"{run}: {', '.join(told)} ({len(self.seconds[run][FIRST]):,} requests)"
 
-    def _repr_html_(self) -> str:
-        """Returns a drawing: inline SVG, without scripts and without anything loaded from elsewhere."""
-        panels = [self._panel(_LEFT + i * (_PANEL + _GAP), name) for i, name in enumerate(_NAMES)]
-        marks = [(line("M1 7H23", i), self._words(run)) for i, run in enumerate(self.seconds)]
-        dots = [(f'<path d="{d.format(x=12, y=7)}" fill="currentColor"/>', name) for _, name, d in _MARKS]
-        text = "the share of requests that need at most so long; for each run, medians and 99th percentiles"
-        return chart((_WIDTH, _BOTTOM + 40), "Latencies", text, panels, [*dots, *marks])
+    def _repr_png_(self) -> bytes:
+        """Returns the drawing for a notebook."""
+        return png_of(self.figure())
 
-    def _panel(self, left: int, latency: str) -> str:
+    def figure(self) -> "Figure":
+        """Returns a drawing: for each latency, the share of requests that need at most so long.
+
+        Raises:
+            ImportError: If matplotlib is not installed.
+        """
+        figure = new_figure(11, 3.5 + 0.2 * len(self.seconds))
+        panels = figure.subplots(1, len(_NAMES), sharey=True)
+        for axes, name in zip(panels, _NAMES, strict=True):
+            self._draw(axes, name)
+        panels[0].set_ylabel("share of requests")
+        panels[0].yaxis.set_major_formatter("{x:.0%}")
+        for _, name, marker in _MARKS:
+            panels[0].plot([], [], marker, color="grey", label=name)
+        for i, run in enumerate(self.seconds):
+            panels[0].plot([], [], **_line(i), label=self._words(run))
+        for text in figure.legend(loc="outside lower left", frameon=False).get_texts():
+            text.set_parse_math(False)
+        return figure
+
+    def _draw(self, axes: Any, latency: str) -> None:
+        """Draws the distribution of a latency, a line per run."""
         every = np.concatenate([found[latency] for found in self.seconds.values()] or [np.zeros(0)])
-        low, high = (every[every > 0].min(), every.max()) if every.any() else (1e-3, 1.0)
-        x = Scale(low / 1.1, high * 1.1, left, left + _PANEL, is_log=True)
-        y = Scale(0, 1, _BOTTOM, _TOP)
-        shares = [(share, f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 1)]
-        parts = [axes(x, y, [(t, seconds(t)) for t in x.ticks(5)], shares, f"share of requests: {latency}")]
-        for kind, (run, found) in enumerate(self.seconds.items()):
-            parts.append(line(_path(found[latency], x, y), kind))
-            for share, _, path in _MARKS if len(found[latency]) else ():
-                at = self.percentile(run, latency, 100 * share)
-                mark = f'd="{path.format(x=x(at), y=y(share))}" fill="{COLORS[kind % len(COLORS)]}"'
-                parts.append(f'<path {mark} stroke="currentColor"/>')
-        return "".join(parts)
+        low, high = (every[every > 0].min() / 1.1, every.max() * 1.1) if every.any() else (1e-3, 1.0)
+        axes.set(title=latency, xscale="log", xlim=(low, high))
+        axes.xaxis.get_major_locator().set_params(subs=(1, 2, 5) if high < 100 * low else (1,))
+        axes.xaxis.set_major_formatter(lambda value, _: seconds(value))
+        axes.xaxis.set_minor_formatter(lambda *_: "")
+        for i, (run, found) in enumerate(self.seconds.items()):
+            if not len(found[latency]):
+                continue
+            axes.ecdf(np.maximum(found[latency], low), **_line(i))
+            for percent, _, marker in _MARKS:
+                at = max(self.percentile(run, latency, percent), low)
+                axes.plot(at, percent / 100, marker, color=f"C{i}", markeredgecolor="black")
+
+
+def _line(i: int) -> dict[str, str]:
+    """Returns the look of the line of a run: lines differ by more than their colour."""
+    return {"color": f"C{i}", "linestyle": _LINE_STYLES[i % len(_LINE_STYLES)]}
 
 
 def latencies(runs: Mapping[str, Replay | SimulationResult]) -> Latencies:
@@ -82,10 +106,3 @@ def _of_run(run: Replay | SimulationResult) -> dict[str, np.ndarray]:
     per_token = (run.times_s("finished_time") - first)[several] / (num_tokens[several] - 1)
     found = {QUEUE: run.times_s("first_scheduled_time"), FIRST: first, PER_TOKEN: per_token}
     return {name: np.sort(values[~np.isnan(values)]) for name, values in found.items()}
-
-
-def _path(values: np.ndarray, x: Scale, y: Scale) -> str:
-    """Returns the share of the values that are at most so large, as a path; values are ascending."""
-    places = np.unique(np.linspace(0, len(values) - 1, min(len(values), _MAX_POINTS)).astype(int))
-    points = (f"H{x(float(values[i])):.1f}V{y((i + 1) / len(values)):.1f}" for i in places.tolist())
-    return f"M{x.start} {y.start}{''.join(points)}H{x.stop}"

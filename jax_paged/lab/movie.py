@@ -94,8 +94,6 @@ class Movie:
 
     def _repr_html_(self) -> str:
         """Returns a drawing with a slider; its script touches nothing but the drawing."""
-        if not self.frames:
-            return "<p>no steps yet</p>"
         return _movie_html(self.frames)
 
 
@@ -115,7 +113,7 @@ def watch(engine: Observed, *, max_frames: int = 400) -> Iterator[Movie]:
         nonlocal shown
         movie.add(scheduler, output)
         if show is not None and time.monotonic() - shown >= _LIVE_INTERVAL_S:
-            show(movie.frames[-1])
+            show(movie.frames[-1:])
             shown = time.monotonic()
 
     engine.observers.append(observe)
@@ -124,7 +122,7 @@ def watch(engine: Observed, *, max_frames: int = 400) -> Iterator[Movie]:
     finally:
         engine.observers.remove(observe)
         if show is not None:
-            show(movie)
+            show(movie.frames)
 
 
 def movie_of(lines: Iterable[str], *, max_frames: int = 400) -> Movie:
@@ -151,7 +149,7 @@ def frame_of(scheduler: Scheduler, output: SchedulerOutput) -> Frame:
     return Frame(pool_map(scheduler.block_manager, groups), output, *sizes)
 
 
-def _display() -> Callable[[Frame | Movie], None] | None:
+def _display() -> Callable[[list[Frame]], None] | None:
     """Returns what draws in place, in the running cell of a notebook; None elsewhere."""
     try:
         from IPython.core.getipython import get_ipython
@@ -163,20 +161,12 @@ def _display() -> Callable[[Frame | Movie], None] | None:
         return None
     handle: Any = display(HTML("<p>no steps yet</p>"), display_id=True)
 
-    def show(what: Frame | Movie) -> None:
-        drawn = what if isinstance(what, Movie) else _still(what)
-        handle.update(HTML(drawn._repr_html_()))
-
-    return show
-
-
-def _still(frame: Frame) -> "Movie":
-    movie = Movie()
-    movie.frames.append(frame)
-    return movie
+    return lambda frames: handle.update(HTML(_movie_html(frames)))
 
 
 def _movie_html(frames: list[Frame]) -> str:
+    if not frames:
+        return "<p>no steps yet</p>"
     on_device = _drawn(frame.pool.blocks for frame in frames)
     on_host = _drawn(frame.pool.host_blocks for frame in frames)
     places = {("device", block): cell_place(i) for i, block in enumerate(on_device)}

@@ -21,6 +21,10 @@ from jax_paged.lab.what_if import Replay, ReplayedRun, arguments_of, step_row, w
 Note = Callable[..., None]
 _EDITS: dict[str, Callable[..., RequestEdit]] = {e.__name__: e for e in (Fork, Rollback, DropBlocks)}
 
+# Events that are calls of the scheduler or of its block manager, with the arguments by name.
+_CALLS = ("abort", "expect", "forget_prefixes")
+_PREFIX_CALLS = ("pin", "unpin")
+
 
 class RecordedScheduler(Scheduler):
     """A scheduler that records its calls and every step that it decides as lines of JSON.
@@ -225,7 +229,7 @@ class _PendingStep:
 
 
 class _Replayer:
-    """Replays the events of a recording, each with the method of its name.
+    """Replays the events of a recording, each with the call or the method of its name.
 
     Args:
         device: See replay_events.
@@ -249,8 +253,14 @@ class _Replayer:
             self._scheduler = Scheduler(**arguments_of(values))
             self._pending, self._clock = {}, 0.0
             return
-        check(self._scheduler is not None, "lines", event, "'start'", aspect="the first event of")
-        getattr(self, f"_{event}")(self._scheduler, **values)
+        scheduler: Any = self._scheduler
+        check(scheduler is not None, "lines", event, "'start'", aspect="the first event of")
+        if event in _CALLS:
+            getattr(scheduler, event)(**values)
+        elif event in _PREFIX_CALLS:
+            getattr(scheduler.block_manager, event)(**values)
+        else:
+            getattr(self, f"_{event}")(scheduler, **values)
 
     def _add(self, scheduler: Scheduler, **request: Any) -> None:
         group = request_of_values(request)
@@ -265,9 +275,6 @@ class _Replayer:
         group = scheduler.edit_request(_EDITS[kind](**edit))
         if group.request_id not in self._groups:
             self._keep(group)
-
-    def _expect(self, scheduler: Scheduler, **expected: Any) -> None:
-        scheduler.expect(**expected)
 
     def _schedule(self, scheduler: Scheduler, now: float, **decided: Any) -> None:
         self._keep_step(scheduler, scheduler.schedule(now), now, decided)
@@ -315,18 +322,6 @@ class _Replayer:
     def _finish(self, scheduler: Scheduler, request_id: str, seq: int, status: str, **values: Any) -> None:
         group = self.run.groups[self._groups[request_id]]
         scheduler.finish(group, group.sequences[seq], SequenceStatus[status], **values)
-
-    def _abort(self, scheduler: Scheduler, request_id: str) -> None:
-        scheduler.abort(request_id)
-
-    def _pin(self, scheduler: Scheduler, **prefix: Any) -> None:
-        scheduler.block_manager.pin(**prefix)
-
-    def _unpin(self, scheduler: Scheduler, name: str) -> None:
-        scheduler.block_manager.unpin(name)
-
-    def _forget_prefixes(self, scheduler: Scheduler, kept_salt: str | None) -> None:
-        scheduler.forget_prefixes(kept_salt)
 
 
 def _compare(step: str, run: ReplayedRun, result: ModelRunnerOutput, recorded: ModelRunnerOutput) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -24,27 +24,10 @@ from jax_paged.server.lifecycle import Gate, Lifecycle
 from jax_paged.server.observability.access import AccessLog
 from jax_paged.server.observability.logs import log_statistics
 from jax_paged.server.observability.metrics import Metrics
+from jax_paged.server.protocol import schemas
 from jax_paged.server.protocol.fields import with_known_fields
 from jax_paged.server.protocol.openapi import answers, describe
 from jax_paged.server.protocol.responses import ApiError, asleep_error, json_response, validation_error
-from jax_paged.server.protocol.schemas import (
-    ChatAnswer,
-    ClassifyAnswer,
-    CompletionAnswer,
-    DetokenizeAnswer,
-    EmbeddingAnswer,
-    HealthAnswer,
-    ModelCard,
-    ModelList,
-    PoolingAnswer,
-    RerankAnswer,
-    ResponseAnswer,
-    ScoreAnswer,
-    SleepAnswer,
-    TokenizeAnswer,
-    VersionAnswer,
-    WeightVersionAnswer,
-)
 from jax_paged.server.routes.developer import DeveloperRoutes
 from jax_paged.server.routes.docs_page import docs_page
 from jax_paged.server.routes.generation import GenerationRoutes
@@ -126,16 +109,18 @@ class OpenAIServer:
         app.router.route_class = json_route(self.options)
         known = functools.partial(with_known_fields, strict=self.options.strict)
         generating = {
-            "/v1/completions": (self._generation.completions, CompletionAnswer),
-            "/v1/chat/completions": (self._generation.chat_completions, ChatAnswer),
-            "/v1/responses": (self._responses.responses, ResponseAnswer),
+            "/v1/completions": (self._generation.completions, schemas.CompletionAnswer),
+            "/v1/chat/completions": (self._generation.chat_completions, schemas.ChatAnswer),
+            "/v1/responses": (self._responses.responses, schemas.ResponseAnswer),
         }
         pooling = {
-            "/v1/embeddings": (self._pooling.embeddings, EmbeddingAnswer),
-            "/pooling": (self._pooling.pooling, PoolingAnswer),
-            "/classify": (self._pooling.classify, ClassifyAnswer),
-            **dict.fromkeys(("/score", "/v1/score"), (self._pooling.score, ScoreAnswer)),
-            **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), (self._pooling.rerank, RerankAnswer)),
+            "/v1/embeddings": (self._pooling.embeddings, schemas.EmbeddingAnswer),
+            "/pooling": (self._pooling.pooling, schemas.PoolingAnswer),
+            "/classify": (self._pooling.classify, schemas.ClassifyAnswer),
+            **dict.fromkeys(("/score", "/v1/score"), (self._pooling.score, schemas.ScoreAnswer)),
+            **dict.fromkeys(
+                ("/rerank", "/v1/rerank", "/v2/rerank"), (self._pooling.rerank, schemas.RerankAnswer)
+            ),
         }
         running = generating | pooling
         for path, (handler, form) in running.items():
@@ -143,38 +128,35 @@ class OpenAIServer:
         app.add_middleware(BodyLimits, options=self.options, lane=self._lane)
         app.add_middleware(Gate, lifecycle=self.lifecycle, waiting_queue=self._waiting_queue, paths=running)  # pyright: ignore
         information = self._information
-        app.post("/tokenize", **answers(TokenizeAnswer))(known(information.tokenize))
-        app.post("/detokenize", **answers(DetokenizeAnswer))(known(information.detokenize))
+        app.post("/tokenize", **answers(schemas.TokenizeAnswer))(known(information.tokenize))
+        app.post("/detokenize", **answers(schemas.DetokenizeAnswer))(known(information.detokenize))
         if self.options.allow_runtime_lora_updating:
             text: Any = {"response_class": PlainTextResponse}
             app.post("/v1/load_lora_adapter", **text)(known(self._models.load))
             app.post("/v1/unload_lora_adapter", **text)(known(self._models.unload))
-        app.get("/v1/models", **answers(ModelList))(information.models)
+        app.get("/v1/models", **answers(schemas.ModelList))(information.models)
         # A model's name may be a path.
-        app.get("/v1/models/{model:path}", **answers(ModelCard, 404))(information.model)
-        app.get("/version", **answers(VersionAnswer))(information.version)
-        app.get("/health", **answers(HealthAnswer))(self.health)
-        app.get("/ping", **answers(HealthAnswer))(self.health)
-        app.get("/ready", **answers(HealthAnswer))(self.ready)
+        app.get("/v1/models/{model:path}", **answers(schemas.ModelCard, 404))(information.model)
+        app.get("/version", **answers(schemas.VersionAnswer))(information.version)
+        app.get("/health", **answers(schemas.HealthAnswer))(self.health)
+        app.get("/ping", **answers(schemas.HealthAnswer))(self.health)
+        app.get("/ready", **answers(schemas.HealthAnswer))(self.ready)
         app.get("/metrics", response_class=PlainTextResponse)(self.prometheus)
         if self.options.developer_routes:
             developer = DeveloperRoutes(self.engine, self.options)
-            app.post("/sleep", **answers(SleepAnswer, 403))(developer.sleep)
-            app.post("/wake_up", **answers(SleepAnswer, 403))(developer.wake_up)
-            app.get("/is_sleeping", **answers(SleepAnswer))(developer.is_sleeping)
+            app.post("/sleep", **answers(schemas.SleepAnswer, 403))(developer.sleep)
+            app.post("/wake_up", **answers(schemas.SleepAnswer, 403))(developer.wake_up)
+            app.get("/is_sleeping", **answers(schemas.SleepAnswer))(developer.is_sleeping)
             weights = known(developer.update_weights)
-            app.post("/update_weights", **answers(WeightVersionAnswer, 403))(weights)
-            app.get("/weight_version", **answers(WeightVersionAnswer))(developer.weight_version)
+            app.post("/update_weights", **answers(schemas.WeightVersionAnswer, 403))(weights)
+            app.get("/weight_version", **answers(schemas.WeightVersionAnswer))(developer.weight_version)
         if self.options.ui:
             page = StatusPageRoutes(self.engine, self.metrics, self.model_name)
             app.get("/", include_in_schema=False)(page.page)
             app.get("/ui/state", include_in_schema=False)(page.state)
-        app.exception_handler(ApiError)(_on_api_error)
-        app.exception_handler(EngineDeadError)(_on_dead_engine)
-        app.exception_handler(EngineAsleepError)(_on_sleeping_engine)
-        app.exception_handler(RequestValidationError)(_on_validation_error)
         app.exception_handler(HTTPException)(_on_http_error)
-        app.exception_handler(Exception)(_on_any_error)
+        for error_class, to_api_error in _API_ERRORS.items():
+            app.exception_handler(error_class)(_answer_with(to_api_error))
         describe(app, information.version_name)
         app.get("/docs", include_in_schema=False)(lambda: docs_page(app.openapi()))
         routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
@@ -197,20 +179,22 @@ class OpenAIServer:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-async def _on_api_error(_: Request, error: Any) -> Response:
-    return error.response()
+_API_ERRORS: dict[type[Exception], Callable[[Any], ApiError]] = {
+    ApiError: lambda error: error,
+    EngineDeadError: lambda error: ApiError(str(error), status=503),
+    EngineAsleepError: asleep_error,
+    RequestValidationError: lambda error: validation_error(error.errors()),
+    Exception: lambda error: ApiError(str(error) or repr(error), status=500),
+}
 
 
-async def _on_dead_engine(_: Request, error: Any) -> Response:
-    return ApiError(str(error), status=503).response()
+def _answer_with(to_api_error: Callable[[Any], ApiError]) -> Callable[[Request, Any], Awaitable[Response]]:
+    """Returns a handler of exceptions that clients get as errors of the API."""
 
+    async def handle(_: Request, error: Any) -> Response:
+        return to_api_error(error).response()
 
-async def _on_sleeping_engine(_: Request, error: Any) -> Response:
-    return asleep_error(error).response()
-
-
-async def _on_validation_error(_: Request, error: Any) -> Response:
-    return validation_error(error.errors()).response()
+    return handle
 
 
 async def _on_http_error(request: Request, error: Any) -> Response:
@@ -221,7 +205,3 @@ async def _on_http_error(request: Request, error: Any) -> Response:
         headers["Allow"] += ", HEAD"
     response.headers.update(headers)
     return response
-
-
-async def _on_any_error(_: Request, error: Exception) -> Response:
-    return ApiError(str(error) or repr(error), status=500).response()

@@ -47,12 +47,7 @@ class Lifecycle:
         self._stay = stay
         self._cuts_at: float | None = None  # when the requests that still run are cut off
         self._ends_at: float | None = None  # when the server ends, whoever still reads
-        self._exit_code = DRAINED
-
-    @property
-    def exit_code(self) -> int:
-        """What the process exits with."""
-        return self._exit_code
+        self.exit_code = DRAINED  # of the process
 
     def refusal(self) -> ApiError | None:
         """Returns what a new request is answered while none are taken, or None."""
@@ -104,14 +99,14 @@ class Lifecycle:
         self._watch(now)
         if self._cuts_at is not None and now >= self._cuts_at and self._ends_at is None and self.num_active:
             _LOGGER.warning("shutting down: %d requests are cut off", self.num_active)
-            self._exit_code = self._exit_code or REQUESTS_CUT_OFF
+            self.exit_code = self.exit_code or REQUESTS_CUT_OFF
             self._ends_at = now + _LAST_WORDS_S
             self._engine.fail(EngineDeadError("the server is shutting down"))
         is_over = self._ends_at is not None and now >= self._ends_at
         return is_over or (self.is_draining and not self.num_active)
 
     def _watch(self, now: float) -> None:
-        if self._exit_code == ENGINE_FAILED or self._ends_at is not None:
+        if self.exit_code == ENGINE_FAILED or self._ends_at is not None:
             return
         began = self._engine.step_began
         if began is not None and now - began > self._step_timeout:
@@ -125,7 +120,7 @@ class Lifecycle:
             )
         if (stopped := self._engine.stopped) is not None:
             self._engine.fail(stopped)  # the other engines, if there are several
-            self._exit_code = ENGINE_FAILED
+            self.exit_code = ENGINE_FAILED
             if not self._stay:
                 self._ends_at = now + _LAST_WORDS_S
 

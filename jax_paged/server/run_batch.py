@@ -26,6 +26,7 @@ from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.replicas.replicated_engine import ServingEngine, serving_engine
 from jax_paged.errors import ArgumentError
 from jax_paged.server.app import OpenAIServer
+from jax_paged.server.http.paths import local_scope
 from jax_paged.server.launch.options import BatchOptions, ReasoningParser, ServerOptions, ToolCallParser
 from jax_paged.server.observability.logs import configure
 
@@ -260,21 +261,8 @@ async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
     Returns:
         Status and body of the answer.
     """
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
-        "client": None,
-        "server": None,
-        "state": {},
-    }
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    scope = local_scope("POST", path, headers)
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
     status, parts = 0, []
 

@@ -74,8 +74,8 @@ class TextReader:
     async def read[T](
         self,
         texts: list[Any],
-        function: Callable[..., T],
-        *args: Any,
+        function: Callable[[], T],
+        *,
         with_form: bool = False,
         has_images: bool = False,
     ) -> T:
@@ -84,7 +84,6 @@ class TextReader:
         Args:
             texts: What will be tokenized; each a string, or lists and dicts of strings.
             function: Tokenizes them.
-            args: Of the function.
             with_form: Whether the function compiles the form of an output as well.
             has_images: Whether it decodes images as well.
         """
@@ -93,17 +92,17 @@ class TextReader:
         is_short = len(texts) == 1 and isinstance(texts[0], str | list)
         is_short = is_short and sizes[0] + len(texts[0]) <= _SHORT_TEXT
         if is_short and not with_form and not has_images:
-            return _called(function, *args)
+            return _called(function)
         is_long = sum(sizes) > _LONG_TEXT
         async with self._lane.turn() if is_long else contextlib.nullcontext():
             threads = self._forms if with_form else self._images if has_images else None
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(threads, _called, function, *args)
+            return await loop.run_in_executor(threads, _called, function)
 
 
-def _called[T](function: Callable[..., T], *args: Any) -> T:
+def _called[T](function: Callable[[], T]) -> T:
     try:
-        return function(*args)
+        return function()
     except StopIteration as error:  # a future can't hold it: whoever awaits it would wait forever
         raise RuntimeError("an iterator has ended too early") from error
 

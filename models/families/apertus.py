@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jax_paged.models.families.blocks import UngatedMLP, renamed
 from jax_paged.models.families.llama import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from jax_paged.models.forward_context import ForwardContext, Module
-from jax_paged.models.hf_format import ConfigReader, WeightTable
+from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.layers import parameter
 
 TABLE = renamed(
@@ -42,10 +42,7 @@ class ApertusConfig(LlamaConfig):
         },
     }
     activations: ClassVar[tuple[str, ...]] = ("xielu",)
-
-    @classmethod
-    def read(cls, read: ConfigReader) -> dict[str, Any]:
-        return super().read(read) | {"mlp_bias": False, "qk_norm": True}
+    fixed: ClassVar[dict[str, Any]] = {"mlp_bias": False, "qk_norm": True}
 
 
 class XIELU(Module):
@@ -80,9 +77,7 @@ class ApertusMLP(UngatedMLP):
 class ApertusDecoderLayer(LlamaDecoderLayer):
     """A Llama's layer with the MLP above."""
 
-    @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
-        return ApertusMLP
+    mlp_class: ClassVar[Callable[..., Module]] = ApertusMLP
 
 
 class ApertusForCausalLM(LlamaForCausalLM):
@@ -90,8 +85,6 @@ class ApertusForCausalLM(LlamaForCausalLM):
 
     config_class: ClassVar[type[LlamaConfig]] = ApertusConfig
     layer_class: ClassVar[Callable[..., Module]] = ApertusDecoderLayer
-    weight_table: ClassVar[WeightTable] = dataclasses.replace(
-        TABLE,
-        rows=((r"layers\.(\d+)\.mlp\.act_fn\.(\w+)", r"model.layers.\1.mlp.act_fn.\2", False), *TABLE.rows),
-        ignored=rf"{TABLE.ignored}|model\.layers\.\d+\.mlp\.act_fn\.eps",
+    weight_table: ClassVar[WeightTable] = TABLE.with_names(
+        ignored=rf"{TABLE.ignored}|model\.layers\.\d+\.mlp\.act_fn\.eps"
     )

@@ -1,10 +1,9 @@
 """Layers, MLPs and norms in which several relatives of Llama differ from it in the same way."""
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -23,12 +22,10 @@ def renamed(names: Mapping[str, str]) -> WeightTable:
     Args:
         names: The checkpoint's name of each of these modules, such as {"mlp.up_proj": "mlp.c_fc"}.
     """
-    rows = []
-    for ours, theirs in names.items():
-        path, key = rf"layers\.(\d+)\.{re.escape(ours)}", rf"model.layers.\1.{theirs}"
-        rows += [(rf"{path}\.kernel", f"{key}.weight", True), (rf"{path}\.scale", f"{key}.weight", False)]
-        rows += [(rf"{path}\.bias", f"{key}.bias", False)]
-    return dataclasses.replace(WEIGHT_TABLE, rows=(*rows, *WEIGHT_TABLE.rows))
+    rows = (
+        (rf"layers\.(\d+)\.{re.escape(ours)}", rf"model.layers.\1.{theirs}") for ours, theirs in names.items()
+    )
+    return WEIGHT_TABLE.with_names(*rows)
 
 
 class PostNormDecoderLayer(LlamaDecoderLayer):
@@ -72,9 +69,7 @@ class UngatedMLP(Module):
 class UngatedDecoderLayer(LlamaDecoderLayer):
     """A Llama's layer with the MLP above."""
 
-    @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
-        return UngatedMLP
+    mlp_class: ClassVar[Callable[..., Module]] = UngatedMLP
 
 
 class UnbiasedLayerNorm(LayerNorm):

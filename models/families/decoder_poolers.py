@@ -4,7 +4,6 @@ Names and semantics of the weights are those of Hugging Face: LlamaModel and its
 a classifier's is called score.
 """
 
-import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -23,8 +22,8 @@ class LlamaModel(LlamaForCausalLM):
 
     draws: ClassVar[bool] = False
     # Checkpoints saved from a causal model hold its head, tied or not.
-    weight_table: ClassVar[WeightTable] = dataclasses.replace(
-        WEIGHT_TABLE, tied={}, unused=r"(model\.)?lm_head\.weight"
+    weight_table: ClassVar[WeightTable] = WEIGHT_TABLE.with_names(
+        (r"score", "score"), tied={}, unused=r"(model\.)?lm_head\.weight"
     )
 
 
@@ -42,10 +41,6 @@ class Qwen3Model(LlamaModel, Qwen3ForCausalLM):
 
 class LlamaForSequenceClassification(LlamaModel):
     """A Llama whose pooled hidden states become logits of classes."""
-
-    weight_table: ClassVar[WeightTable] = dataclasses.replace(
-        LlamaModel.weight_table, rows=((r"score\.kernel", r"score.weight", True), *WEIGHT_TABLE.rows)
-    )
 
     def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         super().__init__(config, dtype=dtype, rngs=rngs)

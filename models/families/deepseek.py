@@ -26,17 +26,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jax_paged.models.attention import KVCacheSpec, LatentAttentionSpec
-from jax_paged.models.families.llama import (
-    WEIGHT_TABLE,
-    LlamaConfig,
-    LlamaDecoderLayer,
-    LlamaForCausalLM,
-    LlamaMLP,
-)
+from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM, LlamaMLP
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import Linear, RMSNorm, normal, parameter
-from jax_paged.models.moe import Experts, MoeConfig, RoutedTokens, Router
+from jax_paged.models.moe import EXPERT_TABLE, Experts, MoeConfig, MoeDecoderLayer, RoutedTokens, Router
 from jax_paged.models.parallel.sharding import even
 from jax_paged.models.quantization.quantized_linear import QuantizedWeight
 from jax_paged.models.rope import Rope, rope_values, yarn_score_factor
@@ -293,14 +287,11 @@ def of_best_groups(
     return jnp.where(is_best[..., None], groups, -jnp.inf).reshape(scores.shape)
 
 
-class DeepseekDecoderLayer(LlamaDecoderLayer):
+class DeepseekDecoderLayer(MoeDecoderLayer):
     """A Llama's layer with latent attention, and with experts where the config says so."""
 
     attention_class: ClassVar[Callable[..., Module]] = staticmethod(latent_attention)
-
-    @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
-        return DeepseekMoE if layer in config.moe_layers else LlamaMLP
+    moe_class: ClassVar[Callable[..., Module]] = DeepseekMoE
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
@@ -309,23 +300,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     config: DeepseekV2Config
     config_class: ClassVar[type[LlamaConfig]] = DeepseekV2Config
     layer_class: ClassVar[Callable[..., Module]] = DeepseekDecoderLayer
-    weight_table: ClassVar[WeightTable] = dataclasses.replace(
-        WEIGHT_TABLE,
-        rows=(
-            (
-                r"layers\.(\d+)\.self_attn\.(\w+_layernorm)\.scale",
-                r"model.layers.\1.self_attn.\2.weight",
-                False,
-            ),
-            (r"layers\.(\d+)\.mlp\.experts\.(\w+)", r"model.layers.\1.mlp.experts.{}.\2.weight", True),
-            (
-                r"layers\.(\d+)\.mlp\.shared_experts\.(\w+)\.kernel",
-                r"model.layers.\1.mlp.shared_experts.\2.weight",
-                True,
-            ),
-            *WEIGHT_TABLE.rows,
-        ),
-    )
+    weight_table: ClassVar[WeightTable] = EXPERT_TABLE
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         c = self.config

@@ -19,11 +19,11 @@ from jax_paged.models.families.deepseek import (
     DeepseekV2ForCausalLM,
     of_best_groups,
 )
-from jax_paged.models.families.llama import LlamaConfig, LlamaMLP
+from jax_paged.models.families.llama import LlamaConfig
 from jax_paged.models.forward_context import Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import Float32Param
-from jax_paged.models.moe import Router
+from jax_paged.models.moe import EXPERT_TABLE, Router
 from jax_paged.models.rope import Rope
 
 
@@ -85,9 +85,7 @@ class DeepseekV3MoE(DeepseekMoE):
 class DeepseekV3DecoderLayer(DeepseekDecoderLayer):
     """A DeepSeek-V2's layer with these experts."""
 
-    @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
-        return DeepseekV3MoE if layer in config.moe_layers else LlamaMLP
+    moe_class: ClassVar[Callable[..., Module]] = DeepseekV3MoE
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
@@ -96,15 +94,6 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     config_class: ClassVar[type[LlamaConfig]] = DeepseekV3Config
     layer_class: ClassVar[Callable[..., Module]] = DeepseekV3DecoderLayer
     # Layer 61 of the published checkpoints, behind their last one, predicts further tokens.
-    weight_table: ClassVar[WeightTable] = dataclasses.replace(
-        DeepseekV2ForCausalLM.weight_table,
-        rows=(
-            (
-                r"layers\.(\d+)\.mlp\.gate\.e_score_correction_bias",
-                r"model.layers.\1.mlp.gate.e_score_correction_bias",
-                False,
-            ),
-            *DeepseekV2ForCausalLM.weight_table.rows,
-        ),
-        ignored=DeepseekV2ForCausalLM.weight_table.ignored + r"|model\.layers\.61\..*",
+    weight_table: ClassVar[WeightTable] = EXPERT_TABLE.with_names(
+        ignored=EXPERT_TABLE.ignored + r"|model\.layers\.61\..*"
     )

@@ -29,18 +29,7 @@ from jax_paged.models.parallel.sharding import DeviceGrid, padded, whole_logits
 # How many hidden states of the model a head reads.
 NUM_FEATURES = 3
 
-WEIGHT_TABLE = WeightTable(
-    rows=(
-        (r"embed_tokens\.embedding", r"embed_tokens.weight", False),
-        (r"midlayer\.(\w+norm)\.scale", r"midlayer.\1.weight", False),
-        (r"midlayer\.(self_attn|mlp)\.(\w+)\.kernel", r"midlayer.\1.\2.weight", True),
-        (r"midlayer\.(self_attn|mlp)\.(\w+)\.bias", r"midlayer.\1.\2.bias", False),
-        (r"norm\.scale", r"norm.weight", False),
-        (r"(fc|lm_head)\.kernel", r"\1.weight", True),
-    ),
-    tied={},
-    ignored=r"t2d|midlayer\.self_attn\.rotary_emb\.inv_freq",
-)
+WEIGHT_TABLE = WeightTable(names=(), tied={}, ignored=r"t2d|midlayer\.self_attn\.rotary_emb\.inv_freq")
 
 
 def usual_key(key: str) -> str:

@@ -274,17 +274,6 @@ def _no_attention(layer: int, q: Array, k: Array, v: Array, **options: Any) -> A
     raise AssertionError("the head of a classifier does not attend")
 
 
-def _table(prefix: str, names: dict[str, str], ignored: str) -> WeightTable:
-    """Returns the table of weights of which `names` has the modules: ours, and the checkpoint's."""
-    kinds = ((r"(?:scale|embedding)", "weight", False), ("kernel", "weight", True), ("bias", "bias", False))
-    rows = [
-        (rf"{ours}\.{kind}", f"{theirs}.{key}", transposed)
-        for ours, theirs in names.items()
-        for kind, key, transposed in kinds
-    ]
-    return WeightTable(tuple(rows), {}, ignored, prefix)
-
-
 def _bert_table(prefix: str, dense: str, classifier: str) -> WeightTable:
     layer = rf"{prefix}.encoder.layer.\1."
     names = {
@@ -301,7 +290,8 @@ def _bert_table(prefix: str, dense: str, classifier: str) -> WeightTable:
         "dense": dense,
         "classifier": classifier,
     }
-    return _table(f"{prefix}.", names, rf"{prefix}\.(pooler\..*|embeddings\.position_ids)|(cls|lm_head)\..*")
+    ignored = rf"{prefix}\.(pooler\..*|embeddings\.position_ids)|(cls|lm_head)\..*"
+    return WeightTable(tuple(names.items()), {}, ignored, f"{prefix}.")
 
 
 class BertModel(EncoderModel):
@@ -339,22 +329,21 @@ class ModernBertModel(EncoderModel):
 
     config_class: ClassVar[type[EncoderConfig]] = ModernBertConfig
     layer_class: ClassVar[type[EncoderLayer]] = ModernBertLayer
-    weight_table: ClassVar[WeightTable] = _table(
-        "model.",
-        {
-            "words": "model.embeddings.tok_embeddings",
-            "norm": "model.embeddings.norm",
-            r"layers\.(\d+)\.qkv": r"model.layers.\1.attn.Wqkv",
-            r"layers\.(\d+)\.out": r"model.layers.\1.attn.Wo",
-            r"layers\.(\d+)\.(attn_norm|mlp_norm)": r"model.layers.\1.\2",
-            r"layers\.(\d+)\.up": r"model.layers.\1.mlp.Wi",
-            r"layers\.(\d+)\.down": r"model.layers.\1.mlp.Wo",
-            "final_norm": "model.final_norm",
-            "dense": "head.dense",
-            "dense_norm": "head.norm",
-            "classifier": "classifier",
-        },
-        r"(head|decoder)\..*",
+    weight_table: ClassVar[WeightTable] = WeightTable(
+        (
+            ("words", "model.embeddings.tok_embeddings"),
+            ("norm", "model.embeddings.norm"),
+            (r"layers\.(\d+)\.qkv", r"model.layers.\1.attn.Wqkv"),
+            (r"layers\.(\d+)\.out", r"model.layers.\1.attn.Wo"),
+            (r"layers\.(\d+)\.up", r"model.layers.\1.mlp.Wi"),
+            (r"layers\.(\d+)\.down", r"model.layers.\1.mlp.Wo"),
+            ("dense", "head.dense"),
+            ("dense_norm", "head.norm"),
+            ("classifier", "classifier"),
+        ),
+        tied={},
+        ignored=r"(head|decoder)\..*",
+        prefix="model.",
     )
 
 

@@ -29,20 +29,9 @@ from jax_paged.models.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, par
 from jax_paged.models.moe import FusedExperts, RoutedTokens, Router
 from jax_paged.models.parallel.sharding import even, repeated
 
-GEMMA4_TABLE = dataclasses.replace(
-    WEIGHT_TABLE,
-    rows=(
-        (r"layers\.(\d+)\.(layer_scalar|router\.\w*scale)", r"model.layers.\1.\2", False),
-        (r"layers\.(\d+)\.router\.proj\.kernel", r"model.layers.\1.router.proj.weight", True),
-        (r"layers\.(\d+)\.experts\.(\w+)", r"model.layers.\1.experts.\2", True),
-        (r"layers\.(\d+)\.(\w*norm\w*)\.scale", r"model.layers.\1.\2.weight", False),
-        (r"layers\.(\d+)\.(per_layer_\w+)\.kernel", r"model.layers.\1.\2.weight", True),
-        (r"per_layer_inputs\.(\w+)\.embedding", r"model.\1.weight", False),
-        (r"per_layer_inputs\.(\w+)\.kernel", r"model.\1.weight", True),
-        (r"per_layer_inputs\.(\w+)\.scale", r"model.\1.weight", False),
-        *WEIGHT_TABLE.rows,
-    ),
-    # Checkpoints on the hub have these for layers that share those of another, too.
+GEMMA4_TABLE = WEIGHT_TABLE.with_names(
+    (r"(layers\.\d+\.router)\.hidden_scale", r"model.\1.scale"),
+    (r"per_layer_inputs\.(\w+)", r"model.\1"),
     ignored=r"model\.layers\.\d+\.self_attn\.([kv]_proj|[kv]_norm)\.weight",
 )
 
@@ -183,12 +172,12 @@ class Gemma4Router(Module):
     def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         size, num, std = config.hidden_size, config.num_experts, config.initializer_range
         self.num_chosen, self.epsilon = config.num_experts_per_tok, config.rms_norm_eps
-        self.scale = parameter(jnp.ones(size, dtype), (None,))
+        self.hidden_scale = parameter(jnp.ones(size, dtype), (None,))
         self.per_expert_scale = parameter(jnp.ones(num, dtype), (None,))
         self.proj = Router(size, num, bias=False, split=(None, None), std=std, dtype=dtype, rngs=rngs)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t g"]:
-        normed = unit_norm(x, self.epsilon).astype(x.dtype) * self.scale[...] * x.shape[-1] ** -0.5
+        normed = unit_norm(x, self.epsilon).astype(x.dtype) * self.hidden_scale[...] * x.shape[-1] ** -0.5
         probabilities = jax.nn.softmax(self.proj(normed, context))
         best, chosen = jax.lax.top_k(probabilities, self.num_chosen)
         factors = best / jnp.sum(best, axis=-1, keepdims=True) * self.per_expert_scale[...][chosen]

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 from jax_paged.models.families.llama import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from jax_paged.models.families.phi3 import Phi3MLP
 from jax_paged.models.forward_context import ForwardContext, Module
-from jax_paged.models.hf_format import ConfigReader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,18 +29,13 @@ class GlmConfig(LlamaConfig):
     }
     is_partly_rotated: ClassVar[bool] = True
     is_interleaved: ClassVar[bool] = True
-
-    @classmethod
-    def read(cls, read: ConfigReader) -> dict[str, Any]:
-        return super().read(read) | {"output_bias": False, "mlp_bias": False}
+    fixed: ClassVar[dict[str, Any]] = {"output_bias": False, "mlp_bias": False}
 
 
 class GlmDecoderLayer(LlamaDecoderLayer):
     """A Llama's layer with the MLP of Phi-3."""
 
-    @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
-        return Phi3MLP
+    mlp_class: ClassVar[Callable[..., Module]] = Phi3MLP
 
 
 class GlmForCausalLM(LlamaForCausalLM):

@@ -21,19 +21,11 @@ from jax_paged.models.parallel.sharding import even, padded
 from jax_paged.models.quantization.config import read_quantization
 
 WEIGHT_TABLE = WeightTable(
-    rows=(
-        (r"(wte|wpe)\.embedding", r"transformer.\1.weight", False),
-        # The checkpoint's matrices are [in, out], as ours are.
-        (r"(h\.\d+\.\w+\.\w+)\.kernel", r"transformer.\1.weight", False),
-        (r"(h\.\d+\.\w+)\.scale", r"transformer.\1.weight", False),
-        (r"(h\..+)\.bias", r"transformer.\1.bias", False),
-        (r"ln_f\.scale", r"transformer.ln_f.weight", False),
-        (r"ln_f\.bias", r"transformer.ln_f.bias", False),
-        (r"lm_head\.kernel", r"lm_head.weight", True),
-    ),
+    names=((r"lm_head", "lm_head"),),
     tied={"lm_head.weight": "transformer.wte.weight"},
     ignored=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
     prefix="transformer.",
+    transposed=r"lm_head\.kernel",
 )
 
 

@@ -137,9 +137,7 @@ class GptOssDecoderLayer(MoeDecoderLayer):
 
     attention_class: ClassVar[Callable[..., Module]] = GptOssAttention
 
-    @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
-        return GptOssMLP
+    moe_class: ClassVar[Callable[..., Module]] = GptOssMLP
 
 
 class GptOssForCausalLM(LlamaForCausalLM):
@@ -147,13 +145,6 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
     config_class: ClassVar[type[LlamaConfig]] = GptOssConfig
     layer_class: ClassVar[Callable[..., Module]] = GptOssDecoderLayer
-    weight_table: ClassVar[WeightTable] = dataclasses.replace(
-        WEIGHT_TABLE,
-        rows=(
-            (r"layers\.(\d+)\.self_attn\.sinks", r"model.layers.\1.self_attn.sinks", False),
-            (r"layers\.(\d+)\.mlp\.gate\.kernel", r"model.layers.\1.mlp.router.weight", True),
-            (r"layers\.(\d+)\.mlp\.gate\.bias", r"model.layers.\1.mlp.router.bias", False),
-            (r"layers\.(\d+)\.mlp\.experts\.(\w+)", r"model.layers.\1.mlp.experts.\2", False),
-            *WEIGHT_TABLE.rows,
-        ),
+    weight_table: ClassVar[WeightTable] = WEIGHT_TABLE.with_names(
+        (r"(layers\.\d+\.mlp)\.gate", r"model.\1.router"), transposed=r".*\.kernel"
     )

@@ -7,7 +7,6 @@ import dataclasses
 from typing import Any, ClassVar
 
 from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
-from jax_paged.models.hf_format import ConfigReader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +20,7 @@ class HeliumConfig(LlamaConfig):
         "rope_theta": 100000.0,
     }
     is_interleaved: ClassVar[bool] = True
-
-    @classmethod
-    def read(cls, read: ConfigReader) -> dict[str, Any]:
-        return super().read(read) | {"output_bias": False}
+    fixed: ClassVar[dict[str, Any]] = {"output_bias": False}
 
 
 class HeliumForCausalLM(LlamaForCausalLM):

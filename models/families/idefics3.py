@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
-from jax_paged.models.families.llama import WEIGHT_TABLE as LLAMA_TABLE
 from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
 from jax_paged.models.families.siglip import SiglipConfig, SiglipEncoder, position_ids
 from jax_paged.models.forward_context import ForwardContext
@@ -24,24 +23,21 @@ from jax_paged.models.quantization.config import read_quantization
 _TEXT, _VISION = "model.text_model.", "model.vision_model."
 _LAYER = rf"{_VISION}encoder.layers.\1."
 WEIGHT_TABLE = WeightTable(
-    rows=(
-        (r"vision\.patches\.kernel", f"{_VISION}embeddings.patch_embedding.weight", False),
-        (r"vision\.patches\.bias", f"{_VISION}embeddings.patch_embedding.bias", False),
-        (r"vision\.positions\.embedding", f"{_VISION}embeddings.position_embedding.weight", False),
-        (r"vision\.layers\.(\d+)\.(\w+_proj)\.kernel", rf"{_LAYER}self_attn.\2.weight", True),
-        (r"vision\.layers\.(\d+)\.(\w+_proj)\.bias", rf"{_LAYER}self_attn.\2.bias", False),
-        (r"vision\.layers\.(\d+)\.(fc\d)\.kernel", rf"{_LAYER}mlp.\2.weight", True),
-        (r"vision\.layers\.(\d+)\.(fc\d)\.bias", rf"{_LAYER}mlp.\2.bias", False),
-        (r"vision\.layers\.(\d+)\.(layer_norm\d)\.scale", rf"{_LAYER}\2.weight", False),
-        (r"vision\.layers\.(\d+)\.(layer_norm\d)\.bias", rf"{_LAYER}\2.bias", False),
-        (r"vision\.norm\.scale", f"{_VISION}post_layernorm.weight", False),
-        (r"vision\.norm\.bias", f"{_VISION}post_layernorm.bias", False),
-        (r"connector\.kernel", "model.connector.modality_projection.proj.weight", True),
-        *((path, key.replace("model.", _TEXT, 1), flips) for path, key, flips in LLAMA_TABLE.rows),
+    names=(
+        (r"vision\.patches", f"{_VISION}embeddings.patch_embedding"),
+        (r"vision\.positions", f"{_VISION}embeddings.position_embedding"),
+        (r"vision\.layers\.(\d+)\.(\w+_proj)", rf"{_LAYER}self_attn.\2"),
+        (r"vision\.layers\.(\d+)\.(fc\d)", rf"{_LAYER}mlp.\2"),
+        (r"vision\.layers\.(\d+)\.(layer_norm\d)", rf"{_LAYER}\2"),
+        (r"vision\.norm", f"{_VISION}post_layernorm"),
+        (r"connector", "model.connector.modality_projection.proj"),
+        (r"lm_head", "lm_head"),
     ),
     tied={"lm_head.weight": f"{_TEXT}embed_tokens.weight"},
     ignored=r"model\.text_model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
     prefix="model.",
+    start=_TEXT,
+    transposed=r"(?!vision\.patches).*\.kernel",
 )
 
 

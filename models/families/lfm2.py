@@ -21,22 +21,16 @@ from jax_paged.models.layers import Linear, RMSNorm, normal, parameter
 from jax_paged.models.parallel.sharding import even
 from jax_paged.models.recurrent.recurrence import Convolution
 
-_LAYER = r"layers\.(\d+)\."
 WEIGHT_TABLE = WeightTable(
-    rows=(
-        (r"embed_tokens\.embedding", r"model.embed_tokens.weight", False),
-        (_LAYER + r"(operator_norm|ffn_norm)\.scale", r"model.layers.\1.\2.weight", False),
-        (_LAYER + r"self_attn\.([qk])_norm\.scale", r"model.layers.\1.self_attn.\2_layernorm.weight", False),
-        (_LAYER + r"self_attn\.o_proj\.kernel", r"model.layers.\1.self_attn.out_proj.weight", True),
-        (_LAYER + r"self_attn\.(\w+)\.kernel", r"model.layers.\1.self_attn.\2.weight", True),
-        (_LAYER + r"conv\.(weight|bias)", r"model.layers.\1.conv.conv.\2", False),
-        (_LAYER + r"conv\.(\w+)\.kernel", r"model.layers.\1.conv.\2.weight", True),
-        (_LAYER + r"conv\.(\w+)\.bias", r"model.layers.\1.conv.\2.bias", False),
-        (_LAYER + r"feed_forward\.gate_proj\.kernel", r"model.layers.\1.feed_forward.w1.weight", True),
-        (_LAYER + r"feed_forward\.down_proj\.kernel", r"model.layers.\1.feed_forward.w2.weight", True),
-        (_LAYER + r"feed_forward\.up_proj\.kernel", r"model.layers.\1.feed_forward.w3.weight", True),
-        (r"norm\.scale", r"model.embedding_norm.weight", False),
-        (r"lm_head\.kernel", r"lm_head.weight", True),
+    names=(
+        (r"(layers\.\d+\.self_attn\.[qk])_norm", r"model.\1_layernorm"),
+        (r"(layers\.\d+\.self_attn)\.o_proj", r"model.\1.out_proj"),
+        (r"(layers\.\d+\.conv)", r"model.\1.conv"),
+        (r"(layers\.\d+\.feed_forward)\.gate_proj", r"model.\1.w1"),
+        (r"(layers\.\d+\.feed_forward)\.down_proj", r"model.\1.w2"),
+        (r"(layers\.\d+\.feed_forward)\.up_proj", r"model.\1.w3"),
+        (r"norm", "model.embedding_norm"),
+        (r"lm_head", "lm_head"),
     ),
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
@@ -74,14 +68,7 @@ class Lfm2Config(LlamaConfig):
         ok = isinstance(places, list) and all(isinstance(i, int) for i in places)
         places = places if read.check(ok, "full_attn_idxs", places, "a list of layers") else []
         types = ["full_attention" if i in places else "conv" for i in range(num_layers)]
-        types = read.get("layer_types", types)
-        ok = isinstance(types, list) and len(types) == num_layers
-        ok = ok and set(types) <= {"full_attention", "conv"} and "full_attention" in types
-        allowed = (
-            f"a list of {num_layers} items (num_hidden_layers), each 'full_attention' or 'conv', with at "
-        )
-        allowed += "least one 'full_attention'"
-        types = types if read.check(ok, "layer_types", types, allowed) else []
+        types = read.layer_types(num_layers, types, "conv")
         return fields | {
             "intermediate_size": cls._mlp_size(read, fields["intermediate_size"]),
             "rms_norm_eps": read.number("norm_eps", 1e-5),

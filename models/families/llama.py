@@ -25,17 +25,7 @@ from jax_paged.models.quantization.config import STORED_METHODS, read_quantizati
 from jax_paged.models.rope import Rope, max_positions, read_rope, rope_values
 
 WEIGHT_TABLE = WeightTable(
-    rows=(
-        (r"embed_tokens\.embedding", r"model.embed_tokens.weight", False),
-        (r"layers\.(\d+)\.(\w+_layernorm)\.scale", r"model.layers.\1.\2.weight", False),
-        (r"layers\.(\d+)\.(\w+_layernorm)\.bias", r"model.layers.\1.\2.bias", False),
-        (r"layers\.(\d+)\.self_attn\.([qk]_norm)\.scale", r"model.layers.\1.self_attn.\2.weight", False),
-        (r"layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.kernel", r"model.layers.\1.\2.\3.weight", True),
-        (r"layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.bias", r"model.layers.\1.\2.\3.bias", False),
-        (r"norm\.scale", r"model.norm.weight", False),
-        (r"norm\.bias", r"model.norm.bias", False),
-        (r"lm_head\.kernel", r"lm_head.weight", True),
-    ),
+    names=((r"lm_head", "lm_head"),),
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
     prefix="model.",
@@ -80,6 +70,8 @@ class LlamaConfig:
 
     # What transformers assumes for values that config.json leaves out.
     defaults: ClassVar[dict[str, Any]] = {}
+    # Fields that config.json has no say in.
+    fixed: ClassVar[dict[str, Any]] = {}
     activation_name: ClassVar[str] = "hidden_act"
     activations: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)
     epsilon_name: ClassVar[str] = "rms_norm_eps"
@@ -100,7 +92,7 @@ class LlamaConfig:
             ValueError: If values are missing, out of range or not supported; the message lists all of them.
         """
         read = ConfigReader(cls.defaults | hf_config, max_model_len=max_model_len)
-        fields = cls.read(read)
+        fields = cls.read(read) | cls.fixed
         read.finish()
         return cls(**fields)
 
@@ -256,20 +248,21 @@ class LlamaDecoderLayer(Module):
 
     attention_class: ClassVar[Callable[..., Module]] = LlamaAttention
     norm_class: ClassVar[Callable[..., Module]] = RMSNorm
+    mlp_class: ClassVar[Callable[..., Module]] = LlamaMLP
 
     def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         size, epsilon = config.hidden_size, config.rms_norm_eps
         self.make_norms(functools.partial(self.norm_class, size, epsilon=epsilon, dtype=dtype))
         self.self_attn = self.attention_class(config, layer, dtype=dtype, rngs=rngs)
-        self.mlp = self.mlp_class(config, layer)(config, layer, dtype=dtype, rngs=rngs)
+        self.mlp = self.make_mlp(config, layer, dtype=dtype, rngs=rngs)
 
     def make_norms(self, make: Callable[[], Module]) -> None:
         """Sets the norms of the layer, each of which `make` returns."""
         self.input_layernorm, self.post_attention_layernorm = make(), make()
 
-    @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
-        return LlamaMLP
+    def make_mlp(self, config: Any, layer: int, **options: Any) -> Module:
+        """Returns the MLP of the layer."""
+        return self.mlp_class(config, layer, **options)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         x = x + self.self_attn(self.input_layernorm(x, context), context)

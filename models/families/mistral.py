@@ -15,12 +15,12 @@ class MistralConfig(LlamaConfig):
     """Shape of a Mistral."""
 
     defaults: ClassVar[dict[str, Any]] = {"num_key_value_heads": 8, "sliding_window": 4096}
+    fixed: ClassVar[dict[str, Any]] = {"attention_bias": False, "output_bias": False, "mlp_bias": False}
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
         fields = super().read(read)
-        no_bias = {"attention_bias": False, "output_bias": False, "mlp_bias": False}
-        return fields | no_bias | {"windows": cls.one_window(read, fields["num_hidden_layers"])}
+        return fields | {"windows": cls.one_window(read, fields["num_hidden_layers"])}
 
 
 class MistralForCausalLM(LlamaForCausalLM):

@@ -50,13 +50,9 @@ class MixtralForCausalLM(LlamaForCausalLM):
 
     config_class: ClassVar[type[LlamaConfig]] = MixtralConfig
     layer_class: ClassVar[Callable[..., Module]] = MoeDecoderLayer
-    weight_table: ClassVar[WeightTable] = dataclasses.replace(
-        WEIGHT_TABLE,
-        rows=(
-            (r"layers\.(\d+)\.mlp\.gate\.kernel", MOE + "gate.weight", True),
-            (r"layers\.(\d+)\.mlp\.experts\.gate_proj", MOE + "experts.{}.w1.weight", True),
-            (r"layers\.(\d+)\.mlp\.experts\.down_proj", MOE + "experts.{}.w2.weight", True),
-            (r"layers\.(\d+)\.mlp\.experts\.up_proj", MOE + "experts.{}.w3.weight", True),
-            *WEIGHT_TABLE.rows,
-        ),
+    weight_table: ClassVar[WeightTable] = WEIGHT_TABLE.with_names(
+        (r"layers\.(\d+)\.mlp\.gate", MOE + "gate"),
+        (r"layers\.(\d+)\.mlp\.experts\.gate_proj", MOE + "experts.{}.w1.weight"),
+        (r"layers\.(\d+)\.mlp\.experts\.down_proj", MOE + "experts.{}.w2.weight"),
+        (r"layers\.(\d+)\.mlp\.experts\.up_proj", MOE + "experts.{}.w3.weight"),
     )

@@ -22,10 +22,7 @@ class Olmo2Config(LlamaConfig):
     """Shape of an OLMo 2."""
 
     defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5}
-
-    @classmethod
-    def read(cls, read: ConfigReader) -> dict[str, Any]:
-        return super().read(read) | {"mlp_bias": False, "qk_norm": True}
+    fixed: ClassVar[dict[str, Any]] = {"mlp_bias": False, "qk_norm": True}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,16 +21,11 @@ from jax_paged.models.parallel.sharding import even, padded
 from jax_paged.models.quantization.config import read_quantization
 
 WEIGHT_TABLE = WeightTable(
-    rows=(
-        (r"(embed_tokens|embed_positions)\.embedding", r"model.decoder.\1.weight", False),
-        (r"(.*layer_norm)\.scale", r"model.decoder.\1.weight", False),
-        (r"lm_head\.kernel", r"lm_head.weight", True),
-        (r"(.+)\.kernel", r"model.decoder.\1.weight", True),
-        (r"(.+)\.bias", r"model.decoder.\1.bias", False),
-    ),
+    names=((r"lm_head", "lm_head"),),
     tied={"lm_head.weight": "model.decoder.embed_tokens.weight"},
     ignored=r"model\.decoder\.version",
     prefix="model.",
+    start="model.decoder.",
 )
 # The table of positions begins with this many rows that are never read.
 POSITION_OFFSET = 2

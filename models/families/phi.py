@@ -39,10 +39,7 @@ class PhiDecoderLayer(ParallelDecoderLayer):
     """A parallel layer with another MLP and other norms."""
 
     norm_class: ClassVar[Callable[..., Module]] = LayerNorm
-
-    @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
-        return UngatedMLP
+    mlp_class: ClassVar[Callable[..., Module]] = UngatedMLP
 
 
 class PhiForCausalLM(LlamaForCausalLM):
@@ -52,12 +49,4 @@ class PhiForCausalLM(LlamaForCausalLM):
     layer_class: ClassVar[Callable[..., Module]] = PhiDecoderLayer
     norm_class: ClassVar[Callable[..., Any]] = LayerNorm
     has_head_bias: ClassVar[bool] = True
-    weight_table: ClassVar[WeightTable] = dataclasses.replace(
-        renamed(LAYER_NAMES),
-        rows=(
-            (r"norm\.scale", r"model.final_layernorm.weight", False),
-            (r"norm\.bias", r"model.final_layernorm.bias", False),
-            (r"lm_head\.bias", r"lm_head.bias", False),
-            *renamed(LAYER_NAMES).rows,
-        ),
-    )
+    weight_table: ClassVar[WeightTable] = renamed(LAYER_NAMES).with_names((r"norm", "model.final_layernorm"))

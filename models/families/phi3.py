@@ -101,9 +101,7 @@ class Phi3DecoderLayer(LlamaDecoderLayer):
 
     attention_class: ClassVar[Callable[..., Module]] = Phi3Attention
 
-    @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
-        return Phi3MLP
+    mlp_class: ClassVar[Callable[..., Module]] = Phi3MLP
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):

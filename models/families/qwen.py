@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from jax_paged.models.families.llama import WEIGHT_TABLE, LlamaConfig, LlamaForCausalLM
+from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
 from jax_paged.models.forward_context import Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
-from jax_paged.models.moe import MoeConfig, MoeDecoderLayer
+from jax_paged.models.moe import EXPERT_TABLE, MoeConfig, MoeDecoderLayer
 
 
 def _windows(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
@@ -100,10 +100,4 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
 
     config_class: ClassVar[type[LlamaConfig]] = Qwen3MoeConfig
     layer_class: ClassVar[Callable[..., Module]] = MoeDecoderLayer
-    weight_table: ClassVar[WeightTable] = dataclasses.replace(
-        WEIGHT_TABLE,
-        rows=(
-            (r"layers\.(\d+)\.mlp\.experts\.(\w+)", r"model.layers.\1.mlp.experts.{}.\2.weight", True),
-            *WEIGHT_TABLE.rows,
-        ),
-    )
+    weight_table: ClassVar[WeightTable] = EXPERT_TABLE

@@ -27,17 +27,8 @@ from jax_paged.models.parallel.sharding import even, repeated
 from jax_paged.models.recurrent.delta_rule import GatedDeltaRule
 from jax_paged.models.recurrent.recurrence import Convolution
 
-_NET = r"layers\.(\d+)\.linear_attn\."
-WEIGHT_TABLE = dataclasses.replace(
-    LLAMA_TABLE,
-    rows=(
-        (_NET + r"(A_log|dt_bias)", r"model.layers.\1.linear_attn.\2", False),
-        (_NET + r"(conv1d)", r"model.layers.\1.linear_attn.\2.weight", False),
-        (_NET + r"norm\.scale", r"model.layers.\1.linear_attn.norm.weight", False),
-        (_NET + r"(\w+)\.kernel", r"model.layers.\1.linear_attn.\2.weight", True),
-        *LLAMA_TABLE.rows,
-    ),
-    ignored=r"mtp\..*|model\.visual\..*",
+WEIGHT_TABLE = LLAMA_TABLE.with_names(
+    (r"(layers\.\d+\.linear_attn\.conv1d)", r"model.\1.weight"), ignored=r"mtp\..*|model\.visual\..*"
 )
 
 
@@ -78,12 +69,7 @@ class Qwen3_5Config(LlamaConfig):
         types = [
             "full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)
         ]
-        types = read.get("layer_types", types)
-        ok = isinstance(types, list) and len(types) == num_layers
-        ok = ok and set(types) <= {"full_attention", "linear_attention"} and "full_attention" in types
-        allowed = f"a list of {num_layers} items (num_hidden_layers), each 'full_attention' or "
-        allowed += "'linear_attention', with at least one 'full_attention'"
-        types = types if read.check(ok, "layer_types", types, allowed) else []
+        types = read.layer_types(num_layers, types, "linear_attention")
         key_heads = read.integer("linear_num_key_heads", 16)
         value_heads = read.integer("linear_num_value_heads", 32)
         allowed = f"a multiple of linear_num_key_heads, which is {key_heads}"

@@ -25,22 +25,12 @@ from jax_paged.models.image_inputs import PatchSpec
 from jax_paged.models.quantization.config import read_quantization
 from jax_paged.models.rope import rope_values
 
-_TEXT_TABLE = of_text_model(LLAMA_TABLE, ())
-WEIGHT_TABLE = dataclasses.replace(
-    _TEXT_TABLE,
-    rows=(
-        (r"visual\.patch_embed\.kernel", "model.visual.patch_embed.proj.weight", False),
-        (r"visual\.patch_embed\.bias", "model.visual.patch_embed.proj.bias", False),
-        (r"visual\.pos_embed\.embedding", "model.visual.pos_embed.weight", False),
-        (r"visual\.(blocks\.\d+)\.(qkv|proj)\.kernel", r"model.visual.\1.attn.\2.weight", True),
-        (r"visual\.(blocks\.\d+)\.(qkv|proj)\.bias", r"model.visual.\1.attn.\2.bias", False),
-        (r"visual\.(blocks\.\d+)\.(linear_fc\d)\.kernel", r"model.visual.\1.mlp.\2.weight", True),
-        (r"visual\.(blocks\.\d+)\.(linear_fc\d)\.bias", r"model.visual.\1.mlp.\2.bias", False),
-        (r"visual\.(.*norm\d?)\.scale", r"model.visual.\1.weight", False),
-        (r"visual\.(.*linear_fc\d)\.kernel", r"model.visual.\1.weight", True),
-        (r"visual\.(.*)\.bias", r"model.visual.\1.bias", False),
-        *_TEXT_TABLE.rows,
-    ),
+WEIGHT_TABLE = of_text_model(LLAMA_TABLE, ()).with_names(
+    (r"visual\.patch_embed", "model.visual.patch_embed.proj"),
+    (r"visual\.(blocks\.\d+)\.(qkv|proj)", r"model.visual.\1.attn.\2"),
+    (r"visual\.(blocks\.\d+)\.(linear_fc\d)", r"model.visual.\1.mlp.\2"),
+    (r"visual\.(.*)", r"model.visual.\1"),
+    transposed=r"(?!visual\.patch_embed).*\.kernel",
 )
 _TEXT_DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0}
 # Patches that attend at a time: the scores of all would not fit into memory.

@@ -9,17 +9,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from jax_paged.models.families.blocks import HeadsLayerNormAttention, ParallelDecoderLayer
-from jax_paged.models.families.llama import (
-    WEIGHT_TABLE,
-    LlamaConfig,
-    LlamaDecoderLayer,
-    LlamaForCausalLM,
-)
+from jax_paged.models.families.llama import WEIGHT_TABLE, LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from jax_paged.models.forward_context import Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import LayerNorm
-
-HEAD_NORM = r"layers\.(\d+)\.self_attn\.([qk])_norm\.scale"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,10 +69,6 @@ class StableLmForCausalLM(LlamaForCausalLM):
     config_class: ClassVar[type[LlamaConfig]] = StableLmConfig
     layer_class: ClassVar[Callable[..., Module]] = staticmethod(_make_layer)
     norm_class: ClassVar[Callable[..., Any]] = LayerNorm
-    weight_table: ClassVar[WeightTable] = dataclasses.replace(
-        WEIGHT_TABLE,
-        rows=(
-            (HEAD_NORM, r"model.layers.\1.self_attn.\2_layernorm.norms.{}.weight", False),
-            *WEIGHT_TABLE.rows,
-        ),
+    weight_table: ClassVar[WeightTable] = WEIGHT_TABLE.with_names(
+        (r"(layers\.\d+\.self_attn\.[qk])_norm", r"model.\1_layernorm.norms.{}")
     )

@@ -22,30 +22,19 @@ from jax_paged.models.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, gat
 from jax_paged.models.parallel.sharding import even, padded
 from jax_paged.models.quantization.config import read_quantization
 
-BLOCK, HF_BLOCK = r"(encoder|decoder)\.block\.(\d+)\.", r"\1.block.\2.layer."
+BLOCK, LAYER = r"(encoder|decoder)\.block\.(\d+)\.", r"\1.block.\2.layer."
 BIAS = "relative_attention_bias"
 WEIGHT_TABLE = WeightTable(
-    rows=(
-        (r"shared\.embedding", r"shared.weight", False),
-        (r"lm_head\.kernel", r"lm_head.weight", True),
-        (rf"(\w+)\.{BIAS}", rf"\1.block.0.layer.0.SelfAttention.{BIAS}.weight", False),
-        (r"(\w+)\.final_layer_norm\.scale", r"\1.final_layer_norm.weight", False),
-        (BLOCK + r"attention\.(\w)\.kernel", HF_BLOCK + r"0.SelfAttention.\3.weight", True),
-        (BLOCK + r"attention_norm\.scale", HF_BLOCK + r"0.layer_norm.weight", False),
-        (BLOCK + r"cross_attention\.(\w)\.kernel", HF_BLOCK + r"1.EncDecAttention.\3.weight", True),
-        (BLOCK + r"cross_attention_norm\.scale", HF_BLOCK + r"1.layer_norm.weight", False),
-        (
-            r"encoder\.block\.(\d+)\.mlp\.(\w+)\.kernel",
-            r"encoder.block.\1.layer.1.DenseReluDense.\2.weight",
-            True,
-        ),
-        (
-            r"decoder\.block\.(\d+)\.mlp\.(\w+)\.kernel",
-            r"decoder.block.\1.layer.2.DenseReluDense.\2.weight",
-            True,
-        ),
-        (r"encoder\.block\.(\d+)\.mlp_norm\.scale", r"encoder.block.\1.layer.1.layer_norm.weight", False),
-        (r"decoder\.block\.(\d+)\.mlp_norm\.scale", r"decoder.block.\1.layer.2.layer_norm.weight", False),
+    names=(
+        (rf"(\w+)\.{BIAS}", rf"\1.block.0.layer.0.SelfAttention.{BIAS}.weight"),
+        (BLOCK + r"attention\.(\w)", LAYER + r"0.SelfAttention.\3"),
+        (BLOCK + r"attention_norm", LAYER + r"0.layer_norm"),
+        (BLOCK + r"cross_attention\.(\w)", LAYER + r"1.EncDecAttention.\3"),
+        (BLOCK + r"cross_attention_norm", LAYER + r"1.layer_norm"),
+        (r"encoder\.block\.(\d+)\.mlp\.(\w+)", r"encoder.block.\1.layer.1.DenseReluDense.\2"),
+        (r"decoder\.block\.(\d+)\.mlp\.(\w+)", r"decoder.block.\1.layer.2.DenseReluDense.\2"),
+        (r"encoder\.block\.(\d+)\.mlp_norm", r"encoder.block.\1.layer.1.layer_norm"),
+        (r"decoder\.block\.(\d+)\.mlp_norm", r"decoder.block.\1.layer.2.layer_norm"),
     ),
     tied=dict.fromkeys(
         ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), "shared.weight"

@@ -152,18 +152,14 @@ def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[
     paths = {".".join(map(str, path)) for path, m in nnx.iter_modules(model) if isinstance(m, Module)}
     graphdef, state = nnx.split(model)
     columns = jnp.zeros((2, num_columns(hooks)))
-    ran: set[str] = set()
+    ran: dict[str, Array] = {}
 
     def run(state: Any, params: Any) -> dict[str, Array]:
         captured: dict[str, Array] = {}
         merged, tokens = nnx.merge(graphdef, state), jnp.zeros((1, 2), jnp.int32)
         functions = at_paths(hooks, params, columns, 2, captured)
-
-        def noting(path: str) -> Callable[[Array], Array]:
-            return lambda y: (ran.add(path), functions[path](y))[1]
-
         context = merged.dense_context(tokens)
-        merged.hidden(tokens, dataclasses.replace(context, hooks={path: noting(path) for path in functions}))
+        merged.hidden(tokens, dataclasses.replace(context, hooks=reading([*functions], functions, ran)))
         return captured
 
     captured = jax.eval_shape(run, state, [hook.params for hook in hooks])

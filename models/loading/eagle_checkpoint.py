@@ -10,7 +10,7 @@ from jax_paged.models.checkpoint import read_json
 from jax_paged.models.families.eagle import DraftColumns, EagleConfig, EagleHead, usual_key
 from jax_paged.models.families.llama import LlamaForCausalLM
 from jax_paged.models.loading.stored_tensors import StoredTensor, read_headers
-from jax_paged.models.loading.weight_reading import check_stored, read_weights, weights_of
+from jax_paged.models.loading.weight_reading import check_stored, raise_problems, read_weights, weights_of
 from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.models.weights import LoadedModel, log_unused
 
@@ -40,11 +40,8 @@ def load_head(folder: Path, target: LoadedModel, grid: DeviceGrid | None = None)
     problems = check.problems
     columns, found = _columns(config, offsets)
     problems += [*found, *_misfits(config, target, has_embedding=has_embedding)]
-    if problems:
-        lines = "".join(f"\n  {problem}" for problem in sorted(problems))
-        raise ValueError(
-            f"the head in {folder} can't draft for {target.architecture}, the model that is served:{lines}"
-        )
+    misfit = f"the head in {folder} can't draft for {target.architecture}, the model that is served"
+    raise_problems(misfit, problems)
     read_weights(head, stored, target.dtype, folder, grid)
     head.columns = DraftColumns(jnp.asarray(columns))
     return head

@@ -22,6 +22,7 @@ from jax_paged.models.loading.weight_reading import (
     is_added_bias,
     is_unused,
     last_layers_of,
+    raise_problems,
     weights_of,
 )
 from jax_paged.models.parallel.sharding import DeviceGrid
@@ -78,9 +79,7 @@ def with_weights(
         found = [_assemble(raw, w, problems) for w in weights]
         _take_tied(raw, like, found, weights, problems)
     problems += [f"{name} is unexpected" for name in raw]
-    if problems:
-        lines = "".join(f"\n  {problem}" for problem in sorted(problems))
-        raise ValueError(f"the weights do not fit the model that is served:{lines}")
+    raise_problems("the weights do not fit the model that is served", problems)
     graphdef, state = nnx.split(like)
     # In variables of their own: those of `like` would be the same ones, and would hold on to the weights.
     flat = dict(nnx.to_flat_state(state))

@@ -253,6 +253,13 @@ def check_stored(stored: dict[str, StoredTensor], weights: list[Weight], table: 
     return StoredCheck(problems, unused)
 
 
+def raise_problems(summary: str, problems: Iterable[str]) -> None:
+    """Raises a ValueError that lists problems, if there are any."""
+    lines = "".join(f"\n  {problem}" for problem in sorted(problems))
+    if lines:
+        raise ValueError(f"{summary}:{lines}")
+
+
 def last_layers_of(keys: Iterable[str]) -> dict[str, int]:
     """Returns the highest index of each list of layers, by the start of its keys, such as "model.layers."."""
     last: dict[str, int] = {}

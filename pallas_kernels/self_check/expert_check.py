@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -72,23 +72,29 @@ def batches(
             yield name, (rows, values, jnp.asarray(sizes, jnp.int32))
 
 
-class Products:
-    """A grouped_matmul, called several times.
+class Timed:
+    """Work of a device, called several times.
 
     Args:
-        kernels: The ops.
-        case: Has the arguments.
+        call: Starts the work, and returns arrays that are ready when it is done.
+        num_per_call: How often a call does the work.
     """
 
-    def __init__(self, kernels: Any, case: Any) -> None:
-        self._run, self._args = jax.jit(kernels.grouped_matmul), case.args
+    def __init__(self, call: Callable[[], Any], num_per_call: int = 1) -> None:
+        self._call, self._num_per_call = call, num_per_call
         self.calls = 1
         self.seconds()  # compiles
-        self.calls = max(1, min(_MAX_CALLS, int(_ROUND_S / self.seconds())))
+        self.calls = max(1, min(_MAX_CALLS, int(_ROUND_S / (self.seconds() * num_per_call))))
 
     def seconds(self) -> float:
-        """Returns the seconds per call, of some calls that the device does one after the other."""
+        """Returns the seconds that the work takes, of some calls that the device does one after the other."""
         start = time.perf_counter()
-        out = [self._run(*self._args) for _ in range(self.calls)]
+        out = [self._call() for _ in range(self.calls)]
         jax.block_until_ready(out)
-        return (time.perf_counter() - start) / self.calls
+        return (time.perf_counter() - start) / (self.calls * self._num_per_call)
+
+
+def timed_products(kernels: Any, case: Any) -> Timed:
+    """Returns the grouped_matmul of a case, to be timed with these kernels."""
+    run = jax.jit(kernels.grouped_matmul)
+    return Timed(lambda: run(*case.args))

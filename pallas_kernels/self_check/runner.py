@@ -17,7 +17,6 @@ import json
 import math
 import os
 import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -35,14 +34,14 @@ from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul, implementati
 from jax_paged.pallas_kernels.jax_settings import apply_to_process
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, tiles_of
 from jax_paged.pallas_kernels.self_check import expert_check
-from jax_paged.pallas_kernels.self_check.expert_check import Experts
+from jax_paged.pallas_kernels.self_check.expert_check import Experts, Timed
 
 OPS = ("write_kv", "copy_blocks", "paged_decode", "ragged_attention")
 # Long enough for an item of the work list to hold many blocks; a prompt that fills several tiles.
 LONGEST, LONGEST_OF_PROMPTS = 4096, 700
 # What is timed: a decode step of skewed lengths, and a chunk of a prompt beside decodes.
 TIMED_LEN, TIMED_SEQS, TIMED_CHUNK = 2048, 32, 512
-_STEPS, _ROUNDS, _ROUND_S, _MAX_CALLS = 2, 3, 0.05, 40
+_STEPS, _ROUNDS = 2, 3
 _OUT_OF_POOL = 10**6
 
 
@@ -271,37 +270,31 @@ def error_of(got: Array, want: Array, *, is_move: bool) -> float:
     return float(np.max(np.nan_to_num(share, nan=math.inf, posinf=math.inf)))
 
 
-class Layer:
-    """A layer's write_kv and attention, several times in one program, as layers follow each other.
+def timed_layer(kernels: Any, case: Case) -> Timed:
+    """Returns a layer's write_kv and attention, several times in one program, as layers follow each other.
 
     Args:
         kernels: The ops.
         case: Of attention; with a slot for every query.
     """
+    attend = functools.partial(getattr(kernels, case.op), **case.options)
 
-    def __init__(self, kernels: Any, case: Case) -> None:
-        attend = functools.partial(getattr(kernels, case.op), **case.options)
+    def layers(pool: Array, q: Array, kv: Array, slots: Array, *rest: Array) -> tuple[Array, Array]:
+        for _ in range(_STEPS):
+            pool = kernels.write_kv(pool, kv, -kv, slots)
+            q = attend(q, pool, *rest)
+        return pool, q
 
-        def layers(pool: Array, q: Array, kv: Array, slots: Array, *rest: Array) -> tuple[Array, Array]:
-            for _ in range(_STEPS):
-                pool = kernels.write_kv(pool, kv, -kv, slots)
-                q = attend(q, pool, *rest)
-            return pool, q
+    q, pool, *rest = case.args
+    run, pool = jax.jit(layers, donate_argnums=0), jnp.copy(pool)
+    arguments = q, q[:, : pool.shape[2]], jnp.asarray(case.slots), *rest
 
-        q, pool, *rest = case.args
-        self._run, self._pool = jax.jit(layers, donate_argnums=0), jnp.copy(pool)
-        self._rest = q, q[:, : pool.shape[2]], jnp.asarray(case.slots), *rest
-        self.calls = 1
-        self.seconds()  # compiles
-        self.calls = max(1, min(_MAX_CALLS, int(_ROUND_S / self.seconds() / _STEPS)))
+    def call() -> Array:
+        nonlocal pool
+        pool, out = run(pool, *arguments)
+        return out
 
-    def seconds(self) -> float:
-        """Returns the seconds per layer, of some calls that the device does one after the other."""
-        start = time.perf_counter()
-        for _ in range(self.calls):
-            self._pool, out = self._run(self._pool, *self._rest)
-        jax.block_until_ready((self._pool, out))
-        return (time.perf_counter() - start) / (self.calls * _STEPS)
+    return Timed(call, _STEPS)
 
 
 class _Ended(Exception):
@@ -364,9 +357,9 @@ def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]
     if not all(right):
         return
     for case in itertools.chain(attention_cases(suite, is_timed=True), products(is_timed=True)):
-        name, timed = f"write_kv + {case.name}", Layer
+        name, timed = f"write_kv + {case.name}", timed_layer
         if case.op == "grouped_matmul":
-            name, timed = case.name, expert_check.Products
+            name, timed = case.name, expert_check.timed_products
         theirs, mine = timed(other, case), attempt(case, timed, ours, case)
         times = [(attempt(case, mine.seconds), theirs.seconds()) for _ in range(_ROUNDS)]
         best, rivals = (min(column) * 1e6 for column in zip(*times, strict=True))

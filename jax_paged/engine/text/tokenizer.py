@@ -15,7 +15,6 @@ import tokenizers
 from tokenizers import normalizers
 
 from jax_paged.arguments.shown_values import Text, one_of
-from jax_paged.engine.text.chat_template import ChatTemplate, is_usual, processor_template, read_chat_template
 from jax_paged.engine.text.control_tokens import ControlTokens
 from jax_paged.engine.text.vocabulary import Vocabulary
 from jax_paged.errors import ArgumentError, TooLongError, check
@@ -96,7 +95,7 @@ class Tokenizer:
         if self._chat_template is not None:
             loaded.chat_template = self._chat_template
         elif not loaded.chat_template:
-            loaded.chat_template = processor_template(folder)
+            loaded.chat_template = _processor_template(folder)
         return loaded
 
     @functools.cached_property
@@ -283,9 +282,7 @@ class Tokenizer:
         as_parts = content_format == "openai"
         plain = [_plain_message(i, message, as_parts=as_parts) for i, message in enumerate(messages)]
         check(bool(plain), "messages", plain, "at least one message")
-        usual = not (chat_template or continue_final_message or template_kwargs) and is_usual(plain, tools)
-        own = self._own_template if usual else None
-        template = own.source if own else chat_template or self.hf.chat_template
+        template = chat_template or self.hf.chat_template
         if not template:
             remedy = ". Use completions instead"
             raise ArgumentError("tokenizer", self.name, "one with a chat template", remedy=remedy)
@@ -293,13 +290,10 @@ class Tokenizer:
             raise ArgumentError("tools", tools, "None because the chat template does not use tools")
         (plain, values), mark = self._control.marked((plain, values))
         try:
-            if own:
-                text = own.render(plain, values["tools"], add_generation_prompt)
-            else:
-                rendered = self.hf.apply_chat_template(
-                    plain, chat_template=chat_template, tokenize=False, **values
-                )
-                text = cast(str, rendered)
+            rendered = self.hf.apply_chat_template(
+                plain, chat_template=chat_template, tokenize=False, **values
+            )
+            text = cast(str, rendered)
         except Exception as error:  # templates raise what they like
             allowed = f"messages that the chat template accepts ({error})"
             raise ArgumentError("messages", plain, allowed) from error
@@ -312,7 +306,7 @@ class Tokenizer:
     @property
     def chat_template_source(self) -> str | None:
         """The chat template in Jinja's language; None if there is none, or if there are several."""
-        source = self._own_template.source if self._own_template else self.hf.chat_template
+        source = self.hf.chat_template
         return source if isinstance(source, str) else None
 
     def replace_chat_template(self, source: str) -> None:
@@ -325,26 +319,16 @@ class Tokenizer:
             ValueError: If it is not valid, or does not take the message of a user.
         """
         self._chat_template = source
-        vars(self).pop("hf", None)  # both are made anew with the template
-        vars(self).pop("_own_template", None)
+        vars(self).pop("hf", None)  # the next use loads it with the template
         self.encode_chat([{"role": "user", "content": "a"}])
 
     def prepare_chat(self) -> None:
-        """Loads what chats need, which may be transformers: now instead of for the first of them.
+        """Loads what chats need, transformers included: now instead of for the first of them.
 
         Raises:
             ValueError: If the tokenizer can't be loaded.
         """
-        _ = self._control.text_backend
-        if self._own_template is None:
-            _ = self.hf
-
-    @functools.cached_property
-    def _own_template(self) -> ChatTemplate | None:
-        """The chat template, if usual chats do without transformers."""
-        if self._settings is None:
-            return None
-        return read_chat_template(Path(self.name), self._settings, self._chat_template)
+        _ = self._control.text_backend, self.hf
 
     def _load_backend(self) -> tokenizers.Tokenizer:
         """Reads tokenizer.json alone if there is nothing else to read: it takes a hundredth of the time."""
@@ -383,6 +367,12 @@ def _checked_variables(template_kwargs: dict[str, Any] | None) -> dict[str, Any]
         allowed = "unset because it is no variable of the template"
         check(name not in values, f"chat_template_kwargs[{name!r}]", values.get(name), allowed)
     return values
+
+
+def _processor_template(folder: Path) -> Any:
+    """Returns the template that older models for images have in a file of its own; None if there is none."""
+    file = folder / "chat_template.json"
+    return json.loads(file.read_text(encoding="utf-8"))["chat_template"] if file.is_file() else None
 
 
 def _missing_packages(name: str) -> str | None:

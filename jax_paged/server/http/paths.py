@@ -1,6 +1,29 @@
-"""The path of a request within the application, after the prefix of a proxy or of a mount."""
+"""Scopes of requests: those without a network, and the path after the prefix of a proxy or of a mount."""
+
+from typing import Any
 
 from starlette.types import Scope
+
+
+def local_scope(
+    method: str, path: str, headers: list[tuple[bytes, bytes]], query: bytes = b"", **state: Any
+) -> Scope:
+    """Returns the scope of an HTTP request that this process gives to an application itself."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query,
+        "root_path": "",
+        "headers": headers,
+        "client": None,
+        "server": None,
+        "state": state,
+    }
 
 
 def set_root_path(scope: Scope, root_path: str) -> None:

@@ -22,6 +22,21 @@ _LABELS = ("model_name", "engine")
 _ANY_ENGINE = "any"
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 _NUM_RECENT = 100
+# Histograms of vLLM: the tokens and the seconds of requests that ended.
+_TOKENS = {
+    "request_prompt_tokens": "its prompt",
+    "request_generation_tokens": "its outputs",
+    "request_max_num_generation_tokens": "its longest output",
+}
+_TIMES = {
+    "time_to_first_token": "from its arrival to its first token",
+    "e2e_request_latency": "from arrival to end",
+    "request_queue_time": "until it first ran",
+    "request_inference_time": "once it ran",
+    "request_prefill_time": "from when it first ran to its first token",
+    "request_decode_time": "from its first token to its last",
+    "request_time_per_output_token": "between two tokens, on average",
+}
 
 
 class Latency(NamedTuple):
@@ -69,29 +84,17 @@ class Metrics:
             ["route", "status"],
             registry=self._registry,
         )
-        length = self._lengths(engine.engine.config.max_model_len)
-        tokens = "Tokens per request that ended: "
-        self._prompt = self._histogram("vllm:request_prompt_tokens", tokens + "its prompt.", length)
-        self._generation = self._histogram("vllm:request_generation_tokens", tokens + "its outputs.", length)
-        self._longest = self._histogram(
-            "vllm:request_max_num_generation_tokens", tokens + "its longest output.", length
-        )
-        seconds = "Seconds per request that ended, "
-        self._first_token = self._histogram(
-            "vllm:time_to_first_token_seconds", seconds + "from its arrival to its first token."
-        )
-        self._total = self._histogram("vllm:e2e_request_latency_seconds", seconds + "from arrival to end.")
-        self._queue = self._histogram("vllm:request_queue_time_seconds", seconds + "until it first ran.")
-        self._inference = self._histogram("vllm:request_inference_time_seconds", seconds + "once it ran.")
-        self._prefill = self._histogram(
-            "vllm:request_prefill_time_seconds", seconds + "from when it first ran to its first token."
-        )
-        self._decode = self._histogram(
-            "vllm:request_decode_time_seconds", seconds + "from its first token to its last."
-        )
-        self._per_token = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean seconds between two tokens of a request."
-        )
+        bounds = self._lengths(engine.engine.config.max_model_len)
+        self._histograms = {
+            **{
+                n: self._histogram(n, f"Tokens per ended request: {text}.", bounds)
+                for n, text in _TOKENS.items()
+            },
+            **{
+                n: self._histogram(f"{n}_seconds", f"Seconds per ended request, {text}.")
+                for n, text in _TIMES.items()
+            },
+        }
 
     def observe(self, output: RequestOutput, num_tokens: list[int], replica: int = 0) -> None:
         """Counts a request that has ended.
@@ -105,27 +108,25 @@ class Metrics:
         reason = finish_reason(output)
         self.num_ended[reason] += 1
         self._ended[replica][reason].inc()
-        self._prompt[replica].observe(num_prompt_tokens(output))
-        self._generation[replica].observe(sum(num_tokens))
-        self._longest[replica].observe(longest)
         if times.num_preemptions:
             self._preemptions[replica].inc(times.num_preemptions)
+        counts = num_prompt_tokens(output), sum(num_tokens), longest
+        found: dict[str, float] = dict(zip(_TOKENS, counts, strict=True))
         arrival, started, first = times.arrival_time, times.first_scheduled_time, times.first_token_time
         if started is not None:
-            self._queue[replica].observe(started - arrival)
-        if times.finished_time is None:
-            return
-        self._total[replica].observe(times.finished_time - arrival)
-        if started is None or first is None:
-            return
-        self._inference[replica].observe(times.finished_time - started)
-        self._prefill[replica].observe(first - started)
-        self._decode[replica].observe(times.finished_time - first)
-        self._first_token[replica].observe(first - arrival)
-        per_token = (times.finished_time - first) / (longest - 1) if longest > 1 else None
-        if per_token is not None:
-            self._per_token[replica].observe(per_token)
-        self.recent.append(Latency(first - arrival, per_token))
+            found["request_queue_time"] = started - arrival
+        if times.finished_time is not None:
+            found["e2e_request_latency"] = times.finished_time - arrival
+            if started is not None and first is not None:
+                found["request_inference_time"] = times.finished_time - started
+                found["request_prefill_time"] = first - started
+                found["request_decode_time"] = times.finished_time - first
+                found["time_to_first_token"] = first - arrival
+                if longest > 1:
+                    found["request_time_per_output_token"] = found["request_decode_time"] / (longest - 1)
+                self.recent.append(Latency(first - arrival, found.get("request_time_per_output_token")))
+        for name, value in found.items():
+            self._histograms[name][replica].observe(value)
 
     def num_waiting(self) -> int:
         """Returns how many requests wait, in front of the engine and in it."""
@@ -150,7 +151,7 @@ class Metrics:
         return Counter(name, text, [*_LABELS, *labels], registry=self._registry)
 
     def _histogram(self, name: str, text: str, bounds: Iterable[float] = _SECONDS) -> list[Histogram]:
-        family = Histogram(name, text, _LABELS, buckets=tuple(bounds), registry=self._registry)
+        family = Histogram(f"vllm:{name}", text, _LABELS, buckets=tuple(bounds), registry=self._registry)
         return [family.labels(*labels) for labels in self._labels]
 
     @staticmethod

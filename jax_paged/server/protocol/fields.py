@@ -39,17 +39,14 @@ def with_known_fields[B: Body](
             raise ApiError(f"`{name}` is not a field that this server knows", param=name.partition(".")[0])
         response = await handler(body, request)
         if unknown:
-            response.headers[IGNORED_FIELDS] = _header(unknown)
+            # A name may hold anything, line breaks included.
+            names = ", ".join(urllib.parse.quote(name, safe="") for name in unknown)
+            response.headers[IGNORED_FIELDS] = names[:_MAX_LENGTH]
         if warnings := [*body.warnings(), *getattr(request.state, "warnings", ())]:
             response.headers[WARNING] = _warnings(warnings)
         return response
 
     return checked
-
-
-def _header(names: list[str]) -> str:
-    # A name may hold anything, line breaks included.
-    return ", ".join(urllib.parse.quote(name, safe="") for name in names)[:_MAX_LENGTH]
 
 
 def _warnings(texts: Iterable[str]) -> str:

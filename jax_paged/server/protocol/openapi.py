@@ -76,13 +76,11 @@ def describe(app: FastAPI, version: str) -> None:
 def _document(app: FastAPI, version: str) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=version, description=_DESCRIPTION, routes=app.routes)
     components = document.setdefault("components", {}).setdefault("schemas", {})
-    for name in (
-        "HTTPValidationError",
-        "ValidationError",
-    ):  # FastAPI's own form, which this server does not use
+    # FastAPI's own form, which this server does not use.
+    for name in ("HTTPValidationError", "ValidationError"):
         components.pop(name, None)
-    components["ErrorAnswer"], infos = _schema_of_errors()
-    components |= infos
+    schema = TypeAdapter(ErrorAnswer).json_schema(ref_template="#/components/schemas/{model}")
+    components |= {**schema.pop("$defs"), "ErrorAnswer": schema}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             operation["responses"].pop("422", None)
@@ -93,11 +91,6 @@ def _document(app: FastAPI, version: str) -> dict[str, Any]:
                 operation["responses"]["200"]["description"] = _STREAMED[path]
                 operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
     return document
-
-
-def _schema_of_errors() -> tuple[dict[str, Any], dict[str, Any]]:
-    schema = TypeAdapter(ErrorAnswer).json_schema(ref_template="#/components/schemas/{model}")
-    return schema, schema.pop("$defs")
 
 
 def _error(text: str) -> dict[str, Any]:

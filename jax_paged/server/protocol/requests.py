@@ -23,27 +23,10 @@ from jax_paged.server.protocol.parts import (
 from jax_paged.server.protocol.response_format import ResponseFormat, form_of, ignored_guided
 from jax_paged.server.protocol.responses import ApiError
 
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "bad_words",
-    "allowed_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "truncate_prompt_tokens",
-    "n",
-    "best_of",
+_SAMPLING_FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if field.name not in ("logit_bias", "logprobs", "max_tokens", "structured_outputs")
 )
 # The fields that a beam search accepts: n is the number of hypotheses it returns, and a seed changes nothing.
 _BEAM_FIELDS = ("temperature", "ignore_eos", "n", "seed")
@@ -128,7 +111,9 @@ class Body(BaseModel):
         # What the engine ignores with any value is unknown to the server.
         names = [name for name in self.model_extra or () if self.unsupported.get(name, ANY) is ANY]
         for name, value in self:
-            if isinstance(value, Part) or (isinstance(value, ResponseFormat) and value.ignores_extra):
+            if isinstance(value, Part) or (
+                isinstance(value, ResponseFormat) and value.type != "structural_tag"
+            ):
                 names += [f"{name}.{inner}" for inner in value.model_extra or ()]
         return names
 

@@ -18,11 +18,6 @@ class ResponseFormat(BaseModel):
         None, description='With the type "json_schema": {"name": ..., "schema": {...}}.'
     )
 
-    @property
-    def ignores_extra(self) -> bool:
-        """Whether fields that are not listed here mean nothing."""
-        return self.type != "structural_tag"
-
     def form(self) -> dict[str, Any]:
         """Returns it as arguments of StructuredOutputsParams; none for plain text."""
         match self.type:

@@ -41,24 +41,30 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class CompletionChoice(TypedDict):
+class Answer(TypedDict):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
+class Choice(TypedDict):
     index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason
     stop_reason: int | str | None
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
-    prompt_token_ids: NotRequired[list[int]]
     token_ids: NotRequired[list[int]]
 
 
-class CompletionAnswer(TypedDict):
-    id: str
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class CompletionAnswer(Answer):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage
 
 
 class TopLogprob(TypedDict):
@@ -94,23 +100,15 @@ class ChatMessage(TypedDict):
     tool_calls: NotRequired[list[ToolCall]]
 
 
-class ChatChoice(TypedDict):
-    index: int
+class ChatChoice(Choice):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
-    stop_reason: int | str | None
-    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
-    token_ids: NotRequired[list[int]]
 
 
-class ChatAnswer(TypedDict):
-    id: str
+class ChatAnswer(Answer):
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -198,12 +196,8 @@ class ResponseAnswer(TypedDict):
     usage: ResponseUsage
 
 
-class PoolingHead(TypedDict):
-    id: str
+class PoolingHead(Answer):
     object: Literal["list"]
-    created: int
-    model: str
-    usage: Usage
 
 
 class Embedding(TypedDict):

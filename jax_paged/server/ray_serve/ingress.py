@@ -192,7 +192,7 @@ def prefix_key(body: bytes) -> str | None:
         return None
     text = next((fields[name] for name in ("messages", "input", "prompt") if fields.get(name)), None)
     if isinstance(text, list) and isinstance(text[0], dict):
-        users = [i for i, message in enumerate(text) if isinstance(message, dict) and _is_users(message)]
+        users = [i for i, m in enumerate(text) if isinstance(m, dict) and m.get("role") == "user"]
         text = text[: users[0] + 1] if users else text
     elif isinstance(text, list) and isinstance(text[0], list | str):
         text = text[0]
@@ -202,10 +202,6 @@ def prefix_key(body: bytes) -> str | None:
         return None
     whose = [fields.get(name) for name in ("model", "cache_salt", "instructions", "tools")]
     return hashlib.blake2b(orjson.dumps([*whose, text]), digest_size=16).hexdigest()
-
-
-def _is_users(message: dict[str, Any]) -> bool:
-    return message.get("role") == "user"
 
 
 def _unavailable(message: str) -> ApiError:

@@ -7,9 +7,10 @@ import time
 from collections.abc import AsyncGenerator
 from importlib.metadata import version
 
-from starlette.types import Message, Scope
+from starlette.types import Message
 
 from jax_paged.server.app import OpenAIServer
+from jax_paged.server.http.paths import local_scope
 from jax_paged.server.ray_serve.continuation import (
     Journal,
     ReplicaCall,
@@ -52,6 +53,7 @@ class Replica:
             RuntimeError: If the answer breaks off for another reason.
         """
         journal = Journal(call.progress)
+        scope = local_scope(call.method, call.path, list(call.headers), call.query, journal=journal)
         parts: asyncio.Queue[ResponseStart | ResponsePart | None] = asyncio.Queue(maxsize=1)
         requests: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
         is_complete = False
@@ -73,7 +75,7 @@ class Replica:
 
         async def run() -> None:
             try:
-                await self._app(_scope(call, journal), receive, send)
+                await self._app(scope, receive, send)
             except Exception:  # it may have been answered, and is raised again for logs
                 if self._server.engine.stopped is None:
                     _LOGGER.exception("%s %s", call.method, call.path)
@@ -91,21 +93,3 @@ class Replica:
         finally:
             task.cancel()
             await asyncio.wait([task])
-
-
-def _scope(call: ReplicaCall, journal: Journal) -> Scope:
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": call.method,
-        "scheme": "http",
-        "path": call.path,
-        "raw_path": call.path.encode(),
-        "query_string": call.query,
-        "root_path": "",
-        "headers": list(call.headers),
-        "client": None,
-        "server": None,
-        "state": {"journal": journal},
-    }

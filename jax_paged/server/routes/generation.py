@@ -26,6 +26,7 @@ from jax_paged.server.protocol.messages import messages_for
 from jax_paged.server.protocol.requests import Body, ChatRequest, CompletionRequest, Generation
 from jax_paged.server.protocol.responses import (
     ApiError,
+    MakeChoice,
     chat_deltas,
     chat_messages,
     chat_roles,
@@ -68,6 +69,20 @@ class TextRoutes:
         self._options = options
         self._readers = ChatReaders(options)
 
+    def _call(
+        self,
+        request: Request,
+        checked: Sequence[CheckedRequest],
+        head: dict[str, Any],
+        choice: MakeChoice,
+        *,
+        num_outputs: int = 1,
+        **options: Any,
+    ) -> GenerationCall:
+        """Returns the call of an HTTP request; for the arguments see GenerationCall."""
+        record, client, journal = request.state.record, client_of(request), journal_of(request)
+        return GenerationCall(checked, num_outputs, head, choice, record, client, journal=journal, **options)
+
 
 class GenerationRoutes(TextRoutes):
     """Checks what clients ask for, runs it, and answers whole or as a stream."""
@@ -86,27 +101,20 @@ class GenerationRoutes(TextRoutes):
             _check_no_images(prompts)
             checked = await self._texts.read(
                 list(prompts),
-                check_all,
-                self._engine,
-                prompts,
-                params,
-                body,
-                adapter,
+                lambda: check_all(self._engine, prompts, params, body, adapter),
                 with_form=has_form(params),
             )
         note_warnings(request, checked)
         n = body.num_outputs
-        call = GenerationCall(
+        call = self._call(
+            request,
             checked,
-            n,
             self._head("cmpl", "text_completion", adapter, request),
             completion_choices(len(checked) * n, token_bytes_of(self._engine, checked), echo),
-            request.state.record,
-            client_of(request),
+            num_outputs=n,
             with_prompt_logprobs=body.prompt_logprobs is not None,
             counts_output=not body.only_prompt,
             token_ids="choice" if body.return_token_ids else None,
-            journal=journal_of(request),
         )
         return await unless_gone(request, self._stream(call, body) if body.stream else self._whole(call))
 
@@ -124,13 +132,7 @@ class GenerationRoutes(TextRoutes):
             texts = [chat.messages, *filter(None, (reader and reader.tools, body.chat_template_kwargs))]
             checked = await self._texts.read(
                 texts,
-                self._check_chat,
-                tokenizer,
-                params,
-                body,
-                chat,
-                reader,
-                adapter,
+                lambda: self._check_chat(tokenizer, params, body, chat, reader, adapter),
                 with_form=has_form(params) or bool(reader and reader.forced),
                 has_images=bool(chat.images),
             )
@@ -142,26 +144,18 @@ class GenerationRoutes(TextRoutes):
             prompt = checked[0].prompt_token_ids
             constrained = checked[0].params.structured_outputs is not None
             choice = reader.choices(choice, n, tokenizer, prompt, stream=stream, has_form=constrained)
-        token_ids = "answer" if body.return_token_ids else None
-        if stream:
-            head = self._head("chatcmpl", "chat.completion.chunk", adapter, request)
-            facts = request.state.record, client_of(request)
-            call = GenerationCall(
-                checked, n, head, choice, *facts, token_ids=token_ids, journal=journal_of(request)
-            )
-            return await unless_gone(request, self._stream(call, body, chat_roles(n)))
-        call = GenerationCall(
+        kind = "chat.completion.chunk" if stream else "chat.completion"
+        call = self._call(
+            request,
             checked,
-            n,
-            self._head("chatcmpl", "chat.completion", adapter, request),
+            self._head("chatcmpl", kind, adapter, request),
             choice,
-            request.state.record,
-            client_of(request),
+            num_outputs=n,
             with_prompt_logprobs=body.prompt_logprobs is not None,
-            token_ids=token_ids,
-            journal=journal_of(request),
+            token_ids="answer" if body.return_token_ids else None,
         )
-        return await unless_gone(request, self._whole(call))
+        answer = self._stream(call, body, chat_roles(n)) if stream else self._whole(call)
+        return await unless_gone(request, answer)
 
     async def _whole(self, call: GenerationCall) -> Response:
         return json_response(await self._runner.answer(call))

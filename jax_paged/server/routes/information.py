@@ -95,12 +95,8 @@ class InformationRoutes:
         with bad_input(body):
             tokenizer = tokenizer_of(self._engine)
             check_sizes(body, self._options)
-            token_ids = await self._texts.read(
-                [body.prompt, body.messages],
-                _token_ids,
-                tokenizer,
-                body,
-            )
+            texts = [body.prompt, body.messages]
+            token_ids = await self._texts.read(texts, lambda: _token_ids(tokenizer, body))
         strings = tokenizer.tokens(token_ids) if body.return_token_strs else None
         return json_response(
             {

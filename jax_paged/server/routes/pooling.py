@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -18,12 +19,11 @@ from jax_paged.errors import check, check_int
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.pooling_params import PoolingParams, PoolingTask
-from jax_paged.server.generation_call import GenerationCall
 from jax_paged.server.http.event_stream import until_gone
 from jax_paged.server.protocol.parts import Integer
 from jax_paged.server.protocol.requests import Body, Prompts, within
 from jax_paged.server.protocol.responses import ApiError, json_response, usage
-from jax_paged.server.routes.generation import TextRoutes, bad_input, check_model, client_of
+from jax_paged.server.routes.generation import TextRoutes, bad_input, check_model
 
 _MAX_TEXTS = 2048  # of a request, as OpenAI's API has it
 _Texts = Annotated[
@@ -121,20 +121,14 @@ class PoolingRoutes(TextRoutes):
     async def embeddings(self, body: EmbeddingRequest, request: Request) -> Response:
         """POST /v1/embeddings: an embedding per text."""
         found = await self._pooled("embed", body, body.input, request)
-        data = [
-            {"object": "embedding", "index": i, "embedding": _encoded(pooled.data, body.encoding_format)}
-            for i, pooled in enumerate(found)
-        ]
-        return self._listed("embd", data, found)
+        encoded = [_encoded(pooled.data, body.encoding_format) for pooled in found]
+        return self._listed("embd", [{"object": "embedding", "embedding": data} for data in encoded], found)
 
     async def pooling(self, body: PoolingRequest, request: Request) -> Response:
         """POST /pooling: what the model makes of each text, by `task`."""
         found = await self._pooled(body.task, body, body.input, request)
-        data = [
-            {"object": "pooling", "index": i, "data": _encoded(pooled.data, body.encoding_format)}
-            for i, pooled in enumerate(found)
-        ]
-        return self._listed("pool", data, found)
+        encoded = [_encoded(pooled.data, body.encoding_format) for pooled in found]
+        return self._listed("pool", [{"object": "pooling", "data": data} for data in encoded], found)
 
     async def classify(self, body: ClassifyRequest, request: Request) -> Response:
         """POST /classify: the scores of the model's classes per text, and the best class."""
@@ -143,12 +137,11 @@ class PoolingRoutes(TextRoutes):
         assert spec is not None, "it has classified"
         data = [
             {
-                "index": i,
                 "label": spec.labels[int(pooled.data.argmax())],
                 "probs": pooled.data.tolist(),
                 "num_classes": len(spec.labels),
             }
-            for i, pooled in enumerate(found)
+            for pooled in found
         ]
         return self._listed("classify", data, found)
 
@@ -156,8 +149,7 @@ class PoolingRoutes(TextRoutes):
         """POST /score: how well texts fit, one with each of several or pair by pair."""
         given = {"text_1": body.text_1, "text_2": body.text_2}
         scores, found = await self._scores(body, given, request)
-        data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
-        return self._listed("score", data, found)
+        return self._listed("score", [{"object": "score", "score": score} for score in scores], found)
 
     async def rerank(self, body: RerankRequest, request: Request) -> Response:
         """POST /rerank: documents by how well they fit a query, best first."""
@@ -210,14 +202,16 @@ class PoolingRoutes(TextRoutes):
             check(bool(prompts), body.prompt_field, prompts, "at least one text")
             check_int(body.prompt_field, len(prompts), 1, most, aspect="the number of prompts in")
             texts = [list(p) if isinstance(p, tuple) else p for p in prompts]
-            checked = await self._texts.read(texts, self._check_all, prompts, params, body.priority or 0)
+            checked = await self._texts.read(
+                texts, lambda: self._check_all(prompts, params, body.priority or 0)
+            )
         found = await until_gone(request.receive, self._run(checked, params, request))
         if found is None:
             raise ApiError("the client has left", status=499)
         return found
 
     def _check_all(
-        self, prompts: list[Prompt | tuple[str, str]], params: PoolingParams, priority: int
+        self, prompts: Sequence[Prompt | tuple[str, str]], params: PoolingParams, priority: int
     ) -> list[CheckedRequest]:
         engine = self._engine.engine
         requests = []
@@ -234,8 +228,8 @@ class PoolingRoutes(TextRoutes):
         def pooled(_: int, __: CompletionOutput, output: RequestOutput) -> Any:
             return _Pooled(output, self._engine.engine.input_processor.pooling.data_of(output, params))
 
-        head, record = {"id": f"pool-{uuid.uuid4().hex}"}, request.state.record
-        call = GenerationCall(requests, 1, head, pooled, record, client_of(request), counts_output=False)
+        head = {"id": f"pool-{uuid.uuid4().hex}"}
+        call = self._call(request, requests, head, pooled, counts_output=False)
         try:
             return (await self._runner.answer(call))["choices"]
         except ValueError as error:
@@ -248,7 +242,7 @@ class PoolingRoutes(TextRoutes):
                 "object": "list",
                 "created": int(time.time()),
                 "model": self._model_name,
-                "data": data,
+                "data": [{"index": i, **one} for i, one in enumerate(data)],
                 "usage": _usage(found),
             }
         )

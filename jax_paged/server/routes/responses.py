@@ -31,9 +31,7 @@ from jax_paged.server.routes.generation import (
     TextRoutes,
     bad_input,
     check_all,
-    client_of,
     has_form,
-    journal_of,
     max_prompt_len,
     note_warnings,
     progress_of,
@@ -130,17 +128,11 @@ class ResponsesRoute(TextRoutes):
             if isinstance(body.input, list):
                 check_int("input", len(body.input), 0, self._options.max_messages, aspect="the length of")
             params = body.sampling_params(self._config.sampling_defaults)
-            texts = [body.instructions, body.input]
             thinking = self._readers.reasoning
             reader = None if thinking is None else ChatReader(None, None, (), True, thinking)
             checked = await self._texts.read(
-                texts,
-                self._check,
-                tokenizer,
-                params,
-                body,
-                reader,
-                adapter,
+                [body.instructions, body.input],
+                lambda: self._check(tokenizer, params, body, reader, adapter),
                 with_form=has_form(params),
             )
         note_warnings(request, checked)
@@ -149,12 +141,9 @@ class ResponsesRoute(TextRoutes):
         name = adapter.lora_name if adapter else self._model_name
         token_bytes = token_bytes_of(self._engine, checked)
         builder = _ResponseBuilder(body, token_bytes, checked[0].params, name, parser, progress_of(request))
-        facts = request.state.record, client_of(request)
-        head = {"id": builder.response_id}
-        call = GenerationCall(checked, 1, head, builder.item, *facts, journal=journal_of(request))
-        return await unless_gone(
-            request, self._stream(builder, call) if body.stream else self._whole(builder, call)
-        )
+        call = self._call(request, checked, {"id": builder.response_id}, builder.item)
+        answer = self._stream(builder, call) if body.stream else self._whole(builder, call)
+        return await unless_gone(request, answer)
 
     def _check(
         self,
@@ -318,11 +307,7 @@ class _ResponseBuilder:
 
     def take(self, new: CompletionOutput) -> tuple[str, str]:
         """Returns the thoughts and the text that a new part of the output brings."""
-        found = {CONTENT: new.text}
-        if self._parser is not None:
-            reason = new.finish_reason
-            has_ended = reason == "stop" and new.stop_reason is None
-            found = self._parser.feed(new.text, is_last=reason is not None, has_ended=has_ended)
+        found = self._parser.take(new) if self._parser else {CONTENT: new.text}
         thoughts, text = found.get(REASONING, ""), found.get(CONTENT, "")
         self._thoughts += thoughts
         self._text += text

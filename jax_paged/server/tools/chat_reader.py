@@ -216,7 +216,8 @@ class ChatReaders:
             if self.reasoning is None:
                 return None
             return ChatReader(None, None, (), True, self.reasoning)
-        schemas = RelaxedSchema([_function(tool) for tool in _chosen(body.tools, choice)])
+        chosen = _chosen(body.tools, choice)
+        schemas = RelaxedSchema([tool.function.model_dump(exclude_unset=True) for tool in chosen])
         if choice in (None, "auto") and self._tools is None:
             allowed = "'none', 'required' or a function because the server runs without --tool-call-parser"
             raise ArgumentError("tool_choice", "auto", allowed)
@@ -282,10 +283,6 @@ def _parameters(function: dict[str, Any]) -> dict[str, Any]:
     parameters = function.get("parameters") or {}
     is_closed = not parameters or ("properties" in parameters and parameters.keys() <= _PLAIN)
     return {"type": "object", **({"additionalProperties": False} if is_closed else {}), **parameters}
-
-
-def _function(tool: Tool) -> dict[str, Any]:
-    return tool.function.model_dump(exclude_unset=True)
 
 
 def _quoted(text: str) -> str:

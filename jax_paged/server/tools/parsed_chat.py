@@ -62,6 +62,12 @@ class OutputParser:
         """Whether a call has begun."""
         return bool(self._calls)
 
+    def take(self, completion: CompletionOutput) -> dict[str, Any]:
+        """Returns what a part of the output brings, as a chunk has it."""
+        reason = completion.finish_reason
+        has_ended = reason == "stop" and completion.stop_reason is None
+        return self.feed(completion.text, is_last=reason is not None, has_ended=has_ended)
+
     def feed(self, text: str, *, is_last: bool, has_ended: bool = False) -> dict[str, Any]:
         """Returns what is new, as a chunk has it.
 
@@ -277,9 +283,7 @@ def parsed_choices(choice: MakeChoice, parsers: Sequence[OutputParser], *, strea
     def parsed(index: int, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
         parser = parsers[index]
         made = choice(index, completion, output)
-        reason = completion.finish_reason
-        has_ended = reason == "stop" and completion.stop_reason is None
-        new = parser.feed(completion.text, is_last=reason is not None, has_ended=has_ended)
+        new = parser.take(completion)
         if parser.has_calls and made["finish_reason"] == "stop":
             made["finish_reason"] = "tool_calls"
         if stream:

@@ -1,0 +1,39 @@
+"""Figures of matplotlib, which is an optional dependency, and times as labels."""
+
+import io
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """Returns an empty figure.
+
+    Args:
+        width: Inches.
+        height: Inches.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"{error}; drawings need matplotlib: pip install 'jax-paged[plot]'") from error
+    return Figure((width, height), layout="constrained")
+
+
+def png_of(figure: Any) -> bytes:
+    """Returns a figure as PNG."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def seconds(value: float) -> str:
+    """Returns a time with its unit, in three digits; NaN is never."""
+    units = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
+    unit, factor = next((u for u in units if not value or round(value * u[1], 3) >= 1), units[-1])
+    return "never" if math.isnan(value) else f"{float(f'{value * factor:.3g}'):,g} {unit}"
