@@ -1,7 +1,7 @@
 """The composition of an engine: its parts, and every feature. The table of contents of this package.
 
-No other module of the package imports a feature at run time. A feature consists of its own files, its lines
-here and the methods of LLMEngine that open it.
+No other module of the package imports a feature at run time. A feature consists of its own files and its
+lines here. Its class is a base of EngineFeatures if the feature adds methods to LLMEngine.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jax_paged.engine.features.batch_invariance.invariance import check_invarian
 from jax_paged.engine.features.interactive.kv_access import KVAccess
 from jax_paged.engine.features.interactive.request_edits import RequestEdits
 from jax_paged.engine.features.interactive.step_plan import StepPlans
-from jax_paged.engine.features.lora import Adapters, with_adapters
+from jax_paged.engine.features.lora import Adapters, LoRAMethods, with_adapters
 from jax_paged.engine.features.multimodal.image_messages import conversation
 from jax_paged.engine.features.multimodal.image_reader import ImageReader
 from jax_paged.engine.features.pinned_prefixes import PinnedPrefixes
@@ -48,25 +48,19 @@ __all__ = ["EngineState", "begin_with_passing_backends", "check_invariance", "co
 CustomScheduler = type[Scheduler] | Callable[[SequenceGroup], Any]
 
 
-class EngineFeatures:
-    """What an engine does besides running requests; LLMEngine has methods for each of them.
-
-    Args:
-        core: Runs the requests.
-        inputs: Checks the requests.
-        args: The arguments that the engine was made from.
-    """
-
-    def __init__(self, core: EngineCore, inputs: InputProcessor, args: EngineArgs) -> None:
-        self.pinned_prefixes = PinnedPrefixes(core, inputs)
-        self.weight_updates = WeightUpdates(core, self.pinned_prefixes.forget_cached)
-        self.sleeping = Sleeping(core, self.pinned_prefixes.forget_cached)
-        self.scoring = Scoring(core, inputs)
-        self.step_plans = StepPlans(core)
-        self.request_edits = RequestEdits(core)
-        self.kv_access = KVAccess(core)
-        self.recordings = Recordings(core)
-        self.snapshots = Snapshots(core, inputs, args)
+class EngineFeatures(
+    LoRAMethods,
+    PinnedPrefixes,
+    WeightUpdates,
+    Sleeping,
+    Scoring,
+    StepPlans,
+    RequestEdits,
+    KVAccess,
+    Recordings,
+    Snapshots,
+):
+    """The methods of LLMEngine for everything besides running requests."""
 
 
 def make_core(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -288,6 +289,12 @@ class RequestState:
 
     def _sample(self, seq: Sequence) -> SampleState:
         return SampleState(seq, self.group, self._settings)
+
+
+def outputs_of(states: Iterable[RequestState]) -> list[RequestOutput]:
+    """Returns the outputs that a step gives its caller for the requests that it has changed."""
+    outputs = (state.next_output() for state in states)
+    return [output for output in outputs if output is not None]
 
 
 def _empty_like(output: CompletionOutput, index: int) -> CompletionOutput:
