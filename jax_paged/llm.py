@@ -7,20 +7,22 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Self, cast
 
-from jax_paged.arguments.ignored import IGNORED, UNSUPPORTED_BY_REQUESTS, refused
+from jax_paged.arguments.ignored import refused
 from jax_paged.arguments.plain_values import plain
 from jax_paged.arguments.suggestions import check_keywords, field_names
 from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.ignored_args import IGNORED, UNSUPPORTED_BY_REQUESTS
 from jax_paged.engine import composition
 from jax_paged.engine.executors import Executors, check_alone
 from jax_paged.engine.input_processor import CheckedRequest, RequestParams
 from jax_paged.engine.list_runner import ListRunner
 from jax_paged.engine.llm_engine import LLMEngine
+from jax_paged.engine.prompt_reader import as_prompts
 from jax_paged.engine.replicas.placement import make_replicas
 from jax_paged.engine.serialized import any_thread
 from jax_paged.engine.text.tokenizer import Messages
 from jax_paged.errors import ArgumentError, check
-from jax_paged.inputs import Prompt, as_prompts
+from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from jax_paged.pooling_llm import PoolingMethods, UseTqdm

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self, get_args
 
 from jax_paged.arguments.command_line import add_options, values_of
-from jax_paged.arguments.ignored import IGNORED, ignores
+from jax_paged.arguments.ignored import ignores
 from jax_paged.arguments.plain_values import make_plain
+from jax_paged.config.ignored_args import IGNORED
 from jax_paged.config.multimodal import ImageSettings, note_image_problems
 from jax_paged.config.parallel import note_problems
 from jax_paged.config.speculative import SpeculativeConfig

@@ -18,7 +18,7 @@ from jax_paged.engine.sample_output import (
 )
 from jax_paged.engine.text.stop_strings import StopStrings
 from jax_paged.engine.text.tokenizer import Tokenizer
-from jax_paged.outputs import CompletionOutput, RequestOutput, TokenLogprobDict, list_so_far
+from jax_paged.outputs import CompletionOutput, RequestOutput, Snapshot, TokenLogprobDict
 from jax_paged.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
@@ -222,11 +222,12 @@ class RequestState:
 
     def _request_output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         group, logprobs = self.group, self._prompt_logprobs
+        so_far = list if self.is_finished else Snapshot
         return RequestOutput(
             request_id=group.request_id,
             prompt=self.prompt,
             prompt_token_ids=self._prompt_token_ids,
-            prompt_logprobs=None if logprobs is None else list_so_far(logprobs, is_last=self.is_finished),
+            prompt_logprobs=None if logprobs is None else so_far(logprobs),
             outputs=outputs,
             finished=self.is_finished,
             metrics=group.metrics.snapshot(),

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jax_paged.arguments.plain_values import as_list
 from jax_paged.arguments.suggestions import suggestions
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.sequence import PromptEmbeds, StandIn
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, TooLongError, check, check_int
-from jax_paged.inputs import as_list
+from jax_paged.inputs import Prompt
 
 if TYPE_CHECKING:
     from jax_paged.engine.features.multimodal.image_reader import ImageReader
@@ -185,6 +186,20 @@ class PromptReader:
                 check_int(f"prompt_token_ids[{i}]", token_id, 0, vocab_size - 1)
             checked.append(token_id)
         return checked
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """Returns a list of prompts from what users pass: one prompt in any form, or a list of them.
+
+    A list of integers is one prompt, and so is a NumPy array of one dimension.
+    """
+    prompts = as_list(prompts)
+    if isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], numbers.Integral)):
+        return list(prompts)
+    is_one = isinstance(prompts, str | dict | list | tuple)
+    check(is_one, "prompts", prompts, "a prompt or a list of prompts")
+    one: Any = prompts
+    return [one]
 
 
 def with_soft_prompt(prompt: TokenizedPrompt, rows: np.ndarray) -> TokenizedPrompt:

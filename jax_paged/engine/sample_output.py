@@ -10,7 +10,7 @@ from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.text.detokenizer import Detokenizer
 from jax_paged.engine.text.stop_strings import StopStrings
 from jax_paged.engine.text.tokenizer import Tokenizer
-from jax_paged.outputs import CompletionOutput, Logprob, TokenLogprobDict, list_so_far
+from jax_paged.outputs import CompletionOutput, Logprob, Snapshot, TokenLogprobDict
 
 if TYPE_CHECKING:
     from jax_paged.core.model_runner_output import TokenLogprobs
@@ -161,12 +161,13 @@ class SampleState:
     def output(self, index: int, *, is_last: bool) -> CompletionOutput:
         """Returns all of it as it stands, in lists if it `is_last`, else in snapshots."""
         detokenizer, logprobs = self._detokenizer, self._logprobs
+        so_far = list if is_last else Snapshot
         return CompletionOutput(
             index=index,
             text=detokenizer.text[: detokenizer.num_visible] if detokenizer else "",
-            token_ids=list_so_far(self.seq.output_token_ids, is_last=is_last),
+            token_ids=so_far(self.seq.output_token_ids),
             cumulative_logprob=self.seq.cumulative_logprob,
-            logprobs=None if logprobs is None else list_so_far(logprobs, is_last=is_last),
+            logprobs=None if logprobs is None else so_far(logprobs),
             finish_reason=self.seq.status.finish_reason,
             stop_reason=self._stop_reason,
         )

@@ -209,7 +209,7 @@ def test_priorities(scripted: Any, make_llm: Any) -> None:
         assert no_block_lost(engine)
     with make_llm(scheduling_policy="priority") as llm:
         for bad, message in (
-            ([1], "priority is"),
+            ([1], "`priority` must be a list of 2 integers"),
             (5, "`priority` must be .*got 5"),
             ([1, 0.5], r"prompts\[1\]: `priority` must be .*got 0.5"),
         ):

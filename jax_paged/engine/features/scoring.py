@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from jax_paged.arguments.plain_values import plain
+from jax_paged.arguments.plain_values import as_list, plain
 from jax_paged.engine.feature import EngineFeature
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.errors import check, check_int
-from jax_paged.inputs import as_list
 from jax_paged.outputs import CompletionOutput
 from jax_paged.sampling_params import SamplingParams
 
