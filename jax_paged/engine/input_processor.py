@@ -22,7 +22,7 @@ from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
-    from jax_paged.engine.features.lora import Adapters
+    from jax_paged.engine.features.lora.adapters import Adapters
     from jax_paged.engine.features.pooling import PoolingRequests
     from jax_paged.engine.features.structured_output.grammars import Grammar, Grammars
     from jax_paged.models.features.lora.adapter_files import Adapter

@@ -236,8 +236,8 @@ class LLMEngine(composition.EngineFeatures):
 
         An error leaves the step half done and the engine unusable, but for aborting and closing.
         """
-        if self._core.asleep and self._core.changed:  # what was drawn before it slept
-            return self._core.take_changed()
+        if self._core.pause_reason is not None and self._core.changed:
+            return self._core.take_changed()  # the results of the steps before
         self._core.check_open()
         return self._core.advance()
 

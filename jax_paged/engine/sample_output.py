@@ -31,6 +31,11 @@ class OutputSettings:
     stop: StopStrings | None = None
     grammar: "Grammar | None" = None
 
+    @property
+    def is_constrained(self) -> bool:
+        """True if the outputs follow a grammar."""
+        return self.grammar is not None
+
 
 class SampleState:
     """Text and log-probabilities of one output of a request; the cost of a token does not grow.
@@ -49,6 +54,7 @@ class SampleState:
         self._logprobs: list[TokenLogprobDict] | None = None if params.logprobs is None else []
         self._num_logprobs = params.logprobs or 0
         self._settings = settings
+        self._is_constrained = settings.is_constrained
         self._detokenizer = tokenizer and Detokenizer(
             tokenizer,
             seq.prompt_token_ids,
@@ -109,9 +115,9 @@ class SampleState:
             The stop string that the text now holds, None if it is the grammar that is complete; and how many
             output tokens there are up to there: the tokens after them were not taken. None if it goes on.
         """
-        if self._detokenizer is None and self._logprobs is None and self._settings.grammar is None:
+        if self._detokenizer is None and self._logprobs is None and not self._is_constrained:
             return None
-        complete = self.matcher and self.matcher.follow(self.seq.output_token_ids)
+        complete = self._completed_at() if self._is_constrained else None
         hides_last = self.seq.status is SequenceStatus.FINISHED_STOPPED and not self._shows_stop_token
         num_before = len(self.seq.output_token_ids) - len(token_ids)
         for i, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
@@ -127,6 +133,11 @@ class SampleState:
             if stop is not None or num_before + i == complete:
                 return stop, num_before + i
         return None
+
+    def _completed_at(self) -> int | None:
+        """Returns the number of output tokens at which the grammar was complete; None if it is not."""
+        assert self.matcher is not None, "the outputs follow a grammar"
+        return self.matcher.follow(self.seq.output_token_ids)
 
     def finish(self) -> str | None:
         """Adds the text that was held back; returns the stop string that it holds, or None."""

@@ -221,7 +221,7 @@ def test_plain_tokenizer_file_equals_transformers(byte_level):
 
 
 def test_tokenizer_errors(byte_level, tmp_path):
-    with pytest.raises(ValueError, match="no chat template"):
+    with pytest.raises(ValueError, match="must be one with a chat template"):
         byte_level.encode_chat([{"role": "user", "content": "hi"}])
     with pytest.raises(ValueError, match=r"messages\[0\]"):
         byte_level.encode_chat([{"content": "hi"}])

@@ -20,17 +20,19 @@ TAGS = ("weights", "kv_cache")
 
 
 class Sleeping(EngineFeature):
-    """Methods of LLMEngine that free the memory of weights and pool, and take it again."""
+    """Methods of LLMEngine that free the memory of weights and pool, and take it again.
 
-    @property
-    def sleep_level(self) -> int:
-        """How deep the engine sleeps: 1 or 2, and 0 while it is awake."""
-        return self._core.sleep_level
+    Attributes:
+        sleep_level: 1 or 2 while the engine sleeps, 0 while it is awake.
+    """
+
+    sleep_level: int = 0
+    _asleep: tuple[str, ...] = ()  # tags of the memory that is freed
 
     @any_thread
     def is_sleeping(self) -> bool:
         """Whether anything sleeps, so that no request runs; the name is vLLM's."""
-        return bool(self._core.asleep)
+        return bool(self._asleep)
 
     def check_sleep(self, level: Any, mode: Any) -> None:
         """Checks that the engine can go to sleep in this way; changes nothing.
@@ -42,7 +44,7 @@ class Sleeping(EngineFeature):
         problems = Problems()
         problems.note(check_choice, "level", level, (1, 2))
         problems.note(check_choice, "mode", mode, ("wait", "abort", "keep"))
-        asleep, remedy = list(self._core.asleep), ". Call wake_up() first"
+        asleep, remedy = list(self._asleep), ". Call wake_up() first"
         problems.note(check, not asleep, "sleep()", asleep, "called while nothing sleeps", remedy=remedy)
         problems.raise_if_any()
         if mode == "keep" and not self._core.drain():
@@ -77,7 +79,8 @@ class Sleeping(EngineFeature):
         core.drain()
         core.settle()
         core.executor.free_memory(keeps_weights=level == 1)
-        core.asleep, core.sleep_level = TAGS, level
+        self.sleep_level = level
+        self._set_asleep(TAGS)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Takes memory again; compiles nothing. When nothing sleeps any more, requests run.
@@ -94,19 +97,24 @@ class Sleeping(EngineFeature):
         """
         core = self._core
         core.check_alive()
-        waking = _checked_tags(tags, core.asleep)
-        left = tuple(tag for tag in core.asleep if tag not in waking)
+        waking = _checked_tags(tags, self._asleep)
+        left = tuple(tag for tag in self._asleep if tag not in waking)
         # Dropped weights are read as late as possible: update_weights may still bring others.
-        if not left or ("weights" in waking and core.sleep_level == 1):
+        if not left or ("weights" in waking and self.sleep_level == 1):
             core.executor.restore_weights()
         if not left and core.scheduler.block_manager.pinned:
             core.executor.check_weights()  # before the prefixes are computed with them
         if "kv_cache" in waking:
             core.executor.restore_pool()
-        core.asleep = left
+        self._set_asleep(left)
         if not left:
-            core.sleep_level = 0
+            self.sleep_level = 0
             self._forget_prefixes(None)
+
+    def _set_asleep(self, tags: tuple[str, ...]) -> None:
+        self._asleep = tags
+        reason = f"the engine sleeps ({', '.join(tags)}); wake_up() wakes it"
+        self._core.pause_reason = reason if tags else None
 
 
 def _checked_tags(tags: Iterable[str] | None, asleep: tuple[str, ...]) -> tuple[str, ...]:

@@ -52,14 +52,14 @@ class WeightUpdates(EngineFeature):
         check_choice("running", running, ("error", "recompute", "keep"))
         ok = version is None or (isinstance(version, str) and version != "")
         check(ok, "weight_version", version, "None or a non-empty string")
-        if not core.asleep:
+        if core.pause_reason is None:
             if not core.drain():
                 _check_running(core, running)
             core.settle()
         core.executor.update_weights(weights)
         core.num_weight_updates += 1
         core.weight_version = str(core.num_weight_updates) if version is None else version
-        if not core.asleep:  # an engine that sleeps does so when it wakes up
+        if core.pause_reason is None:  # an engine that sleeps does so when it wakes up
             self._forget_prefixes(uuid.uuid4().hex if running == "keep" else None)
 
 
