@@ -45,8 +45,28 @@ class FeatureOutputs:
             self._pooled = pooled if start == 0 or self._pooled is None else self._pooled + pooled
         self._captured.setdefault(seq.index, []).extend((name, start, x) for name, x in arrays.items())
 
-    def beams(self, *, is_finished: bool) -> list[CompletionOutput]:
-        """Returns the beams, which are known when all of them have ended."""
+    def add_to(self, output: RequestOutput, sequences: Iterable[Sequence]) -> None:
+        """Adds the encoder's prompt, and to a finished request its beams, or what was captured and pooled.
+
+        Args:
+            output: The output of the request.
+            sequences: The sequences of its completions.
+        """
+        output.encoder_prompt = self._encoder_prompt
+        output.encoder_prompt_token_ids = self._encoder_token_ids
+        if not output.finished:
+            return
+        if self._group.beam_params is not None:
+            output.outputs = self._beams()
+        if self._captured:
+            for seq, completion in zip(sequences, output.outputs, strict=False):
+                completion.captured = self._captured_of(seq)
+        if self._group.sampling_params.pooling is not None:
+            output.outputs[0].token_ids = []  # the token that was drawn means nothing
+            if self._pooled is not None:
+                output.outputs[0].captured["pooled"] = self._pooled
+
+    def _beams(self) -> list[CompletionOutput]:
         return [
             CompletionOutput(
                 index=i,
@@ -57,27 +77,8 @@ class FeatureOutputs:
                 finish_reason=seq.status.finish_reason,
                 stop_reason=seq.stop_reason,
             )
-            for i, seq in enumerate(self._group.sequences if is_finished else ())
+            for i, seq in enumerate(self._group.sequences)
         ]
-
-    def add_to(self, output: RequestOutput, sequences: Iterable[Sequence]) -> None:
-        """Adds the encoder's prompt, and to finished outputs what was captured and pooled.
-
-        Args:
-            output: The output of the request.
-            sequences: The sequences of its completions.
-        """
-        output.encoder_prompt = self._encoder_prompt
-        output.encoder_prompt_token_ids = self._encoder_token_ids
-        if not output.finished:
-            return
-        if self._captured:
-            for seq, completion in zip(sequences, output.outputs, strict=False):
-                completion.captured = self._captured_of(seq)
-        if self._group.sampling_params.pooling is not None:
-            output.outputs[0].token_ids = []  # the token that was drawn means nothing
-            if self._pooled is not None:
-                output.outputs[0].captured["pooled"] = self._pooled
 
     def _captured_of(self, seq: Sequence) -> dict[str, np.ndarray]:
         """Returns what hooks captured of a sequence, which shares the prompt with the first one."""

@@ -1,13 +1,12 @@
 """LLMEngine: adds, aborts and steps requests."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from jax_paged.config.engine_args import EngineArgs, EngineConfig
 from jax_paged.core.scheduler import Scheduler
-from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.engine import composition
 from jax_paged.engine.executors import MakeExecutor, check_alone, make_executor
 from jax_paged.engine.input_processor import CheckedRequest, RequestParams
@@ -20,8 +19,6 @@ from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import RequestOutput
 
 if TYPE_CHECKING:
-    import random
-
     from transformers import PreTrainedTokenizerBase
 
     from jax_paged.worker.compilation.compiler import CompileRecord
@@ -42,6 +39,10 @@ class LLMEngine(composition.EngineFeatures):
             the engine can't be made. None makes the one that the arguments ask for.
         scheduler: A subclass of Scheduler to take its place; or a function of a new request (a SequenceGroup)
             that returns its key: requests of lower keys go first, and take the blocks of others.
+
+    Attributes:
+        observers: Functions that are called after each step with the scheduler and the step; append yours.
+        seeds: Generator of the seeds of requests that bring none.
 
     Raises:
         ValueError: If the model, its tokenizer or a setting can't be used.
@@ -82,6 +83,7 @@ class LLMEngine(composition.EngineFeatures):
         try:
             self._core = composition.make_core(args, self.tokenizer, executor, self._custom_scheduler)
             self.config = self._core.config
+            self.observers, self.seeds = self._core.observers, self._core.seeds
             self.input_processor = composition.make_input_processor(self.config, self.tokenizer)
             if self.config.batch_invariant:
                 composition.check_invariance(self._core, self.input_processor)
@@ -93,16 +95,6 @@ class LLMEngine(composition.EngineFeatures):
     def executor(self) -> "Executor":
         """Computes the steps."""
         return self._core.executor
-
-    @property
-    def seeds(self) -> "random.Random":
-        """Generator of the seeds of requests that bring none."""
-        return self._core.seeds
-
-    @property
-    def observers(self) -> list[Callable[[Scheduler, SchedulerOutput], None]]:
-        """Functions that are called after each step, with the scheduler and the step; append your own."""
-        return self._core.observers
 
     @property
     def scheduler(self) -> Scheduler:

@@ -57,7 +57,7 @@ class RequestState:
         self.is_finished = False
         self._settings = settings
         self.is_constrained = settings.is_constrained
-        self._has_beams = group.beam_params is not None
+        self._draws_samples = group.beam_params is None
         self._features = None if _is_plain(group) else FeatureOutputs(group, encoder_prompt, settings)
         # By the sequence's index. The others are forked from the first when the prompt is computed; until
         # then its state stands for all.
@@ -177,7 +177,7 @@ class RequestState:
         """
         self.is_finished = self.group.is_finished
         found: list[tuple[Sequence, str]] = []
-        for sample in () if self._has_beams else self._samples:
+        for sample in self._samples if self._draws_samples else ():
             if sample.seq.status.is_finished and not sample.is_finished:
                 stop = sample.finish()
                 if stop is not None:
@@ -224,15 +224,13 @@ class RequestState:
             weight_versions=self._weight_versions,
         )
         if self._features is not None:
-            if self._has_beams:
-                output.outputs = self._features.beams(is_finished=self.is_finished)
             self._features.add_to(output, [sample.seq for sample in samples])
         return output
 
     def _shown_samples(self) -> list[SampleState]:
         """Returns the samples that outputs show: the best ones, which are known at the end, if not all."""
         params, samples = self.group.sampling_params, self._samples
-        if self._has_beams:
+        if not self._draws_samples:
             return []
         if (params.best_of or params.n) > params.n:
             ranked = sorted(samples, key=lambda s: s.seq.cumulative_logprob, reverse=True)

@@ -9,7 +9,7 @@ from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
 from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.text.detokenizer import Detokenizer
 from jax_paged.engine.text.stop_strings import StopStrings
-from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.engine.text.text_codec import TextCodec
 from jax_paged.outputs import CompletionOutput, Logprob, Snapshot, TokenLogprobDict
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class OutputSettings:
         grammar: The grammar that outputs follow; None for none.
     """
 
-    tokenizer: Tokenizer | None
+    tokenizer: TextCodec | None
     stop: StopStrings | None = None
     grammar: "Grammar | None" = None
 
@@ -205,7 +205,7 @@ def logprob_dict(
     token_id: int,
     entry: "TokenLogprobs",
     k: int,
-    tokenizer: Tokenizer | None,
+    tokenizer: TextCodec | None,
     *,
     starts_text: bool = False,
 ) -> TokenLogprobDict:
