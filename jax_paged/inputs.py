@@ -1,10 +1,7 @@
 """Prompts as users pass them; the names are vLLM's."""
 
-import numbers
 from collections.abc import Iterable
 from typing import Any, NotRequired, TypedDict
-
-from jax_paged.errors import check
 
 
 class TokensPrompt(TypedDict):
@@ -77,23 +74,3 @@ def zip_enc_dec_prompts(
     """Returns one encoder-decoder prompt per pair of prompts; as many as the shorter argument has."""
     pairs = zip(enc_prompts, dec_prompts, strict=False)
     return [{"encoder_prompt": encoder, "decoder_prompt": decoder} for encoder, decoder in pairs]
-
-
-def as_prompts(prompts: Any) -> list[Prompt]:
-    """Returns a list of prompts from what users pass: one prompt in any form, or a list of them.
-
-    A list of integers is one prompt, and so is a NumPy array of one dimension.
-    """
-    prompts = as_list(prompts)
-    if isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], numbers.Integral)):
-        return list(prompts)
-    is_one = isinstance(prompts, str | dict | list | tuple)
-    check(is_one, "prompts", prompts, "a prompt or a list of prompts")
-    one: Any = prompts
-    return [one]
-
-
-def as_list(value: Any) -> Any:
-    """Returns an array of at least one dimension as a list, and any other value as it is."""
-    # Arrays of any library, without importing one.
-    return value.tolist() if getattr(value, "ndim", 0) else value

@@ -3,24 +3,26 @@
 import functools
 import inspect
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Self, cast
 
-from jax_paged.arguments.ignored import IGNORED, UNSUPPORTED_BY_REQUESTS, refused
+from jax_paged.arguments.ignored import refused
 from jax_paged.arguments.plain_values import plain
 from jax_paged.arguments.suggestions import check_keywords, field_names
 from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.ignored_args import IGNORED, UNSUPPORTED_BY_REQUESTS
 from jax_paged.engine import composition
 from jax_paged.engine.executors import Executors, check_alone
 from jax_paged.engine.input_processor import CheckedRequest, RequestParams
 from jax_paged.engine.list_runner import ListRunner
 from jax_paged.engine.llm_engine import LLMEngine
+from jax_paged.engine.prompt_reader import as_prompts
 from jax_paged.engine.replicas.placement import make_replicas
 from jax_paged.engine.serialized import any_thread
 from jax_paged.engine.text.tokenizer import Messages
 from jax_paged.errors import ArgumentError, check
-from jax_paged.inputs import Prompt, as_prompts
+from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from jax_paged.pooling_llm import PoolingMethods, UseTqdm
@@ -30,13 +32,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from jax_paged.engine.features.snapshot import EngineState
-    from jax_paged.engine.features.weights.sleeping import Mode
-    from jax_paged.engine.features.weights.weight_updates import Running
-    from jax_paged.lab.pool_map import PoolMap
     from jax_paged.models.attention import Attend
     from jax_paged.models.causal_lm import LanguageModel
     from jax_paged.models.features.hooks import Hook
-    from jax_paged.models.loading.new_weights import NewWeights
     from jax_paged.models.weights import LoadedModel
     from jax_paged.worker.executor import Executor
     from jax_paged.worker.features.user_functions.logits_processors import LogitsProcessor
@@ -44,6 +42,24 @@ if TYPE_CHECKING:
 
 # Decode steps in one: whoever waits for whole outputs minds neither tokens in bursts nor late newcomers.
 NUM_SCHEDULER_STEPS = 8
+
+
+def _of_the_only_engine[**P, T](
+    method: Callable[Concatenate[LLMEngine, P], T], what: str
+) -> Callable[Concatenate["LLM", P], T]:
+    """Returns a method of LLM that calls a method of its engine.
+
+    Args:
+        method: The method of LLMEngine; its signature and its documentation are those of the result.
+        what: What it does, for the error that is raised if there are several engines.
+    """
+
+    @functools.wraps(method)
+    def call(self: "LLM", *args: P.args, **kwargs: P.kwargs) -> T:
+        check_alone(self.llm_engine.args, f"1 to {what}, which is done to one engine at a time")
+        return method(self.llm_engine, *args, **kwargs)
+
+    return call
 
 
 class LLM(PoolingMethods):
@@ -149,21 +165,12 @@ class LLM(PoolingMethods):
         engine_args = {"skip_tokenizer_init": tokenizer is None, **engine_args}
         return cls(type(module).__name__, tokenizer, loaded=module, **engine_args)
 
-    def update_weights(
-        self, weights: "NewWeights", *, running: "Running" = "error", weight_version: str | None = None
-    ) -> None:
-        """Serves other weights from now on, as LLMEngine.update_weights does."""
-        self._only_engine("update weights").update_weights(
-            weights, running=running, weight_version=weight_version
-        )
-
-    def sleep(self, level: int = 1, mode: "Mode" = "wait") -> None:
-        """Gives the memory of weights and pool to others, as LLMEngine.sleep does."""
-        self._only_engine("sleep").sleep(level, mode)
-
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Takes memory again, as LLMEngine.wake_up does."""
-        self._only_engine("wake up").wake_up(tags)
+    update_weights = _of_the_only_engine(LLMEngine.update_weights, "update weights")
+    sleep = _of_the_only_engine(LLMEngine.sleep, "sleep")
+    wake_up = _of_the_only_engine(LLMEngine.wake_up, "wake up")
+    pin_prefix = _of_the_only_engine(LLMEngine.pin_prefix, "pin prefixes")
+    unpin_prefix = _of_the_only_engine(LLMEngine.unpin_prefix, "pin prefixes")
+    pool_map = _of_the_only_engine(LLMEngine.pool_map, "draw its pool")
 
     def generate(
         self,
@@ -310,29 +317,6 @@ class LLM(PoolingMethods):
             outputs.append(BeamSearchOutput(beams))
         return outputs
 
-    def pin_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> str:
-        """Computes a prefix once and keeps it in the pool: prompts that begin with it skip its full blocks.
-
-        Args:
-            prompt: As `generate` takes it.
-            cache_salt: Only requests of this salt share the prefix.
-
-        Returns:
-            A name for `unpin_prefix`.
-
-        Raises:
-            ValueError: If the prefix doesn't fit, or enable_prefix_caching is False.
-        """
-        return self._only_engine("pin prefixes").pin_prefix(prompt, cache_salt=cache_salt)
-
-    def unpin_prefix(self, name: str) -> None:
-        """Releases a pinned prefix.
-
-        Raises:
-            ValueError: If no prefix is pinned by this name.
-        """
-        self._only_engine("pin prefixes").unpin_prefix(name)
-
     @any_thread
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Returns the tokenizer as transformers loads it.
@@ -346,10 +330,6 @@ class LLM(PoolingMethods):
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns a copy of the parameters of prompts that bring none: the model's generation_config.json."""
         return self.llm_engine.input_processor.default_params
-
-    def pool_map(self) -> "PoolMap":
-        """Returns what each block of the pool holds, as LLMEngine.pool_map does; a notebook draws it."""
-        return self._only_engine("draw its pool").pool_map()
 
     def compile_plan(self) -> str:
         """Returns a table of what is compiled, as LLMEngine.compile_plan does."""
@@ -400,11 +380,6 @@ class LLM(PoolingMethods):
 
     def _run(self, requests: list[CheckedRequest], use_tqdm: UseTqdm) -> list[RequestOutput]:
         return self._runner.run(requests, use_tqdm)
-
-    def _only_engine(self, what: str) -> LLMEngine:
-        """Returns the engine, of which there must be one for what is asked."""
-        check_alone(self.llm_engine.args, f"1 to {what}, which is done to one engine at a time")
-        return self.llm_engine
 
 
 def _make_engines(

@@ -76,11 +76,6 @@ class Snapshot[T](Sequence[T]):
         return list, (list(self),)
 
 
-def list_so_far[T](items: list[T], *, is_last: bool) -> list[T] | Snapshot[T]:
-    """Returns a growing list as an output may keep it: a copy for the last output, a Snapshot before."""
-    return list(items) if is_last else Snapshot(items)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Logprob:
     """Log-probability of a token, before penalties, bias and temperature.
@@ -157,10 +152,11 @@ class CompletionOutput:
         token_ids, logprobs = self.token_ids, self.logprobs
         assert isinstance(token_ids, list), type(token_ids)
         assert isinstance(logprobs, list | None), type(logprobs)
+        so_far = list if is_last else Snapshot
         return dataclasses.replace(
             self,
-            token_ids=list_so_far(token_ids, is_last=is_last),
-            logprobs=None if logprobs is None else list_so_far(logprobs, is_last=is_last),
+            token_ids=so_far(token_ids),
+            logprobs=None if logprobs is None else so_far(logprobs),
         )
 
     def __repr__(self) -> str:

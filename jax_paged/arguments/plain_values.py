@@ -53,6 +53,12 @@ def make_plain(instance: Any) -> None:
             object.__setattr__(instance, field.name, converted)
 
 
+def as_list(value: Any) -> Any:
+    """Returns an array of at least one dimension as a list, and any other value as it is."""
+    # Arrays of any library, without importing one.
+    return value.tolist() if getattr(value, "ndim", 0) else value
+
+
 def _plain_items(items: Any) -> Any:
     # An allow-list may have a hundred thousand token ids: calling `plain` for each would be slow.
     if _PLAIN.issuperset(map(type, items)):

@@ -5,11 +5,12 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from jax_paged.arguments.command_line import add_options, values_of
-from jax_paged.arguments.ignored import IGNORED, ignores
+from jax_paged.arguments.ignored import ignores
 from jax_paged.arguments.plain_values import make_plain
+from jax_paged.config.ignored_args import IGNORED
 from jax_paged.config.multimodal import ImageSettings, note_image_problems
 from jax_paged.config.parallel import note_problems
 from jax_paged.config.speculative import SpeculativeConfig
@@ -211,28 +212,10 @@ class EngineArgs:
         )
         ok = self.tokenizer is None or (isinstance(self.tokenizer, str) and bool(self.tokenizer))
         note(check, ok, "tokenizer", self.tokenizer, "None or a non-empty string")
-        flags = (
-            "skip_tokenizer_init",
-            "enable_prefix_caching",
-            "enable_chunked_prefill",
-            "async_scheduling",
-            "batch_invariant",
-            "disable_cascade_attn",
-            "enable_lora",
-            "enable_prompt_embeds",
-        )
-        for name in flags:
-            note(check_choice, name, getattr(self, name), (False, True))
-        note(check_choice, "dtype", self.dtype, get_args(DTypeName))
-        note(check_choice, "quantization", self.quantization, (None, *get_args(Quantization)))
-        note(check_choice, "kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDTypeName))
-        note(check_choice, "attention_backend", self.attention_backend, get_args(AttentionBackend))
-        note(check_choice, "matmul_backend", self.matmul_backend, get_args(MatmulBackend))
-        note(check_choice, "logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))
-        backend, backends = self.distributed_executor_backend, get_args(ExecutorBackend)
-        note(check_choice, "distributed_executor_backend", backend, backends)
-        note(check_choice, "scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        note(check_choice, "runner", self.runner, ("auto", "generate", "pooling"))
+        for name, hint in get_type_hints(type(self)).items():
+            choices = _choices_of(hint)
+            if choices is not None:
+                note(check_choice, name, getattr(self, name), choices)
         note(PoolerConfig.of, self.pooler_config)
         note(SpeculativeConfig.of, self.speculative_config)
         ok = self.speculative_config is None or not self.batch_invariant
@@ -240,7 +223,6 @@ class EngineArgs:
         note(check, ok, "speculative_config", self.speculative_config, allowed)
         ok = self.hf_overrides is None or isinstance(self.hf_overrides, dict)
         note(check, ok, "hf_overrides", self.hf_overrides, "None or a dict of fields of config.json")
-        note(check_choice, "preemption_mode", self.preemption_mode, (None, "recompute", "swap"))
 
     def _note_sizes(self, note: Callable[..., Any]) -> None:
         """Checks numbers; `note` keeps what a check raises."""
@@ -302,6 +284,18 @@ class EngineArgs:
             ValueError: If a value is out of range.
         """
         return cls(**values_of(args, EngineArgs))
+
+
+def _choices_of(hint: Any) -> tuple[Any, ...] | None:
+    """Returns the values that the type of a field allows; None if the type is none of bool,
+    a Literal, and a Literal or None."""
+    if hint is bool:
+        return (False, True)
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    first, *others = get_args(hint) or (None,)
+    is_optional = get_origin(first) is Literal and others == [type(None)]
+    return (None, *get_args(first)) if is_optional else None
 
 
 def _dtype_name(value: Any, choices: tuple[str, ...]) -> Any:

@@ -1,7 +1,7 @@
 """The composition of an engine: its parts, and every feature. The table of contents of this package.
 
-No other module of the package imports a feature at run time. A feature consists of its own files, its lines
-here and the methods of LLMEngine that open it.
+No other module of the package imports a feature at run time. A feature consists of its own files and its
+lines here. Its class is a base of EngineFeatures if the feature adds methods to LLMEngine.
 """
 
 import dataclasses
@@ -17,14 +17,17 @@ from jax_paged.core.sequence import SequenceGroup
 from jax_paged.engine.engine_core import EngineCore, StepFeatures
 from jax_paged.engine.features.batch_invariance.backend_choice import begin_with_passing_backends
 from jax_paged.engine.features.batch_invariance.invariance import check_invariance
+from jax_paged.engine.features.encoder_decoder import read_pair
 from jax_paged.engine.features.interactive.kv_access import KVAccess
 from jax_paged.engine.features.interactive.request_edits import RequestEdits
 from jax_paged.engine.features.interactive.step_plan import StepPlans
-from jax_paged.engine.features.lora import Adapters, with_adapters
+from jax_paged.engine.features.lora.adapters import Adapters
+from jax_paged.engine.features.lora.engine_methods import LoRAMethods, with_adapters
 from jax_paged.engine.features.multimodal.image_messages import conversation
 from jax_paged.engine.features.multimodal.image_reader import ImageReader
 from jax_paged.engine.features.pinned_prefixes import PinnedPrefixes
 from jax_paged.engine.features.pooling import PoolingRequests
+from jax_paged.engine.features.prompt_embeds import read_embeds
 from jax_paged.engine.features.recording import Recordings
 from jax_paged.engine.features.scoring import Scoring
 from jax_paged.engine.features.snapshot import EngineState, Snapshots
@@ -33,7 +36,7 @@ from jax_paged.engine.features.structured_output.step_masks import forced_tokens
 from jax_paged.engine.features.weights.sleeping import Sleeping
 from jax_paged.engine.features.weights.weight_updates import WeightUpdates
 from jax_paged.engine.input_processor import InputProcessor
-from jax_paged.engine.prompt_reader import PromptReader
+from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import check
 from jax_paged.models.checkpoint import resolve_model_dir
@@ -48,25 +51,19 @@ __all__ = ["EngineState", "begin_with_passing_backends", "check_invariance", "co
 CustomScheduler = type[Scheduler] | Callable[[SequenceGroup], Any]
 
 
-class EngineFeatures:
-    """What an engine does besides running requests; LLMEngine has methods for each of them.
-
-    Args:
-        core: Runs the requests.
-        inputs: Checks the requests.
-        args: The arguments that the engine was made from.
-    """
-
-    def __init__(self, core: EngineCore, inputs: InputProcessor, args: EngineArgs) -> None:
-        self.pinned_prefixes = PinnedPrefixes(core, inputs)
-        self.weight_updates = WeightUpdates(core, self.pinned_prefixes.forget_cached)
-        self.sleeping = Sleeping(core, self.pinned_prefixes.forget_cached)
-        self.scoring = Scoring(core, inputs)
-        self.step_plans = StepPlans(core)
-        self.request_edits = RequestEdits(core)
-        self.kv_access = KVAccess(core)
-        self.recordings = Recordings(core)
-        self.snapshots = Snapshots(core, inputs, args)
+class EngineFeatures(
+    LoRAMethods,
+    PinnedPrefixes,
+    WeightUpdates,
+    Sleeping,
+    Scoring,
+    StepPlans,
+    RequestEdits,
+    KVAccess,
+    Recordings,
+    Snapshots,
+):
+    """The methods of LLMEngine for everything besides running requests."""
 
 
 def make_core(
@@ -94,11 +91,32 @@ def make_input_processor(config: EngineConfig, tokenizer: Tokenizer | None) -> I
     return InputProcessor(
         config,
         tokenizer,
-        PromptReader(config, tokenizer, images),
+        PromptReader(config, tokenizer, functools.partial(read_special, config, images)),
         adapters=Adapters(config),
         grammars=tokenizer and Grammars(tokenizer, config.vocab_size, config.eos_token_ids),
         pooling=PoolingRequests(config, tokenizer),
     )
+
+
+def read_special(
+    config: EngineConfig,
+    images: ImageReader | None,
+    prompt: Any,
+    tokenize: Callable[[Any], TokenizedPrompt],
+) -> tuple[TokenizedPrompt | None, TokenizedPrompt]:
+    """Reads a prompt with a feature, or of a model with one; see PromptReader.
+
+    Args:
+        config: The engine's settings.
+        images: Reads the images of prompts; None if the model reads text alone.
+        prompt: In any form.
+        tokenize: Tokenizes text, and checks token ids.
+    """
+    if isinstance(prompt, dict) and "prompt_embeds" in prompt:
+        return None, read_embeds(prompt, config)
+    if images is not None and not (isinstance(prompt, dict) and "encoder_prompt" in prompt):
+        return None, images.read_prompt(prompt, tokenize)
+    return read_pair(prompt, tokenize, config.decoder_start_token_id)
 
 
 def make_scheduler(config: EngineConfig, custom: CustomScheduler | None = None) -> Scheduler:

@@ -68,8 +68,7 @@ class EngineCore:
         num_shared_tokens: Sum of num_shared_tokens of all ModelRunnerOutputs.
         weight_version: Name of the weights that draw tokens now.
         num_weight_updates: Number of weight updates so far.
-        asleep: Tags of the memory that is freed (see sleeping.py); no step may run meanwhile.
-        sleep_level: 1 or 2 while the engine sleeps, 0 while it is awake.
+        pause_reason: Why no step may run now (see sleeping.py); None if steps may run.
         seeds: Generator of the seeds of requests that bring none.
         num_names: Number of names of pinned prefixes and forks made so far.
     """
@@ -98,8 +97,7 @@ class EngineCore:
         self.failure: BaseException | None = None
         self.num_shared_tokens = 0
         self.weight_version, self.num_weight_updates = "0", 0
-        self.asleep: tuple[str, ...] = ()
-        self.sleep_level = 0
+        self.pause_reason: str | None = None
         self.seeds = random.Random(seed)
         self.num_names = 0
         self._features = features
@@ -123,8 +121,8 @@ class EngineCore:
             RuntimeError: If a model in memory has other weights than the engine.
         """
         self.check_alive()
-        if self.asleep:
-            raise EngineAsleepError(f"the engine sleeps ({', '.join(self.asleep)}); wake_up() wakes it")
+        if self.pause_reason is not None:
+            raise EngineAsleepError(self.pause_reason)
         self.executor.check_weights()
 
     def check_alive(self) -> None:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from jax_paged.arguments.plain_values import plain
+from jax_paged.arguments.plain_values import as_list, plain
 from jax_paged.arguments.shown_values import Text
 from jax_paged.arguments.suggestions import suggestion
 from jax_paged.config.engine_args import EngineConfig
@@ -16,13 +16,13 @@ from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.text.stop_strings import StopStrings
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, Problems, TooLongError, check, check_int, check_number
-from jax_paged.inputs import Prompt, as_list
+from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
 from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
-    from jax_paged.engine.features.lora import Adapters
+    from jax_paged.engine.features.lora.adapters import Adapters
     from jax_paged.engine.features.pooling import PoolingRequests
     from jax_paged.engine.features.structured_output.grammars import Grammar, Grammars
     from jax_paged.models.features.lora.adapter_files import Adapter

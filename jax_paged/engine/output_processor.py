@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.engine.feature_outputs import FeatureOutputs
 from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.sample_output import (
     OutputSettings,
@@ -17,7 +19,7 @@ from jax_paged.engine.sample_output import (
 )
 from jax_paged.engine.text.stop_strings import StopStrings
 from jax_paged.engine.text.tokenizer import Tokenizer
-from jax_paged.outputs import CompletionOutput, RequestOutput, TokenLogprobDict, list_so_far
+from jax_paged.outputs import CompletionOutput, RequestOutput, Snapshot, TokenLogprobDict
 from jax_paged.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class RequestState:
 
     Attributes:
         adapter: The LoRA adapter of the request; None for the model alone.
+        is_constrained: True if the outputs follow a grammar.
     """
 
     def __init__(
@@ -53,15 +56,15 @@ class RequestState:
         self._encoder_prompt = encoder_prompt
         self.is_finished = False
         self._settings = settings
+        self.is_constrained = settings.is_constrained
+        self._draws_samples = group.beam_params is None
+        self._features = None if _is_plain(group) else FeatureOutputs(group, encoder_prompt, settings)
         # By the sequence's index. The others are forked from the first when the prompt is computed; until
         # then its state stands for all.
         self._samples = [SampleState(group.sequences[0], group, settings)]
         self._prompt_logprobs: list[TokenLogprobDict | None] | None = (
             None if group.sampling_params.prompt_logprobs is None else [None]
         )
-        # By the sequence's index: the hook's name, the first position, and what it captured from there on.
-        self._captured: dict[int, list[tuple[str, int, np.ndarray]]] = {}
-        self._pooled: np.ndarray | None = None
 
     def continue_from(self, prior: tuple[PriorOutput, ...]) -> None:
         """Adds the outputs that another engine has begun, one per sequence."""
@@ -81,11 +84,6 @@ class RequestState:
             "prompt_logprobs": logprobs and [entry and logprob_values(entry) for entry in logprobs],
             "samples": [sample.values() for sample in self._samples],
         }
-
-    @property
-    def is_constrained(self) -> bool:
-        """True if the outputs follow a grammar."""
-        return self._settings.grammar is not None
 
     @classmethod
     def of_values(
@@ -122,7 +120,8 @@ class RequestState:
         state._samples = [self._samples[0].restarted(group.sequences[0], group)]
         if self._prompt_logprobs is not None:
             state._prompt_logprobs = list(self._prompt_logprobs)
-        state._captured = {0: list(self._captured.get(0, ()))}
+        if state._features is not None and self._features is not None:
+            state._features.begin_fork(self._features)
         state._weight_versions = self._weight_versions
         return state
 
@@ -157,15 +156,9 @@ class RequestState:
                 kept.append(logprob_dict(token_id, entry, k, self._settings.tokenizer))
 
     def add_captured(self, seq: Sequence, start: int, arrays: dict[str, np.ndarray]) -> None:
-        """Takes what hooks captured of the tokens of a sequence at positions start and on, by name.
-
-        What is computed again, after a preemption or other tokens, replaces what was there. Parts of a mean
-        are added up.
-        """
-        pooled = arrays.pop("pooled", None)
-        if pooled is not None:
-            self._pooled = pooled if start == 0 or self._pooled is None else self._pooled + pooled
-        self._captured.setdefault(seq.index, []).extend((name, start, x) for name, x in arrays.items())
+        """Takes what hooks captured of the tokens of a sequence; see FeatureOutputs.add_captured."""
+        assert self._features is not None, "a plain request has no hooks"
+        self._features.add_captured(seq, start, arrays)
 
     def add_tokens(
         self, seq: Sequence, token_ids: list[int], logprobs: "list[TokenLogprobs]"
@@ -184,7 +177,7 @@ class RequestState:
         """
         self.is_finished = self.group.is_finished
         found: list[tuple[Sequence, str]] = []
-        for sample in self._samples if self.group.beam_params is None else ():
+        for sample in self._samples if self._draws_samples else ():
             if sample.seq.status.is_finished and not sample.is_finished:
                 stop = sample.finish()
                 if stop is not None:
@@ -204,90 +197,68 @@ class RequestState:
 
     def output(self) -> RequestOutput:
         """Returns the request with all that it has so far."""
-        return self._request_output(self._completions(only_new=False))
+        return self._request_output(only_new=False)
 
     def take_delta(self) -> RequestOutput:
         """Returns what has come since the last call: text, token ids and logprobs hold only the new part."""
-        return self._request_output(self._completions(only_new=True))
+        return self._request_output(only_new=True)
 
     @functools.cached_property
     def _prompt_token_ids(self) -> list[int]:
         """The prompt for outputs: what a user does to it must not reach the running request."""
         return list(self.group.sequences[0].prompt_token_ids)
 
-    @functools.cached_property
-    def _encoder_token_ids(self) -> list[int]:
-        return list(self.group.encoder_token_ids)
-
-    def _request_output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+    def _request_output(self, *, only_new: bool) -> RequestOutput:
         group, logprobs = self.group, self._prompt_logprobs
-        return RequestOutput(
+        so_far = list if self.is_finished else Snapshot
+        samples = self._shown_samples()
+        output = RequestOutput(
             request_id=group.request_id,
             prompt=self.prompt,
             prompt_token_ids=self._prompt_token_ids,
-            prompt_logprobs=None if logprobs is None else list_so_far(logprobs, is_last=self.is_finished),
-            outputs=outputs,
+            prompt_logprobs=None if logprobs is None else so_far(logprobs),
+            outputs=self._completions(samples, only_new=only_new),
             finished=self.is_finished,
             metrics=group.metrics.snapshot(),
             num_cached_tokens=group.metrics.num_cached_tokens,
-            encoder_prompt=self._encoder_prompt,
-            encoder_prompt_token_ids=self._encoder_token_ids or None,
             weight_versions=self._weight_versions,
         )
+        if self._features is not None:
+            self._features.add_to(output, [sample.seq for sample in samples])
+        return output
 
-    def _completions(self, *, only_new: bool) -> list[CompletionOutput]:
-        group, samples = self.group, self._samples
-        params, n = group.sampling_params, group.sampling_params.n
-        if group.beam_params is not None:
-            return self._beam_outputs()
-        if (params.best_of or n) > n:
-            if not self.is_finished:
-                return []
-            samples = sorted(samples, key=lambda s: s.seq.cumulative_logprob, reverse=True)[:n]
+    def _shown_samples(self) -> list[SampleState]:
+        """Returns the samples that outputs show: the best ones, which are known at the end, if not all."""
+        params, samples = self.group.sampling_params, self._samples
+        if not self._draws_samples:
+            return []
+        if (params.best_of or params.n) > params.n:
+            ranked = sorted(samples, key=lambda s: s.seq.cumulative_logprob, reverse=True)
+            return ranked[: params.n] if self.is_finished else []
+        return samples
+
+    def _completions(self, samples: list[SampleState], *, only_new: bool) -> list[CompletionOutput]:
         if only_new:
             outputs = [s.take_delta(i) for i, s in enumerate(samples)]
         else:
             outputs = [s.output(i, is_last=self.is_finished) for i, s in enumerate(samples)]
-        if self._captured and self.is_finished:
-            for sample, output in zip(samples, outputs, strict=True):
-                output.captured = self._captured_of(sample.seq)
-        if params.pooling is not None and self.is_finished:
-            outputs[0].token_ids = []  # what was drawn means nothing
-            if self._pooled is not None:
-                outputs[0].captured["pooled"] = self._pooled
-        # Before its prompt is computed, all samples are as the first: empty.
-        return outputs + [_empty_like(outputs[0], i) for i in range(len(outputs), n)]
-
-    def _captured_of(self, seq: Sequence) -> dict[str, np.ndarray]:
-        """Returns what hooks captured of a sequence, which shares the prompt with the first one."""
-        prompt_len, num_rows = len(seq.prompt_token_ids), len(seq) - 1
-        result: dict[str, np.ndarray] = {}
-        for index in dict.fromkeys((0, seq.index)):
-            end = num_rows if index == seq.index else prompt_len
-            for name, start, rows in self._captured.get(index, ()):
-                whole = result.setdefault(name, np.full((num_rows, *rows.shape[1:]), np.nan, np.float32))
-                part = rows[: max(0, end - start)]
-                whole[start : start + len(part)] = part
-        return result
-
-    def _beam_outputs(self) -> list[CompletionOutput]:
-        """Returns the beams, which are known when all of them have ended."""
-        tokenizer = self._settings.tokenizer
-        return [
-            CompletionOutput(
-                index=i,
-                text=tokenizer.decode(seq.output_token_ids) if tokenizer else "",
-                token_ids=list(seq.output_token_ids),
-                cumulative_logprob=seq.cumulative_logprob,
-                logprobs=None,
-                finish_reason=seq.status.finish_reason,
-                stop_reason=seq.stop_reason,
-            )
-            for i, seq in enumerate(self.group.sequences if self.is_finished else ())
-        ]
+        # Before the prompt is computed, all samples are as the first: empty.
+        missing = range(len(outputs), self.group.sampling_params.n) if outputs else ()
+        return outputs + [_empty_like(outputs[0], i) for i in missing]
 
     def _sample(self, seq: Sequence) -> SampleState:
         return SampleState(seq, self.group, self._settings)
+
+
+def _is_plain(group: SequenceGroup) -> bool:
+    params = group.sampling_params
+    return not (group.beam_params or group.encoder_token_ids or params.hook_args or params.pooling)
+
+
+def outputs_of(states: Iterable[RequestState]) -> list[RequestOutput]:
+    """Returns the outputs that a step gives its caller for the requests that it has changed."""
+    outputs = (state.next_output() for state in states)
+    return [output for output in outputs if output is not None]
 
 
 def _empty_like(output: CompletionOutput, index: int) -> CompletionOutput:

@@ -2,19 +2,18 @@
 
 import dataclasses
 import numbers
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from jax_paged.arguments.plain_values import as_list
 from jax_paged.arguments.suggestions import suggestions
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.sequence import PromptEmbeds, StandIn
 from jax_paged.engine.text.tokenizer import Tokenizer
-from jax_paged.errors import ArgumentError, TooLongError, check, check_int
-from jax_paged.inputs import as_list
-
-if TYPE_CHECKING:
-    from jax_paged.engine.features.multimodal.image_reader import ImageReader
+from jax_paged.errors import ArgumentError, check, check_int
+from jax_paged.inputs import Prompt
 
 # Stands in prompts for tokens that are vectors.
 PLACEHOLDER = 0
@@ -36,21 +35,29 @@ class TokenizedPrompt:
         return not (self.embeds or self.stand_ins)
 
 
+# Reads a prompt with a feature: takes the prompt, and the function that tokenizes the text in it. Returns the
+# encoder's prompt, None without one, and the decoder's prompt.
+ReadSpecial = Callable[
+    [Any, Callable[[Any], TokenizedPrompt]], tuple[TokenizedPrompt | None, TokenizedPrompt]
+]
+# Keys of a prompt that only read_special reads, whatever the model.
+SPECIAL_KEYS = frozenset({"prompt_embeds", "encoder_prompt", "decoder_prompt"})
+
+
 class PromptReader:
     """Tokenizes prompts in any form, and checks them. May be called from any thread.
 
     Args:
         config: Limits of the model.
         tokenizer: None if prompts come as token ids only.
-        images: Reads the images of prompts; None if the model reads text alone.
+        read_special: Reads prompts with features.
     """
 
-    def __init__(
-        self, config: EngineConfig, tokenizer: Tokenizer | None, images: "ImageReader | None"
-    ) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, read_special: ReadSpecial) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._images = images
+        self._read_special = read_special
+        self._is_text_decoder = config.images is None and config.decoder_start_token_id is None
 
     def read(
         self, prompt: Any, *, is_truncated: bool = False
@@ -66,37 +73,10 @@ class PromptReader:
             ValueError: If it is no prompt, or does not fit the model.
         """
         max_len = None if is_truncated else self._config.max_model_len
-        if isinstance(prompt, dict) and "prompt_embeds" in prompt:
-            return None, self._embedded(prompt)
-        if self._images is not None and not (isinstance(prompt, dict) and "encoder_prompt" in prompt):
-            return None, self._with_images(self._images, prompt, max_len)
-        start = self._config.decoder_start_token_id
-        names = {"encoder_prompt", "decoder_prompt"}
-        if isinstance(prompt, dict) and prompt.keys() & names:
-            if prompt.get("mm_processor_kwargs", 0) in (None, {}):  # vLLM's helpers add it
-                prompt = {name: value for name, value in prompt.items() if name != "mm_processor_kwargs"}
-            check(prompt.keys() == names, "prompt", prompt, f"a dict with the keys {sorted(names)} alone")
-            if start is None:
-                raise ArgumentError("prompt", prompt, "a prompt without encoder_prompt for this model")
-            encoder = self._tokenize(prompt["encoder_prompt"], max_len)
-            if prompt["decoder_prompt"] is None:
-                return encoder, TokenizedPrompt(None, [start])
-            decoder = self._tokenize(prompt["decoder_prompt"], max_len)
-            if decoder.token_ids[0] != start:
-                decoder.token_ids.insert(0, start)
-            return encoder, decoder
-        if start is None:
+        is_special = isinstance(prompt, dict) and not SPECIAL_KEYS.isdisjoint(prompt)
+        if self._is_text_decoder and not is_special:
             return None, self._tokenize(prompt, max_len)
-        return self._tokenize(prompt, max_len), TokenizedPrompt(None, [start])
-
-    def _with_images(self, images: "ImageReader", prompt: Any, max_len: int | None) -> TokenizedPrompt:
-        """Returns a prompt whose placeholders have become those of its images."""
-        given = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
-        if given:
-            prompt = {name: value for name, value in prompt.items() if name != "multi_modal_data"}
-        read = self._tokenize(prompt, max_len)
-        token_ids, stand_ins = images.read(read.token_ids, given or {})
-        return dataclasses.replace(read, token_ids=token_ids, stand_ins=stand_ins)
+        return self._read_special(prompt, lambda part: self._tokenize(part, max_len))
 
     def _tokenize(self, prompt: Any, max_len: int | None) -> TokenizedPrompt:
         """Returns the text, the checked token ids and the salt of a prompt in any form."""
@@ -119,40 +99,6 @@ class PromptReader:
             return TokenizedPrompt(text, self._checked_ids("prompt_token_ids", token_ids), salt)
         assert isinstance(text, str), "checked above"
         return TokenizedPrompt(text, self._encode(text, max_len), salt)
-
-    def _embedded(self, prompt: dict[str, Any]) -> TokenizedPrompt:
-        """Returns a prompt of vectors, checked; placeholders stand for its tokens."""
-        size = self._config.embed_size
-        check(
-            prompt.keys() <= {"prompt_embeds", "cache_salt"},
-            "prompt",
-            prompt,
-            'a dict with "prompt_embeds" and optionally "cache_salt"',
-        )
-        if not size:
-            allowed = "unset because the engine was made without enable_prompt_embeds=True"
-            raise ArgumentError("prompt_embeds", prompt["prompt_embeds"], allowed)
-        given, salt = prompt["prompt_embeds"], prompt.get("cache_salt")
-        check(salt is None or isinstance(salt, str), "cache_salt", salt, "a string")
-        try:
-            array = np.asarray(given)
-            with np.errstate(over="ignore"):  # what is too large is found below
-                rows = array.astype("<f4")
-        except (TypeError, ValueError) as error:
-            raise ArgumentError("prompt_embeds", given, f"an array of numbers ({error})") from error
-        is_number = array.dtype.kind in "fiu" or array.dtype.name == "bfloat16"
-        shape, allowed = array.shape, f"[tokens, {size}] with at least one token"
-        check(is_number, "prompt_embeds", str(array.dtype), "a type of numbers", aspect="the dtype of")
-        ok = len(shape) == 2 and shape[0] > 0 and shape[1] == size
-        check(ok, "prompt_embeds", shape, allowed, aspect="the shape of")
-        if not np.isfinite(rows).all():
-            num_bad = int(rows.size - np.isfinite(rows).sum())
-            raise ArgumentError("prompt_embeds", num_bad, "0", aspect="the number of non-finite values in")
-        # Many rows are refused before they are copied.
-        if len(rows) >= self._config.max_model_len:
-            raise TooLongError(len(rows), self._config.max_model_len, num_reserved=1)
-        embeds = PromptEmbeds(len(rows), np.ascontiguousarray(rows).tobytes())
-        return TokenizedPrompt(None, [PLACEHOLDER] * len(rows), salt, embeds)
 
     def _encode(self, text: str, max_len: int | None) -> list[int]:
         if self._tokenizer is None:
@@ -185,6 +131,20 @@ class PromptReader:
                 check_int(f"prompt_token_ids[{i}]", token_id, 0, vocab_size - 1)
             checked.append(token_id)
         return checked
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """Returns a list of prompts from what users pass: one prompt in any form, or a list of them.
+
+    A list of integers is one prompt, and so is a NumPy array of one dimension.
+    """
+    prompts = as_list(prompts)
+    if isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], numbers.Integral)):
+        return list(prompts)
+    is_one = isinstance(prompts, str | dict | list | tuple)
+    check(is_one, "prompts", prompts, "a prompt or a list of prompts")
+    one: Any = prompts
+    return [one]
 
 
 def with_soft_prompt(prompt: TokenizedPrompt, rows: np.ndarray) -> TokenizedPrompt:

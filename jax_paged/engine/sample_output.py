@@ -9,8 +9,8 @@ from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
 from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.text.detokenizer import Detokenizer
 from jax_paged.engine.text.stop_strings import StopStrings
-from jax_paged.engine.text.tokenizer import Tokenizer
-from jax_paged.outputs import CompletionOutput, Logprob, TokenLogprobDict, list_so_far
+from jax_paged.engine.text.text_codec import TextCodec
+from jax_paged.outputs import CompletionOutput, Logprob, Snapshot, TokenLogprobDict
 
 if TYPE_CHECKING:
     from jax_paged.core.model_runner_output import TokenLogprobs
@@ -27,9 +27,14 @@ class OutputSettings:
         grammar: The grammar that outputs follow; None for none.
     """
 
-    tokenizer: Tokenizer | None
+    tokenizer: TextCodec | None
     stop: StopStrings | None = None
     grammar: "Grammar | None" = None
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if the outputs follow a grammar."""
+        return self.grammar is not None
 
 
 class SampleState:
@@ -49,6 +54,7 @@ class SampleState:
         self._logprobs: list[TokenLogprobDict] | None = None if params.logprobs is None else []
         self._num_logprobs = params.logprobs or 0
         self._settings = settings
+        self._is_constrained = settings.is_constrained
         self._detokenizer = tokenizer and Detokenizer(
             tokenizer,
             seq.prompt_token_ids,
@@ -109,9 +115,9 @@ class SampleState:
             The stop string that the text now holds, None if it is the grammar that is complete; and how many
             output tokens there are up to there: the tokens after them were not taken. None if it goes on.
         """
-        if self._detokenizer is None and self._logprobs is None and self._settings.grammar is None:
+        if self._detokenizer is None and self._logprobs is None and not self._is_constrained:
             return None
-        complete = self.matcher and self.matcher.follow(self.seq.output_token_ids)
+        complete = self._completed_at() if self._is_constrained else None
         hides_last = self.seq.status is SequenceStatus.FINISHED_STOPPED and not self._shows_stop_token
         num_before = len(self.seq.output_token_ids) - len(token_ids)
         for i, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
@@ -127,6 +133,11 @@ class SampleState:
             if stop is not None or num_before + i == complete:
                 return stop, num_before + i
         return None
+
+    def _completed_at(self) -> int | None:
+        """Returns the number of output tokens at which the grammar was complete; None if it is not."""
+        assert self.matcher is not None, "the outputs follow a grammar"
+        return self.matcher.follow(self.seq.output_token_ids)
 
     def finish(self) -> str | None:
         """Adds the text that was held back; returns the stop string that it holds, or None."""
@@ -161,12 +172,13 @@ class SampleState:
     def output(self, index: int, *, is_last: bool) -> CompletionOutput:
         """Returns all of it as it stands, in lists if it `is_last`, else in snapshots."""
         detokenizer, logprobs = self._detokenizer, self._logprobs
+        so_far = list if is_last else Snapshot
         return CompletionOutput(
             index=index,
             text=detokenizer.text[: detokenizer.num_visible] if detokenizer else "",
-            token_ids=list_so_far(self.seq.output_token_ids, is_last=is_last),
+            token_ids=so_far(self.seq.output_token_ids),
             cumulative_logprob=self.seq.cumulative_logprob,
-            logprobs=None if logprobs is None else list_so_far(logprobs, is_last=is_last),
+            logprobs=None if logprobs is None else so_far(logprobs),
             finish_reason=self.seq.status.finish_reason,
             stop_reason=self._stop_reason,
         )
@@ -193,7 +205,7 @@ def logprob_dict(
     token_id: int,
     entry: "TokenLogprobs",
     k: int,
-    tokenizer: Tokenizer | None,
+    tokenizer: TextCodec | None,
     *,
     starts_text: bool = False,
 ) -> TokenLogprobDict:

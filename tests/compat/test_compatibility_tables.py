@@ -17,8 +17,9 @@ from jax_paged import (
     LLMEngine,
     SamplingParams,
 )
-from jax_paged.arguments.ignored import ANY, IGNORED
+from jax_paged.arguments.ignored import ANY
 from jax_paged.config.engine_args import _NONE_IS_DEFAULT
+from jax_paged.config.ignored_args import IGNORED
 from jax_paged.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
 from jax_paged.sampling_params import IGNORED as SAMPLING_IGNORED
 from jax_paged.server.protocol.requests import ChatRequest, CompletionRequest

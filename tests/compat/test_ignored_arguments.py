@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jax_paged import LLM, AsyncEngineArgs, EngineArgs, SamplingParams
-from jax_paged.arguments.ignored import IGNORED
+from jax_paged.config.ignored_args import IGNORED
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "vllm-compatibility.md"
 

@@ -271,7 +271,7 @@ def test_an_image_that_can_not_be_encoded_ends_its_own_request(
     text = "This text is longer than a block of the pool.<image>"
     prompts = [prompt(text, bad), prompt(text, good), "plain text"]
     runner: Any = engine.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
-    reader: Any = engine.input_processor._prompts._images
+    reader: Any = engine.input_processor._prompts._read_special.args[1]  # pyright: ignore
     pixels = reader.read([spec_of_engine(engine).token_id], {"image": bad})[1][0].data.pixels
     execute, images = runner._run, []
 

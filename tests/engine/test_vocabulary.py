@@ -13,8 +13,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from jax_paged.core.model_runner_output import TokenLogprobs
 from jax_paged.engine.sample_output import logprob_dict
 from jax_paged.engine.text.detokenizer import Detokenizer
+from jax_paged.engine.text.text_codec import TextCodec
 from jax_paged.engine.text.tokenizer import Tokenizer
-from jax_paged.engine.text.vocabulary import Vocabulary
 from jax_paged.errors import TooLongError
 from jax_paged.outputs import CompletionOutput
 from jax_paged.server.protocol.logprobs import TextOffsets, TokenBytes, chat_logprobs, completion_logprobs
@@ -103,17 +103,17 @@ _SPECIAL = ["   ", "<|end|>", "aaa", "\u0301", "\x00", "\ufdfa", "\ud55c", "好"
 @given(st.lists(st.one_of(st.sampled_from(_SPECIAL), st.text(max_size=40)), max_size=8))
 def test_no_text_has_fewer_tokens_than_its_lower_bound(name: str, parts: list[str]) -> None:
     backend, has_bound = BACKENDS[name]
-    text, vocabulary = "".join(parts), Vocabulary(backend)
-    least = vocabulary.min_tokens(text)
+    text, codec = "".join(parts), TextCodec(backend)
+    least = codec.min_tokens(text)
     assert least <= len(backend.encode(text, add_special_tokens=False).ids)
-    assert (vocabulary.min_tokens("xyz" * 1000) > 0) == has_bound
+    assert (codec.min_tokens("xyz" * 1000) > 0) == has_bound
 
 
 def test_a_character_of_several_is_allowed_for() -> None:
     backend = byte_level(normalizers.NFKC())
     rng = random.Random(1)
     text = "".join(rng.choice("aeiou") + rng.choice("\u0301\u0300\u0308") for _ in range(100))
-    assert 0 < Vocabulary(backend).min_tokens(text) <= 100
+    assert 0 < TextCodec(backend).min_tokens(text) <= 100
 
 
 @pytest.mark.parametrize("name", ["bert_embedder", "xlm_roberta_embedder", "roberta_classifier"])

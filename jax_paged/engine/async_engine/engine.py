@@ -22,7 +22,6 @@ from jax_paged.engine.errors import EngineAsleepError, EngineDeadError, stopped_
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.output_processor import RequestState
-from jax_paged.lora_request import LoRARequest
 
 if TYPE_CHECKING:
     from jax_paged.engine.executors import MakeExecutor
@@ -123,18 +122,6 @@ class AsyncLLMEngine(RequestMethods):
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Takes memory again, as LLMEngine.wake_up does."""
         await self._call(lambda: self.engine.wake_up(tags))
-
-    async def is_sleeping(self) -> bool:
-        """Returns whether the engine sleeps, in whole or in part."""
-        return self.engine.is_sleeping()
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Reads an adapter ahead of its requests, as LLMEngine.add_lora does, beside the event loop."""
-        return await asyncio.to_thread(self.engine.add_lora, lora_request)
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Forgets an adapter, as LLMEngine.remove_lora does."""
-        return self.engine.remove_lora(lora_id)
 
     def abort(self, request_id: str | Iterable[str]) -> Done:
         """Ends a request, or several; their streams end with what they have, as aborted.

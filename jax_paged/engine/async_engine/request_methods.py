@@ -1,4 +1,4 @@
-"""What asyncio asks of engines, whether there is one or several: outputs as they grow."""
+"""The methods that AsyncLLMEngine and ReplicatedEngine have in common."""
 
 import abc
 import asyncio
@@ -17,7 +17,7 @@ from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, Sampl
 
 
 class RequestMethods(abc.ABC):
-    """The methods of AsyncLLMEngine and ReplicatedEngine that run a request through `submit`.
+    """The methods of AsyncLLMEngine and ReplicatedEngine that are the same for one engine and for several.
 
     Args:
         args: Model and limits.
@@ -151,6 +151,18 @@ class RequestMethods(abc.ABC):
                 )
         finally:
             stream.abort()
+
+    async def is_sleeping(self) -> bool:
+        """Returns whether the engine sleeps, in whole or in part; several engines never do."""
+        return self.engine.is_sleeping()
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Reads an adapter ahead of its requests, as LLMEngine.add_lora does, beside the event loop."""
+        return await asyncio.to_thread(self.engine.add_lora, lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forgets an adapter, as LLMEngine.remove_lora does."""
+        return self.engine.remove_lora(lora_id)
 
     @abc.abstractmethod
     def close(self) -> None:

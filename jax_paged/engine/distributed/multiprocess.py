@@ -9,19 +9,30 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-
 from jax_paged.config.engine_args import EngineArgs, EngineConfig
 from jax_paged.config.launch import Launch
 from jax_paged.core.model_runner_output import ModelRunnerOutput
-from jax_paged.core.scheduler_output import BlockTables, InspectionInput, SchedulerOutput
+from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.engine.distributed.worker_team import CLOSING_S, StartedWorker, Worker, WorkerTeam
 from jax_paged.engine.errors import EngineDeadError
-from jax_paged.errors import check
+from jax_paged.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from jax_paged.models.loading.new_weights import NewWeights
     from jax_paged.worker.compilation.compiler import CompileRecord
+
+
+def _rejected(what: str) -> Callable[..., NoReturn]:
+    """Returns a method of an executor that raises ValueError.
+
+    Args:
+        what: What can't be done with the devices of other processes.
+    """
+
+    def reject(self: "MultiprocessExecutor", *_: Any, **__: Any) -> NoReturn:
+        backend = self._args.distributed_executor_backend
+        raise ArgumentError("distributed_executor_backend", backend, f"'uni' {what}")
+
+    return reject
 
 
 class MultiprocessExecutor:
@@ -84,33 +95,6 @@ class MultiprocessExecutor:
         self._send("result")
         return self._reply(self._limit_s)
 
-    def read_memory(self, blocks: list[int], host_blocks: list[int], *, with_weights: bool) -> NoReturn:
-        """Raises ValueError, as no process has whole blocks."""
-        self._refuse("to save or load a state")
-
-    def write_memory(
-        self,
-        blocks: list[int],
-        host_blocks: list[int],
-        arrays: "dict[str, np.ndarray]",
-        *,
-        with_weights: bool,
-    ) -> NoReturn:
-        """Raises ValueError, as no process has whole blocks."""
-        self._refuse("to save or load a state")
-
-    def fingerprint(self) -> NoReturn:
-        """Raises ValueError, as no process has whole weights."""
-        self._refuse("to save or load a state")
-
-    def read_kv(self, layer: int, block_tables: BlockTables, num_tokens: list[int]) -> NoReturn:
-        """Raises ValueError, as no process has whole blocks."""
-        self._refuse("to read keys and values")
-
-    def inspect(self, query: InspectionInput) -> NoReturn:
-        """Raises ValueError, as no process has whole blocks."""
-        self._refuse("to inspect requests")
-
     def compile_plan(self) -> str:
         """Returns a table of what the first worker compiles: shapes, seconds and bytes."""
         return self._call("compile_plan")
@@ -128,24 +112,19 @@ class MultiprocessExecutor:
         """Calls a function with the reason, from any thread, when a worker is lost."""
         self._team.when_failed(self._engine, note)
 
-    def update_weights(self, new: "NewWeights") -> NoReturn:
-        """Raises ValueError, as each process has read its part of the weights."""
-        self._refuse("to exchange weights")
-
     def check_weights(self) -> None:
         """Does nothing, as the weights are nobody else's."""
 
-    def free_memory(self, *, keeps_weights: bool) -> NoReturn:
-        """Raises ValueError, as only this process's engine could sleep."""
-        self._refuse("to sleep")
-
-    def restore_weights(self) -> NoReturn:
-        """Raises ValueError, as nothing was freed."""
-        self._refuse("to wake up")
-
-    def restore_pool(self) -> NoReturn:
-        """Raises ValueError, as nothing was freed."""
-        self._refuse("to wake up")
+    # No process has whole blocks or weights.
+    read_memory = _rejected("to save or load a state")
+    write_memory = _rejected("to save or load a state")
+    fingerprint = _rejected("to save or load a state")
+    read_kv = _rejected("to read keys and values")
+    inspect = _rejected("to inspect requests")
+    update_weights = _rejected("to exchange weights")
+    free_memory = _rejected("to sleep")
+    restore_weights = _rejected("to wake up")
+    restore_pool = _rejected("to wake up")
 
     def close(self) -> None:
         """Ends the workers, when the executors of all engines that share them are closed."""
@@ -197,11 +176,6 @@ class MultiprocessExecutor:
         reason = f"the workers hang: a step takes more than {self._limit_s:g} s (distributed_timeout_seconds)"
         self._team.fail(reason)
         raise EngineDeadError(reason)
-
-    def _refuse(self, what: str) -> NoReturn:
-        backend = self._args.distributed_executor_backend
-        check(False, "distributed_executor_backend", backend, f"'uni' {what}")
-        raise AssertionError("it has raised")
 
 
 class ExternalExecutor(MultiprocessExecutor):

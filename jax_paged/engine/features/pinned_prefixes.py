@@ -1,34 +1,42 @@
 """Prefixes that stay in the pool until they are unpinned."""
 
 from jax_paged.core.sequence import SequenceStatus
-from jax_paged.engine.engine_core import EngineCore
-from jax_paged.engine.input_processor import InputProcessor
+from jax_paged.engine.feature import EngineFeature
 from jax_paged.errors import ArgumentError
 from jax_paged.inputs import Prompt
 from jax_paged.sampling_params import SamplingParams
 
 
-class PinnedPrefixes:
-    """Computes prefixes and keeps their full blocks in the pool.
+class PinnedPrefixes(EngineFeature):
+    """Methods of LLMEngine that keep the full blocks of prefixes in the pool."""
 
-    Args:
-        core: Computes the prefixes, and owns the pool.
-        inputs: Checks the prefixes.
-    """
-
-    def __init__(self, core: EngineCore, inputs: InputProcessor) -> None:
-        self._core = core
-        self._inputs = inputs
-
-    def pin(self, prompt: Prompt, cache_salt: str, name: str | None = None) -> str:
-        """Computes a prefix and pins it; see LLMEngine.pin_prefix.
+    def pin_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> str:
+        """Computes a prefix and keeps its full blocks in the pool until it is unpinned.
 
         Args:
-            prompt: The prefix.
-            cache_salt: The salt of the requests that will share it.
-            name: The name to pin it by; None makes a new one.
+            prompt: As `check_request` takes it.
+            cache_salt: That of the requests that will share it.
+
+        Returns:
+            The name to unpin it by.
+
+        Raises:
+            ValueError: If the prefix doesn't fit, or prefixes are not cached.
+            RuntimeError: If requests are running.
         """
-        name = self._core.new_name("prefix") if name is None else name
+        self._core.check_open()
+        return self._pin(prompt, cache_salt, self._core.new_name("prefix"))
+
+    def unpin_prefix(self, name: str) -> None:
+        """Lets go of a pinned prefix, by the name that pin_prefix returned.
+
+        Raises:
+            ValueError: If no prefix is pinned by this name.
+        """
+        self._core.scheduler.block_manager.unpin(name)
+
+    def _pin(self, prompt: Prompt, cache_salt: str, name: str) -> str:
+        """Computes a prefix and pins it under a name, which it returns."""
         if not self._core.drain():
             raise RuntimeError("requests are running; pin prefixes before them")
         manager = self._core.scheduler.block_manager
@@ -39,7 +47,7 @@ class PinnedPrefixes:
                 "an encoder-decoder model has no prefixes to pin: each encoder output is one request's"
             )
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-        request = self._inputs.check(prompt, params, cache_salt)
+        request = self.input_processor.check(prompt, params, cache_salt)
         if request.embeds is not None:
             raise ArgumentError("prompt", "prompt_embeds", "tokens because embeddings are not pinned")
         if request.stand_ins:
@@ -63,11 +71,7 @@ class PinnedPrefixes:
             raise ArgumentError("prompt", num_tokens, allowed, aspect=aspect)
         return name
 
-    def unpin(self, name: str) -> None:
-        """Releases a pinned prefix."""
-        self._core.scheduler.block_manager.unpin(name)
-
-    def forget_cached(self, kept_salt: str | None) -> None:
+    def _forget_prefixes(self, kept_salt: str | None) -> None:
         """Drops all cached prefixes, and computes the pinned ones again with the weights of now.
 
         Args:
@@ -81,10 +85,10 @@ class PinnedPrefixes:
         pinned = dict(manager.pinned)
         for name in pinned:
             manager.unpin(name)
-        core.scheduler.forget_prefixes(kept_salt)
+        super()._forget_prefixes(kept_salt)
         for name, prefix in pinned.items():
             try:
-                self.pin(prefix.token_ids, prefix.salt, name)
+                self._pin(prefix.token_ids, prefix.salt, name)
             except ValueError as error:
                 problems.append(f"{name} is pinned no more: {error}")
         core.changed |= dict.fromkeys(changed)

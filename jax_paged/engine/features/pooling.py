@@ -8,9 +8,10 @@ import numpy as np
 
 from jax_paged.arguments.shown_values import one_of
 from jax_paged.config.engine_args import EngineConfig
+from jax_paged.engine.prompt_reader import as_prompts
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, check
-from jax_paged.inputs import Prompt, as_prompts
+from jax_paged.inputs import Prompt
 from jax_paged.models.features.pooling import PoolingSpec
 from jax_paged.outputs import RequestOutput
 from jax_paged.pooling_params import PoolingParams, PoolingTask

@@ -7,34 +7,53 @@ from typing import TYPE_CHECKING
 
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.engine.engine_core import EngineCore
+from jax_paged.engine.feature import EngineFeature
 from jax_paged.errors import check, check_int
 
 if TYPE_CHECKING:
     from jax_paged.lab.what_if import Replay
 
 
-class Recordings:
-    """Records the decisions of an engine, and replays recordings.
-
-    Args:
-        core: The engine, whose scheduler is replaced.
-    """
-
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
+class Recordings(EngineFeature):
+    """Methods of LLMEngine that record its decisions, and replay recordings."""
 
     def record(self, sink: Callable[[str], object] | None) -> None:
-        """Starts a recording, or ends one; see LLMEngine.record."""
-        self._check_idle()
+        """Writes down every decision from now on as lines of JSON; `recording.replay` checks them.
+
+        The engine starts again with an empty pool, without cached prefixes. `scheduler` is another one
+        afterwards.
+
+        Args:
+            sink: Takes each line, such as an open file's `write` or a list's `append`; None ends a recording.
+
+        Raises:
+            RuntimeError: If requests are running or prefixes are pinned.
+        """
+        self._core.check_open()
+        _check_idle(self._core)
         from jax_paged.lab.recording import RecordedScheduler
 
         core = self._core
         core.scheduler = core.make_scheduler() if sink is None else RecordedScheduler(core.scheduler, sink)
 
     def replay(self, lines: Iterable[str]) -> "Replay":
-        """Computes the steps of a recording again; see LLMEngine.replay."""
-        self._check_idle()
+        """Computes a recording again, step by step on the device, and checks that it gets the same tokens.
+
+        The engine starts again with an empty pool, without cached prefixes.
+
+        Args:
+            lines: What `record` wrote, such as an open file or a list; of an engine with no larger limits.
+
+        Returns:
+            The steps and requests. Its max_logprob_difference is 0.0 where the same programs ran.
+
+        Raises:
+            ValueError: If a decision or a token differs, or the recording does not fit this engine.
+            RuntimeError: If requests are running, prefixes are pinned, or the engine is being recorded.
+        """
         core = self._core
+        core.check_open()
+        _check_idle(core)
         check_not_recorded(core)
         from jax_paged.lab.recording import replay_events
 
@@ -49,9 +68,10 @@ class Recordings:
         finally:
             core.scheduler = core.make_scheduler()  # the pool holds what was replayed
 
-    def _check_idle(self) -> None:
-        if not self._core.drain() or self._core.scheduler.block_manager.pinned:
-            raise RuntimeError("requests are running or prefixes pinned; record and replay before them")
+
+def _check_idle(core: EngineCore) -> None:
+    if not core.drain() or core.scheduler.block_manager.pinned:
+        raise RuntimeError("requests are running or prefixes pinned; record and replay before them")
 
 
 def _check_replayable(request: dict) -> None:

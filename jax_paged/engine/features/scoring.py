@@ -2,34 +2,44 @@
 
 from collections.abc import Sequence
 
-from jax_paged.arguments.plain_values import plain
-from jax_paged.engine.engine_core import EngineCore
-from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
+from jax_paged.arguments.plain_values import as_list, plain
+from jax_paged.engine.feature import EngineFeature
+from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.errors import check, check_int
-from jax_paged.inputs import as_list
 from jax_paged.outputs import CompletionOutput
 from jax_paged.sampling_params import SamplingParams
 
 
-class Scoring:
-    """Computes the log-probabilities of given texts.
-
-    Args:
-        core: Runs the texts.
-        inputs: Checks the texts.
-    """
-
-    def __init__(self, core: EngineCore, inputs: InputProcessor) -> None:
-        self._core = core
-        self._inputs = inputs
+class Scoring(EngineFeature):
+    """The method of LLMEngine that computes the log-probabilities of given texts."""
 
     def score(
         self,
         token_lists: Sequence[Sequence[int]],
-        num_prompt_tokens: int | Sequence[int],
-        sampling_params: SamplingParams | None,
+        num_prompt_tokens: int | Sequence[int] = 1,
+        sampling_params: SamplingParams | None = None,
     ) -> list[list[float]]:
-        """Scores texts; see LLMEngine.score."""
+        """Returns the log-probabilities of the tokens of given texts, computed as if they had been drawn.
+
+        Each token is one step of the program that draws them, with the same sums: where an engine's sums are
+        the same in every batch (batch_invariant=True), the result equals what generation returned of these
+        tokens, to the bit.
+
+        Args:
+            token_lists: The texts.
+            num_prompt_tokens: How many tokens of each, or of all, are a prompt: computed as one, and not
+                scored.
+            sampling_params: As the texts were drawn with. They count where log-probabilities are the
+                processed ones, or hooks are on; None for none.
+
+        Returns:
+            For each text, one number per token behind its prompt.
+
+        Raises:
+            ValueError: If the engine can't run a text; then none has run.
+            RuntimeError: If requests are running.
+        """
+        self._core.check_open()
         if not self._core.drain():
             raise RuntimeError("requests are running; score texts before or after them")
         number = plain(num_prompt_tokens)
@@ -38,12 +48,12 @@ class Scoring:
         ok = hasattr(counts, "__len__") and len(counts) == len(token_lists)
         check(ok, "num_prompt_tokens", num_prompt_tokens, allowed)
         requests = {
-            f"score-{i}": self._request(i, list(as_list(text)), count, sampling_params)
+            f"score-{i}": self._scored_request(i, list(as_list(text)), count, sampling_params)
             for i, (text, count) in enumerate(zip(token_lists, counts, strict=True))
         }
         return [_logprobs(state.output().outputs[0]) for state in self._core.run_to_end(requests)]
 
-    def _request(
+    def _scored_request(
         self, i: int, text: list[int], num_prompt_tokens: int, sampling_params: SamplingParams | None
     ) -> CheckedRequest:
         """Returns a request that draws the tokens of a text after its prompt, whatever it would draw."""
@@ -58,7 +68,7 @@ class Scoring:
         params.forced_token_ids = text[num_prompt_tokens:]
         params.max_tokens = len(params.forced_token_ids)
         try:
-            return self._inputs.check({"prompt_token_ids": text[:num_prompt_tokens]}, params)
+            return self.input_processor.check({"prompt_token_ids": text[:num_prompt_tokens]}, params)
         except ValueError as error:
             raise ValueError(f"token_lists[{i}]: {error}") from error
 

@@ -13,7 +13,6 @@ import ml_dtypes  # noqa: F401
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jax_paged.config.engine_args import EngineArgs
 from jax_paged.core.features.snapshot import (
     kept_blocks,
     restore_group,
@@ -23,8 +22,8 @@ from jax_paged.core.features.snapshot import (
 )
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.engine.engine_core import EngineCore
+from jax_paged.engine.feature import EngineFeature
 from jax_paged.engine.features.recording import check_not_recorded
-from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.errors import ArgumentError, check
 
@@ -94,36 +93,34 @@ class EngineState:
             raise ValueError(f"{file} is not the state of an engine: {error!r}") from error
 
 
-class Snapshots:
-    """Takes and loads states of an engine.
+class Snapshots(EngineFeature):
+    """Methods of LLMEngine that take a state of it, and load one."""
 
-    Args:
-        core: Runs the requests.
-        inputs: Compiles the grammars of requests that are loaded.
-        args: The arguments that the engine was made from.
-    """
+    def state(self, *, weights: bool = False) -> EngineState:
+        """Returns all that it takes to go on elsewhere, or later: `LLM.restore` and `load_state` do.
 
-    def __init__(self, core: EngineCore, inputs: InputProcessor, args: EngineArgs) -> None:
-        self._core = core
-        self._inputs = inputs
-        self._args = args
+        Args:
+            weights: Whether it holds the weights too. Without them, the engine that goes on has to serve the
+                same ones, of which the state keeps a fingerprint.
 
-    def take(self, *, with_weights: bool) -> EngineState:
-        """Returns the state of the engine; see LLMEngine.state."""
+        Raises:
+            RuntimeError: If a plan has not run.
+        """
         core, config = self._core, self._core.config
+        core.check_open()
         core.settle()
         if core.planned is not None:
             raise RuntimeError("a plan of schedule() has not run; run it, or step(), before state()")
         scheduler = core.scheduler
         states = list(dict.fromkeys([*core.requests.values(), *core.changed]))
-        self._check_fits(states)
+        _check_fits(core, states)
         requests = [values_of_group(scheduler, s.group) | {"text": s.values()} for s in states]
-        weights, packing = core.executor.fingerprint()
+        fingerprint, packing = core.executor.fingerprint()
         values = {
             "format": _FORMAT,
-            "args": dataclasses.asdict(self._args) | {"num_gpu_blocks_override": config.num_blocks},
-            "settings": self._settings(core.make_scheduler()),
-            "weights": {"fingerprint": weights, "packing": packing, "by_value": with_weights},
+            "args": dataclasses.asdict(self.args) | {"num_gpu_blocks_override": config.num_blocks},
+            "settings": _settings(core, core.make_scheduler()),
+            "weights": {"fingerprint": fingerprint, "packing": packing, "by_value": weights},
             "time": time.monotonic(),
             "seeds": core.seeds.getstate(),
             "num_names": core.num_names,
@@ -132,18 +129,29 @@ class Snapshots:
             "requests": requests,
             "changed": [i for i, state in enumerate(states) if state in core.changed],
         }
-        arrays = core.executor.read_memory(*kept_blocks(scheduler), with_weights=with_weights)
+        arrays = core.executor.read_memory(*kept_blocks(scheduler), with_weights=weights)
         return EngineState(json.loads(json.dumps(values)), arrays)
 
-    def load(self, state: EngineState) -> None:
-        """Gives the idle engine the state of another; see LLMEngine.load_state."""
-        core, values = self._core, state.values
+    def load_state(self, state: EngineState | str | os.PathLike[str]) -> None:
+        """Goes on from a state, or from the folder of one that was saved: the same tokens come, bit for bit.
+
+        With async_scheduling the steps in flight end before a state is taken, so that other requests may be
+        preempted than without a stop: tokens stay the same, log-probabilities but for the last digits.
+
+        Raises:
+            ValueError: If it is of an engine with another model or pool, or of another version.
+            RuntimeError: If requests are running, prefixes are pinned, or the engine is being recorded.
+        """
+        core = self._core
+        core.check_open()
+        state = EngineState.of(state)
+        values = state.values
         _check_format(values)
         check_not_recorded(core)
         if core.has_unfinished or core.scheduler.block_manager.pinned:
             raise RuntimeError("requests are running or prefixes pinned; load a state before them")
         scheduler = core.make_scheduler()
-        ours = self._settings(scheduler)
+        ours = _settings(core, scheduler)
         for name, value in values["settings"].items():
             if value != ours[name]:
                 allowed = f"that of the engine, {ours[name]!r}"
@@ -159,7 +167,7 @@ class Snapshots:
         blocks = kept_blocks(scheduler)
         core.executor.write_memory(*blocks, state.arrays, with_weights=values["weights"]["by_value"])
         texts = zip(groups, values["requests"], strict=True)
-        grammar_of = self._inputs.grammar_of
+        grammar_of = self.input_processor.grammar_of
         states = [
             RequestState.of_values(group, entry["text"], core.tokenizer, grammar_of(group.sampling_params))
             for group, entry in texts
@@ -172,33 +180,35 @@ class Snapshots:
         core.requests.update({s.group.request_id: s for s in states if not s.is_finished})
         core.changed |= dict.fromkeys(states[i] for i in values["changed"])
 
-    def _check_fits(self, states: list[RequestState]) -> None:
-        """Checks that a state can hold the requests and what the model keeps of them."""
-        config = self._core.config
-        names = [name for state in states for name in state.group.sampling_params.hook_args or ()]
-        found = sorted(config.capturing & set(names))
-        allowed = "none because an engine state does not hold them"
-        check(not found, "hook_args", found, allowed, aspect="the capturing hooks in")
-        names = [name for state in states for name in state.group.sampling_params.extra_args or ()]
-        found = sorted(config.stateful & set(names))
-        check(not found, "extra_args", found, allowed, aspect="the stateful logits processors in")
-        found = [s.group.request_id for s in states if s.group.adapter or s.group.prompt_embeds]
-        aspect = "the running requests with"
-        check(not found, "lora_request", found, allowed, aspect=f"{aspect} `prompt_embeds` or")
-        why = "an engine state does not hold them"
-        self._core.check_not_recurrent("state()", config.architecture, why)
-        found = [s.group.request_id for s in states if s.group.sequences[0].stand_ins]
-        check(not found, "multi_modal_data", found, allowed, aspect=aspect)
 
-    def _settings(self, scheduler: Scheduler) -> dict[str, Any]:
-        """Returns the settings that have to be the same in the engine that goes on, as JSON holds them."""
-        values = dataclasses.asdict(self._core.config)
-        policy = scheduler.policy
-        special = {
-            "eos_token_ids": sorted(values["eos_token_ids"]),
-            "scheduler": [type(scheduler).__name__, getattr(policy, "__name__", policy)],
-        }
-        return json.loads(json.dumps({name: values[name] for name in _SETTINGS} | special))
+def _check_fits(core: EngineCore, states: list[RequestState]) -> None:
+    """Checks that a state can hold the requests and what the model keeps of them."""
+    config = core.config
+    names = [name for state in states for name in state.group.sampling_params.hook_args or ()]
+    found = sorted(config.capturing & set(names))
+    allowed = "none because an engine state does not hold them"
+    check(not found, "hook_args", found, allowed, aspect="the capturing hooks in")
+    names = [name for state in states for name in state.group.sampling_params.extra_args or ()]
+    found = sorted(config.stateful & set(names))
+    check(not found, "extra_args", found, allowed, aspect="the stateful logits processors in")
+    found = [s.group.request_id for s in states if s.group.adapter or s.group.prompt_embeds]
+    aspect = "the running requests with"
+    check(not found, "lora_request", found, allowed, aspect=f"{aspect} `prompt_embeds` or")
+    why = "an engine state does not hold them"
+    core.check_not_recurrent("state()", config.architecture, why)
+    found = [s.group.request_id for s in states if s.group.sequences[0].stand_ins]
+    check(not found, "multi_modal_data", found, allowed, aspect=aspect)
+
+
+def _settings(core: EngineCore, scheduler: Scheduler) -> dict[str, Any]:
+    """Returns the settings that have to be the same in the engine that goes on, as JSON holds them."""
+    values = dataclasses.asdict(core.config)
+    policy = scheduler.policy
+    special = {
+        "eos_token_ids": sorted(values["eos_token_ids"]),
+        "scheduler": [type(scheduler).__name__, getattr(policy, "__name__", policy)],
+    }
+    return json.loads(json.dumps({name: values[name] for name in _SETTINGS} | special))
 
 
 def _check_format(values: dict[str, Any]) -> None:

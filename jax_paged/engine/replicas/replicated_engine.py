@@ -14,7 +14,6 @@ from jax_paged.engine.errors import EngineDeadError, stopped_by
 from jax_paged.engine.executors import Executors, check_alone
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.replicas.placement import Placement, make_replicas
-from jax_paged.lora_request import LoRARequest
 
 if TYPE_CHECKING:
     from jax_paged.engine.features.weights.sleeping import Mode
@@ -101,18 +100,6 @@ class ReplicatedEngine(RequestMethods):
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Raises ValueError, as these engines don't sleep."""
         self._refuse("wake up")
-
-    async def is_sleeping(self) -> bool:
-        """Returns False, as these engines don't sleep."""
-        return False
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Reads an adapter ahead of its requests, as AsyncLLMEngine.add_lora does; they bring it along."""
-        return await self.replicas[0].add_lora(lora_request)
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Forgets an adapter, as AsyncLLMEngine.remove_lora does."""
-        return await self.replicas[0].remove_lora(lora_id)
 
     def abort(self, request_id: str | Iterable[str]) -> Done:
         """Ends a request, or several, as AsyncLLMEngine.abort does."""

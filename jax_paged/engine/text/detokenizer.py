@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_paged.engine.text.stop_strings import StopStrings
-from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.engine.text.text_codec import TextCodec
 
 _REPLACEMENT = "\ufffd"
 # Tokens that a token is decoded after, unless the last piece of text had more.
@@ -32,7 +32,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: TextCodec,
         prompt_token_ids: Sequence[int],
         *,
         stop: StopStrings | None = None,

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and the chat template."""
+"""Tokenizers: loaded from files, and with the chat templates of models."""
 
 import copy
 import functools
@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import tokenizers
-from tokenizers import normalizers
 
-from jax_paged.arguments.shown_values import Text, one_of
-from jax_paged.engine.text.control_tokens import ControlTokens
-from jax_paged.engine.text.vocabulary import Vocabulary
-from jax_paged.errors import ArgumentError, TooLongError, check
+from jax_paged.arguments.shown_values import one_of
+from jax_paged.engine.text.text_codec import TextCodec, check_unicode
+from jax_paged.errors import ArgumentError, check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,8 +31,6 @@ _SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.mo
 _SENTENCEPIECE_START = b"\n"
 # What transformers needs to read such a file, by the names of the modules.
 _SENTENCEPIECE_PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
-# Characters that take less than 2 ms.
-_SHORT_TEXT = 2048
 # In a chat template that takes messages as lists of parts: what it calls an image.
 _ABOUT_IMAGES = re.compile("""["']image["']""")
 # Arguments of transformers' apply_chat_template that determine what it returns, and in which form.
@@ -51,8 +47,8 @@ _FORM_SETTINGS = (
 )
 
 
-class Tokenizer:
-    """A model's tokenizer; thread-safe.
+class Tokenizer(TextCodec):
+    """A model's tokenizer, with its chat template; thread-safe.
 
     Args:
         name: Folder in Hugging Face layout, or hub id.
@@ -66,11 +62,7 @@ class Tokenizer:
         # What the tokenizer's files say, if tokenizer.json is all to load; None if transformers is needed.
         self._settings: dict[str, Any] | None = None
         self._chat_template: str | None = None  # in place of the tokenizer's own
-        self._backend = self._load_backend()
-        self._backend.no_padding()
-        self._backend.no_truncation()
-        self._control = ControlTokens(self._backend)
-        self._vocabulary = Vocabulary(self._backend)
+        super().__init__(self._load_backend())
 
     @functools.cached_property
     def hf(self) -> "PreTrainedTokenizerBase":
@@ -106,127 +98,6 @@ class Tokenizer:
         token = self._settings.get("eos_token")
         content = token.get("content") if isinstance(token, dict) else token
         return None if content is None else self._backend.token_to_id(content)
-
-    def encode(
-        self, text: str, *, add_special_tokens: bool = True, max_model_len: int | None = None
-    ) -> list[int]:
-        """Returns the ids of `text`.
-
-        Args:
-            text: Valid Unicode.
-            add_special_tokens: Whether to add the special tokens that the tokenizer itself adds.
-            max_model_len: Limit (tokens) of the model that the text is for; None for no limit. Text that is
-                certainly longer is not tokenized.
-
-        Raises:
-            TooLongError: If `text` certainly has more than `max_model_len` tokens.
-            ValueError: If `text` is not valid Unicode.
-        """
-        self.check_length(text, max_model_len)
-        _check_unicode(text)
-        if len(text) <= _SHORT_TEXT:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        # Unlike encode, this one lets other Python threads run meanwhile: 80 ms for 100,000 characters.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return encoding.ids
-
-    @functools.cached_property
-    def frame(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer adds before and after a text."""
-        encoding = self._backend.encode("a")
-        mask = encoding.special_tokens_mask
-        num_before = mask.index(0) if 0 in mask else len(mask)
-        num_after = mask[::-1].index(0) if 0 in mask else 0
-        return encoding.ids[:num_before], encoding.ids[len(mask) - num_after :]
-
-    def lower_texts(self) -> None:
-        """Makes texts lower case before they are tokenized, but not the special tokens in them.
-
-        Not for a tokenizer that is in use.
-        """
-        given = self._backend.normalizer
-        first = normalizers.Lowercase()
-        self._backend.normalizer = first if given is None else normalizers.Sequence([first, given])
-
-    def to_json(self) -> str:
-        """Returns it in the form of tokenizer.json."""
-        return self._backend.to_str()
-
-    def token_id(self, text: str) -> int | None:
-        """Returns the token that is a text as the vocabulary has it; None if there is none."""
-        return self._backend.token_to_id(text)
-
-    def check_length(self, text: str, max_model_len: int | None) -> None:
-        """Checks that `text` may have at most `max_model_len` tokens, without tokenizing it.
-
-        Long text costs time to tokenize. A text that passes may still have too many tokens.
-
-        Args:
-            text: Of any length.
-            max_model_len: Limit (tokens); None for no limit.
-
-        Raises:
-            TooLongError: If every text of so many characters has more tokens.
-        """
-        if max_model_len is not None:
-            least = self._vocabulary.min_tokens(text)
-            if least > max_model_len:
-                raise TooLongError(Text(f"at least {least}"), max_model_len)
-
-    def encode_pair(
-        self, first: str, second: str, *, max_model_len: int | None = None
-    ) -> tuple[list[int], int | None]:
-        """Returns the ids of two texts in one, and where the second begins if the tokenizer says so.
-
-        Args:
-            first: Valid Unicode.
-            second: Valid Unicode.
-            max_model_len: As for `encode`.
-
-        Raises:
-            TooLongError: If a text certainly has more than `max_model_len` tokens.
-            ValueError: If a text is not valid Unicode.
-        """
-        for text in (first, second):
-            self.check_length(text, max_model_len)
-        _check_unicode(first + second)
-        encoding = self._backend.encode(first, second)
-        return encoding.ids, encoding.type_ids.index(1) if 1 in encoding.type_ids else None
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of `token_ids`; ids that the tokenizer does not know add nothing."""
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def adds_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
-        """Returns whether `decode` turns a token into text: the tokenizer knows it, and does not skip it."""
-        skipped = skip_special_tokens and token_id in self._control.ids
-        return not skipped and self._backend.id_to_token(token_id) is not None
-
-    def token_text(self, token_id: int) -> str:
-        """Returns what a token adds to a text, with its leading space; U+FFFD for part of a character."""
-        text = self._token_texts.get(token_id)
-        if text is None:
-            anchor, start = self._anchor
-            text = self.decode([*anchor, token_id], skip_special_tokens=False)[start:]
-            self._token_texts[token_id] = text
-        return text
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Returns what a token adds to a text in UTF-8, with its leading space.
-
-        Unlike `token_text`, a token that is a part of a character has bytes of its own.
-        """
-        text = self.token_text(token_id)
-        own = self._vocabulary.incomplete_bytes(token_id) if "\ufffd" in text else None
-        return text.encode() if own is None else own
-
-    def control_token_id(self, text: str) -> int | None:
-        """Returns the id of a control token, such as "<|end|>"; None if a text is none."""
-        return self._control.id_of(text)
-
-    def tokens(self, token_ids: Sequence[int]) -> list[str | None]:
-        """Returns the vocabulary's entries of token ids, before they become text; None for no entry."""
-        return [self._backend.id_to_token(token_id) for token_id in token_ids]
 
     def encode_chat(
         self,
@@ -300,7 +171,7 @@ class Tokenizer:
         if not mark:
             return self.encode(text, add_special_tokens=False, max_model_len=max_model_len)
         self.check_length(text.replace(mark, ""), max_model_len)
-        _check_unicode(text)
+        check_unicode(text)
         return self._control.encode(text, mark)
 
     @property
@@ -343,19 +214,6 @@ class Tokenizer:
         if backend is None:
             raise ValueError(f"tokenizer {self.name!r} has no form that the tokenizers library can run")
         return copy.deepcopy(backend)  # transformers changes its own from call to call
-
-    @functools.cached_property
-    def _token_texts(self) -> dict[int, str]:
-        return {}
-
-    @functools.cached_property
-    def _anchor(self) -> tuple[list[int], int]:
-        """A token to decode others after (some decoders strip the first space), and its text's length."""
-        for piece in ("a", "▁a"):
-            token_id = self._backend.token_to_id(piece)
-            if token_id is not None:
-                return [token_id], len(self.decode([token_id]))
-        return [], 0
 
 
 def _checked_variables(template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
@@ -412,13 +270,6 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package that it is in is missing
         return False
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ArgumentError("prompt", text, f"valid Unicode ({error})") from error
 
 
 def _special_tokens(file: Path) -> dict[str, Any]:

@@ -27,13 +27,6 @@ class Vocabulary:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
 
-    def min_tokens(self, text: str) -> int:
-        """Returns a lower bound for the number of tokens of `text`; 0 if the tokenizer guarantees none."""
-        if self._max_characters is None:
-            return 0
-        num = sum(map(len, text.split())) if self._may_drop_space else len(text)
-        return -(-num // self._max_characters)
-
     def incomplete_bytes(self, token_id: int) -> bytes | None:
         """Returns the bytes of a token that is decoded byte by byte, such as a part of a character.
 
@@ -57,14 +50,14 @@ class Vocabulary:
         return frozenset(part["type"] for part in _parts(self._backend.decoder))
 
     @functools.cached_property
-    def _may_drop_space(self) -> bool:
+    def may_drop_space(self) -> bool:
         """Whether white space may be no part of any token."""
         added = self._backend.get_added_tokens_decoder().values()
         types = {part["type"] for part in _parts(self._backend.pre_tokenizer)}
         return any(token.lstrip or token.rstrip for token in added) or not types.isdisjoint(_DELETE_SPACE)
 
     @functools.cached_property
-    def _max_characters(self) -> int | None:
+    def max_characters(self) -> int | None:
         """The maximum number of characters that one token stands for; None if there is no maximum.
 
         There is none where a component may delete characters or take any number of them for one token, as

@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from jax_paged.arguments.ignored import ANY, OFF, UNSUPPORTED_BY_REQUESTS, Ignored, refused
+from jax_paged.arguments.ignored import ANY, OFF, Ignored, refused
 from jax_paged.arguments.shown_values import Text
+from jax_paged.config.ignored_args import UNSUPPORTED_BY_REQUESTS
 from jax_paged.errors import ArgumentError, check_int
 from jax_paged.sampling_params import IGNORED as SAMPLING_IGNORED
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams

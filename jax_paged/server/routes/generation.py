@@ -11,10 +11,11 @@ from jax_paged.arguments.shown_values import shortened
 from jax_paged.engine.errors import EngineAsleepError
 from jax_paged.engine.features.multimodal.image_messages import Conversation, conversation
 from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine.prompt_reader import as_prompts
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, TooLongError, check, first_argument_error
-from jax_paged.inputs import Prompt, as_prompts
+from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.server.generation_call import GenerationCall

@@ -15,8 +15,9 @@ from pydantic import AliasChoices, Field, WithJsonSchema
 from jax_paged.arguments.ignored import Ignored
 from jax_paged.engine.features import pooling
 from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine.prompt_reader import as_prompts
 from jax_paged.errors import check, check_int
-from jax_paged.inputs import Prompt, as_prompts
+from jax_paged.inputs import Prompt
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.pooling_params import PoolingParams, PoolingTask
 from jax_paged.server.http.event_stream import until_gone

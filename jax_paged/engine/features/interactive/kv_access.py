@@ -10,14 +10,16 @@ import numpy as np
 from jax_paged.arguments.plain_values import plain
 from jax_paged.core.features.interactive.request_edits import DropBlocks
 from jax_paged.core.scheduler_output import InspectionInput
-from jax_paged.core.sequence import Sequence, SequenceGroup
-from jax_paged.engine.engine_core import EngineCore
+from jax_paged.core.sequence import Sequence
+from jax_paged.engine.feature import EngineFeature
 from jax_paged.engine.features.interactive.request_edits import decoding_sequence, settled
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.errors import check, check_int
 
 if TYPE_CHECKING:
     from jax_paged.core.block_manager import BlockManager
+    from jax_paged.lab.page_table import PageTable
+    from jax_paged.lab.pool_map import PoolMap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +38,8 @@ class Inspection:
     positions: np.ndarray
 
 
-class KVAccess:
-    """Reads what running requests have in the pool, and drops blocks of them.
-
-    Args:
-        core: Runs the requests.
-    """
-
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
+class KVAccess(EngineFeature):
+    """Methods of LLMEngine that read what running requests have in the pool, and drop blocks of them."""
 
     def _sequence_with_blocks(self, request_id: str, index: int) -> tuple[RequestState, Sequence]:
         """Waits for the steps in flight; returns a request and a sequence of it with blocks in the pool."""
@@ -56,14 +51,31 @@ class KVAccess:
         check(seq in tables, "request_id", request_id, allowed)
         return state, seq
 
-    def sequence(self, request_id: str, index: int) -> tuple[SequenceGroup, Sequence]:
-        """Waits for the steps in flight; returns a request and its sequence, which has blocks in the pool."""
-        state, seq = self._sequence_with_blocks(request_id, index)
-        return state.group, seq
+    def pool_map(self) -> "PoolMap":
+        """Returns what each block of the pool holds, who holds it and how full it is; a notebook draws it."""
+        from jax_paged.lab.pool_map import pool_map
 
-    def kv(self, request_id: str, layer: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """See LLMEngine.kv."""
+        self._core.check_not_closed()
+        return pool_map(
+            self._core.scheduler.block_manager, (state.group for state in self._core.requests.values())
+        )
+
+    def page_table(self, request_id: str, index: int = 0) -> "PageTable":
+        """Returns which block holds which tokens of a request's sequence; a notebook draws it."""
+        from jax_paged.lab.page_table import page_table
+
+        self._core.check_open()
+        state, seq = self._sequence_with_blocks(request_id, index)
+        token_text = self.tokenizer.token_text if self.tokenizer else str
+        return page_table(self._core.scheduler.block_manager, state.group, seq, token_text)
+
+    def kv(self, request_id: str, layer: int, index: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Returns a sequence's keys and values in the pool, each [computed tokens, kv heads, head_dim].
+
+        They are in the model's dtype, which holds exactly what a quantised cache stands for.
+        """
         core = self._core
+        core.check_open()
         state, seq = self._sequence_with_blocks(request_id, index)
         manager = core.scheduler.block_manager
         num_own = seq.num_computed_tokens - seq.num_dropped_tokens
@@ -74,13 +86,18 @@ class KVAccess:
     def inspect(
         self,
         request_id: str,
-        layers: Iterable[int],
-        heads: Iterable[int] | None,
-        num_queries: int | None,
-        index: int,
+        layers: Iterable[int] = (),
+        heads: Iterable[int] | None = None,
+        num_queries: int | None = 1,
+        index: int = 0,
     ) -> Inspection:
-        """See LLMEngine.inspect."""
+        """Returns the logits that a request's next token is drawn from, and what the last tokens attend to.
+
+        It is computed beside the steps, with the keys in the pool, and changes nothing. Of the layers of self
+        attention and heads (None: all), the last num_queries tokens attend (None: all; 1 if blocks are gone).
+        """
         core = self._core
+        core.check_open()
         state, seq = self._sequence_with_blocks(request_id, index)
         why = "it has seen the tokens that would be computed again"
         core.check_not_recurrent("request_id", request_id, why)
@@ -113,9 +130,19 @@ class KVAccess:
             attention = {layer: probabilities[chosen] for layer, probabilities in attention.items()}
         return Inspection(logits, attention, positions(seq, manager))
 
-    def drop(self, request_id: str, keep: Iterable[int]) -> None:
-        """See LLMEngine.drop_kv."""
+    def drop_kv(self, request_id: str, keep: Iterable[int]) -> None:
+        """Drops blocks of a request with one sequence: later tokens do not attend to them any more.
+
+        Positions stay those of the text, and keys as they were rotated (StreamingLLM counts positions in the
+        cache). The prefix cache gets none of the later blocks. The request can't be computed again, so it is
+        swapped out where others are preempted, and ends, saying so, if host memory has no room.
+
+        Args:
+            request_id: A request whose prompt is computed, of a model all of whose layers see all tokens.
+            keep: Ascending places in its page table of the blocks that stay; the last block is one.
+        """
         core = self._core
+        core.check_open()
         state = settled(core, request_id)
         seq, manager = decoding_sequence(core, state), core.scheduler.block_manager
         is_plain = (

@@ -2,13 +2,14 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence as Items
+from collections.abc import Iterable
 
 import numpy as np
 
 from jax_paged.core.features.interactive.request_edits import Fork, Rollback, most_taken_back
 from jax_paged.core.sequence import Sequence, SequenceStatus
 from jax_paged.engine.engine_core import EngineCore
+from jax_paged.engine.feature import EngineFeature
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.errors import check, check_int
 from jax_paged.sampling_params import SamplingParams
@@ -64,19 +65,21 @@ def decoding_sequence(core: EngineCore, state: RequestState) -> Sequence:
     return seq
 
 
-class RequestEdits:
-    """Forks, rolls back and verifies drafts of running requests.
+class RequestEdits(EngineFeature):
+    """Methods of LLMEngine that fork and roll back running requests, and verify drafts for them."""
 
-    Args:
-        core: Runs the requests.
-    """
+    def fork(self, request_id: str, new_id: str | None = None, seed: int | None = None) -> str:
+        """Adds a request that goes on from where another is, and shares its blocks; returns its id.
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
+        Its id and seed are new ones unless given. Like all methods that follow, it waits for the steps in
+        flight first; `step` returns what these bring. Without a free seat the fork waits, and computes again
+        what the prefix cache does not hold.
 
-    def fork(self, request_id: str, new_id: str | None, seed: int | None) -> str:
-        """See LLMEngine.fork."""
+        Raises:
+            ValueError: If this can't be done, and nothing has changed; so in all methods that follow.
+        """
         core = self._core
+        core.check_open()
         new_id = core.new_name(f"{request_id}-fork") if new_id is None else new_id
         seed = SamplingParams(seed=seed).seed
         seed = core.new_seed() if seed is None else seed
@@ -94,9 +97,13 @@ class RequestEdits:
         core.requests[new_id] = state.forked(group)
         return new_id
 
-    def roll_back(self, request_id: str, num_tokens: int) -> None:
-        """See LLMEngine.rollback."""
+    def rollback(self, request_id: str, num_tokens: int) -> None:
+        """Takes the last output tokens of a request with one sequence back, as if they had not been drawn.
+
+        Of deltas that were handed out, nothing is taken back: the next begins behind what is left.
+        """
         core = self._core
+        core.check_open()
         state = settled(core, request_id)
         most = most_taken_back(only_sequence(core, state), core.scheduler.block_manager.block_size)
         num_tokens = check_int("num_tokens", num_tokens, 0, most)
@@ -105,9 +112,15 @@ class RequestEdits:
             state.roll_back()
             core.changed[state] = None
 
-    def verify(self, request_id: str, draft: Items[int]) -> Verification:
-        """See LLMEngine.verify."""
+    def verify(self, request_id: str, draft: Iterable[int]) -> Verification:
+        """Computes a draft in one step, in which no other request advances; accepts what is drawn so, too.
+
+        The output stays what it would be without drafts. A draft has less than max_num_seqs tokens, and its
+        request one sequence and no penalties.
+        """
         core = self._core
+        core.check_open()
+        draft = list(draft)
         state = settled(core, request_id)
         core.check_not_recurrent("draft", draft, "it can't be taken back behind a draft that is wrong")
         seq, params, scheduler = decoding_sequence(core, state), state.group.sampling_params, core.scheduler
@@ -120,7 +133,7 @@ class RequestEdits:
         )
         token_ids = np.asarray(draft)
         ok = token_ids.ndim == 1 and token_ids.dtype.kind in "iu" and 1 <= len(token_ids) <= most
-        ok = ok and token_ids.min() >= 0 and token_ids.max() < vocab_size
+        ok = ok and bool(token_ids.min() >= 0 and token_ids.max() < vocab_size)
         check(ok, "draft", draft, allowed)
         has_penalty = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         allowed = "that of a request without penalties"

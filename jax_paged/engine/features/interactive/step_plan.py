@@ -9,9 +9,10 @@ from jax_paged.arguments.shown_values import Text, shown
 from jax_paged.core.features.interactive.step_edits import with_rows
 from jax_paged.core.scheduler_output import ScheduledSequence, SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup
-from jax_paged.engine.engine_core import EngineCore
-from jax_paged.engine.output_processor import RequestState
+from jax_paged.engine.feature import EngineFeature
+from jax_paged.engine.output_processor import outputs_of
 from jax_paged.errors import ArgumentError, check
+from jax_paged.outputs import RequestOutput
 
 _ROW, _BAR_LEFT, _BAR_WIDTH, _TEXT_LEFT, _WIDTH = 24, 150, 260, 422, 760
 
@@ -153,25 +154,28 @@ class StepPlan:
         )
 
 
-class StepPlans:
-    """Plans steps and runs them.
+class StepPlans(EngineFeature):
+    """Methods of LLMEngine that plan a step and run it."""
 
-    Args:
-        core: Schedules and runs the steps.
-    """
-
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
-        self._last: StepPlan | None = None
+    _last_plan: StepPlan | None = None
 
     def schedule(self) -> StepPlan:
-        """Plans the next step; see LLMEngine.schedule."""
-        self._last = StepPlan.of(self._core.plan(), self._core.scheduler.find)
-        return self._last
+        """Plans the next step and does not run it; `run` does, or `step`, which runs it as it stands.
 
-    def run(self, plan: StepPlan) -> list[RequestState]:
-        """Runs a plan; see LLMEngine.run."""
-        last = self._last
+        It is made with the results of all steps before it, and drops a plan that has not run.
+        """
+        self._core.check_open()
+        self._last_plan = StepPlan.of(self._core.plan(), self._core.scheduler.find)
+        return self._last_plan
+
+    def run(self, plan: StepPlan) -> list[RequestOutput]:
+        """Runs a plan, perhaps without some requests or in another order; returns what `step` does.
+
+        Raises:
+            ValueError: If it is not the last plan, has run, or was changed otherwise.
+        """
+        self._core.check_open()
+        last = self._last_plan
         if (
             last is None
             or self._core.planned is not last.output
@@ -181,7 +185,7 @@ class StepPlans:
             given, remedy = Text(f"a plan of step {plan.output.step_id}"), ". Call schedule() for a new one"
             raise ArgumentError("plan", given, allowed, remedy=remedy)
         rows = last.rows_of(plan)
-        return self._core.run_planned(None if plan.output == last.output else rows)
+        return outputs_of(self._core.run_planned(None if plan.output == last.output else rows))
 
 
 def _words(row: ScheduledSequence, owner: RowOwner, num_tokens: int) -> str:

@@ -6,6 +6,7 @@ written here, as transformers does that in a class that wants a processor of vid
 
 import base64
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import io
@@ -13,7 +14,7 @@ import itertools
 import os
 import re
 import urllib.parse
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from jax_paged.arguments.shown_values import Text
 from jax_paged.config.multimodal import ImageSettings
 from jax_paged.core.sequence import StandIn
 from jax_paged.engine.features.multimodal.image_fetch import fetched
+from jax_paged.engine.prompt_reader import TokenizedPrompt
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.models.image_inputs import MAX_PATCHES, ImageSpec, Patches, PatchSpec, Tile
@@ -52,6 +54,20 @@ class ImageReader:
 
     def __init__(self, settings: ImageSettings, tokenizer: Tokenizer | None) -> None:
         self._settings, self._tokenizer = settings, tokenizer
+
+    def read_prompt(self, prompt: Any, tokenize: Callable[[Any], TokenizedPrompt]) -> TokenizedPrompt:
+        """Returns a prompt whose placeholders have become those of its images.
+
+        Args:
+            prompt: In any form.
+            tokenize: Tokenizes a prompt without images.
+        """
+        given = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
+        if given:
+            prompt = {name: value for name, value in prompt.items() if name != "multi_modal_data"}
+        read = tokenize(prompt)
+        token_ids, stand_ins = self.read(read.token_ids, given or {})
+        return dataclasses.replace(read, token_ids=token_ids, stand_ins=stand_ins)
 
     def read(self, token_ids: list[int], data: Any) -> tuple[list[int], tuple[StandIn, ...]]:
         """Returns a prompt with its images.

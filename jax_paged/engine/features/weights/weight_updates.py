@@ -1,51 +1,76 @@
 """New weights for a running engine, and what becomes of everything that the old weights have computed."""
 
 import uuid
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from jax_paged.engine.engine_core import EngineCore
+from jax_paged.engine.feature import EngineFeature
 from jax_paged.errors import check, check_choice
+
+if TYPE_CHECKING:
+    from jax_paged.models.loading.new_weights import NewWeights
 
 Running = Literal["error", "recompute", "keep"]
 
 
-class WeightUpdates:
-    """Replaces the weights of an engine between two steps.
+class WeightUpdates(EngineFeature):
+    """Methods of LLMEngine that replace its weights between two steps."""
 
-    Args:
-        core: Runs with the weights.
-        forget_cached: PinnedPrefixes.forget_cached.
-    """
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights that draw tokens now: what update_weights was told, or how often it ran."""
+        return self._core.weight_version
 
-    def __init__(self, core: EngineCore, forget_cached: Callable[[str | None], None]) -> None:
-        self._core = core
-        self._forget_cached = forget_cached
+    def update_weights(
+        self,
+        weights: "NewWeights",
+        *,
+        running: Running = "error",
+        weight_version: str | None = None,
+    ) -> None:
+        """Serves other weights from now on; nothing is compiled, and no cached prefix of older ones is hit.
 
-    def update(self, weights: Any, running: Running, version: str | None) -> None:
-        """Replaces the weights; see LLMEngine.update_weights."""
-        core = self._core
+        Args:
+            weights: A model, its nnx.State, tensors by the names of a checkpoint (a mapping or pairs), or a
+                folder or hub id; names, shapes and types are those of the model that is served. Arrays on
+                the device are shared: a program that they are donated to takes them away.
+            running: What becomes of running requests. With "error" there must be none; "recompute" computes
+                all their tokens again, those they have drawn included; "keep" goes on from the keys and
+                values of the older weights, which no other request is given. While the engine sleeps it means
+                nothing: requests that were kept are computed again when it wakes up.
+            weight_version: A name for outputs to carry; None counts the updates.
+
+        Pinned prefixes are computed again, under their names; while requests run they are an error.
+
+        Raises:
+            ValueError: If the weights do not fit, and nothing has changed then; or if pinned prefixes can't
+                be computed again.
+            RuntimeError: If requests run, or prefixes are pinned, that must not be; nothing has changed.
+        """
+        core, version = self._core, weight_version
+        core.check_alive()
         check_choice("running", running, ("error", "recompute", "keep"))
         ok = version is None or (isinstance(version, str) and version != "")
         check(ok, "weight_version", version, "None or a non-empty string")
-        if not core.asleep:
+        if core.pause_reason is None:
             if not core.drain():
-                self._check_running(running)
+                _check_running(core, running)
             core.settle()
         core.executor.update_weights(weights)
         core.num_weight_updates += 1
         core.weight_version = str(core.num_weight_updates) if version is None else version
-        if not core.asleep:  # an engine that sleeps does so when it wakes up
-            self._forget_cached(uuid.uuid4().hex if running == "keep" else None)
+        if core.pause_reason is None:  # an engine that sleeps does so when it wakes up
+            self._forget_prefixes(uuid.uuid4().hex if running == "keep" else None)
 
-    def _check_running(self, running: Running) -> None:
-        if running == "error":
-            raise RuntimeError(
-                "requests are running; finish or abort them, or pass running='recompute' or 'keep'"
-            )
-        if running == "recompute":
-            check_can_recompute(self._core)
-        _raise(_pinned(self._core))
+
+def _check_running(core: EngineCore, running: Running) -> None:
+    if running == "error":
+        raise RuntimeError(
+            "requests are running; finish or abort them, or pass running='recompute' or 'keep'"
+        )
+    if running == "recompute":
+        check_can_recompute(core)
+    _raise(_pinned(core))
 
 
 def check_can_recompute(core: EngineCore) -> None:

@@ -1,15 +1,11 @@
 """The adapters that an engine knows: read once, and kept in host memory for the requests to come."""
 
 import collections
-import dataclasses
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jax_paged.config.engine_args import EngineConfig
-from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.engine.output_processor import RequestState
 from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.lora_request import LoRARequest
 from jax_paged.models.features.lora.adapter_files import Adapter, AdapterLimits, read_adapter
@@ -124,10 +120,3 @@ class Adapters:
             )
             raise ArgumentError("lora_int_id", number, allowed)
         return self._kept.get(number)
-
-
-def with_adapters(output: SchedulerOutput, requests: Mapping[str, RequestState]) -> SchedulerOutput:
-    """Returns a step with the weights of the adapters that it loads; the engine's requests hold them."""
-    known = {s.adapter.key: s.adapter for s in requests.values() if s.adapter is not None}
-    loads = [load._replace(weights=known[load.adapter]) for load in output.adapter_loads]
-    return dataclasses.replace(output, adapter_loads=tuple(loads))

@@ -1,0 +1,26 @@
+"""EngineFeature: the base class of features that add methods to LLMEngine."""
+
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.engine.engine_core import EngineCore
+from jax_paged.engine.input_processor import InputProcessor
+from jax_paged.engine.serialized import Serialized
+from jax_paged.engine.text.tokenizer import Tokenizer
+
+
+class EngineFeature(Serialized):
+    """Methods that a feature adds to LLMEngine, which inherits from every feature in composition.py.
+
+    Attributes:
+        args: The arguments that the engine was made from.
+        tokenizer: The model's tokenizer; None if the engine has none.
+        input_processor: Checks requests.
+    """
+
+    args: EngineArgs
+    tokenizer: Tokenizer | None
+    input_processor: InputProcessor
+    _core: EngineCore
+
+    def _forget_prefixes(self, kept_salt: str | None) -> None:
+        """Drops all cached prefixes, as Scheduler.forget_prefixes does."""
+        self._core.scheduler.forget_prefixes(kept_salt)

@@ -1,0 +1,93 @@
+"""What features add to the outputs of a request: beams, captured arrays and the encoder's prompt.
+
+A plain request has no FeatureOutputs.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.engine.sample_output import OutputSettings
+from jax_paged.outputs import CompletionOutput, RequestOutput
+
+
+class FeatureOutputs:
+    """The outputs that features add to those of a request's samples.
+
+    Args:
+        group: The request; only read.
+        encoder_prompt: The text that an encoder reads; None if there is none.
+        settings: How the outputs become text.
+    """
+
+    def __init__(self, group: SequenceGroup, encoder_prompt: str | None, settings: OutputSettings) -> None:
+        self._group = group
+        self._encoder_prompt = encoder_prompt
+        self._encoder_token_ids = list(group.encoder_token_ids) or None  # the user may change this list
+        self._tokenizer = settings.tokenizer
+        # By the sequence's index: the hook's name, the first position, and what it captured from there on.
+        self._captured: dict[int, list[tuple[str, int, np.ndarray]]] = {}
+        self._pooled: np.ndarray | None = None
+
+    def begin_fork(self, other: "FeatureOutputs") -> None:
+        """Takes over what was captured of another request, which this one is a fork of."""
+        self._captured = {0: list(other._captured.get(0, ()))}
+
+    def add_captured(self, seq: Sequence, start: int, arrays: dict[str, np.ndarray]) -> None:
+        """Takes what hooks captured of the tokens of a sequence at positions start and on, by name.
+
+        What is computed again, after a preemption or other tokens, replaces what was there. Parts of a mean
+        are added up.
+        """
+        pooled = arrays.pop("pooled", None)
+        if pooled is not None:
+            self._pooled = pooled if start == 0 or self._pooled is None else self._pooled + pooled
+        self._captured.setdefault(seq.index, []).extend((name, start, x) for name, x in arrays.items())
+
+    def add_to(self, output: RequestOutput, sequences: Iterable[Sequence]) -> None:
+        """Adds the encoder's prompt, and to a finished request its beams, or what was captured and pooled.
+
+        Args:
+            output: The output of the request.
+            sequences: The sequences of its completions.
+        """
+        output.encoder_prompt = self._encoder_prompt
+        output.encoder_prompt_token_ids = self._encoder_token_ids
+        if not output.finished:
+            return
+        if self._group.beam_params is not None:
+            output.outputs = self._beams()
+        if self._captured:
+            for seq, completion in zip(sequences, output.outputs, strict=False):
+                completion.captured = self._captured_of(seq)
+        if self._group.sampling_params.pooling is not None:
+            output.outputs[0].token_ids = []  # the token that was drawn means nothing
+            if self._pooled is not None:
+                output.outputs[0].captured["pooled"] = self._pooled
+
+    def _beams(self) -> list[CompletionOutput]:
+        return [
+            CompletionOutput(
+                index=i,
+                text=self._tokenizer.decode(seq.output_token_ids) if self._tokenizer else "",
+                token_ids=list(seq.output_token_ids),
+                cumulative_logprob=seq.cumulative_logprob,
+                logprobs=None,
+                finish_reason=seq.status.finish_reason,
+                stop_reason=seq.stop_reason,
+            )
+            for i, seq in enumerate(self._group.sequences)
+        ]
+
+    def _captured_of(self, seq: Sequence) -> dict[str, np.ndarray]:
+        """Returns what hooks captured of a sequence, which shares the prompt with the first one."""
+        prompt_len, num_rows = len(seq.prompt_token_ids), len(seq) - 1
+        result: dict[str, np.ndarray] = {}
+        for index in dict.fromkeys((0, seq.index)):
+            end = num_rows if index == seq.index else prompt_len
+            for name, start, rows in self._captured.get(index, ()):
+                whole = result.setdefault(name, np.full((num_rows, *rows.shape[1:]), np.nan, np.float32))
+                part = rows[: max(0, end - start)]
+                whole[start : start + len(part)] = part
+        return result
