@@ -18,7 +18,7 @@ from helpers.waiting import wait_until
 
 from jax_paged.config import engine_args
 from jax_paged.worker.compilation import compiler
-from jax_paged.worker.compilation.buckets import Bucket, plan_buckets
+from jax_paged.worker.compilation.buckets import Bucket, StepVariant, plan_buckets
 from jax_paged.worker.compilation.compiler import CompiledPrograms, use_persistent_cache
 from jax_paged.worker.compilation.programs import Program
 from jax_paged.worker.traced_step import StepProgram
@@ -102,13 +102,13 @@ def lower_small_ones_late(gate, started):
 def test_the_next_larger_bucket_serves_until_the_right_one_is_there():
     gate = threading.Event()
     compiled = CompiledPrograms(BUCKETS, [], lower_small_ones_late(gate, threading.Event()))
-    assert compiled.smallest_ready(is_decode=True, num_tokens=1, num_seqs=1, num_logits=1) == BUCKETS[2]
+    assert compiled.smallest_ready(StepVariant(True), num_tokens=1, num_seqs=1, num_logits=1) == BUCKETS[2]
     assert "to be compiled" in compiled.plan()
     gate.set()
     compiled.wait()
-    assert compiled.smallest_ready(is_decode=True, num_tokens=1, num_seqs=1, num_logits=1) == BUCKETS[0]
-    assert compiled.smallest_ready(is_decode=True, num_tokens=3, num_seqs=3, num_logits=3) == BUCKETS[2]
-    assert compiled.smallest_ready(is_decode=False, num_tokens=3, num_seqs=1, num_logits=1) == BUCKETS[3]
+    assert compiled.smallest_ready(StepVariant(True), num_tokens=1, num_seqs=1, num_logits=1) == BUCKETS[0]
+    assert compiled.smallest_ready(StepVariant(True), num_tokens=3, num_seqs=3, num_logits=3) == BUCKETS[2]
+    assert compiled.smallest_ready(StepVariant(False), num_tokens=3, num_seqs=1, num_logits=1) == BUCKETS[3]
     assert "to be compiled" not in compiled.plan()
     compiled.stop()
 
@@ -129,7 +129,7 @@ def test_a_failure_of_the_largest_is_raised_at_once_and_of_another_in_wait():
         compiled.wait()
     # It is said (in the log too), and the next larger one goes on serving.
     assert "failed" in compiled.plan()
-    assert compiled.smallest_ready(is_decode=True, num_tokens=2, num_seqs=2, num_logits=2) == BUCKETS[2]
+    assert compiled.smallest_ready(StepVariant(True), num_tokens=2, num_seqs=2, num_logits=2) == BUCKETS[2]
     compiled.stop()
 
 

@@ -20,7 +20,7 @@ import jax
 
 from jax_paged.config.engine_args import cache_dir, max_cache_bytes
 from jax_paged.pallas_kernels.jax_settings import default_settings
-from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.compilation.buckets import Bucket, StepVariant
 from jax_paged.worker.compilation.programs import Program
 from jax_paged.worker.traced_step import StepProgram
 
@@ -207,8 +207,8 @@ class CompiledPrograms:
         }
         # After the largest come the small programs, then the small buckets: they make a lone user's steps
         # quick.
-        kinds = {b.kind: b for b in buckets}
-        largest = [StepProgram(kinds[kind]) for kind in sorted(kinds)]
+        by_variant = {b.variant: b for b in buckets}
+        largest = [StepProgram(by_variant[variant]) for variant in sorted(by_variant)]
         needed = [*largest, *others]
         self._needed = frozenset(needed)
         rest = (p for p in self._programs if p not in self._needed)
@@ -218,6 +218,7 @@ class CompiledPrograms:
         self._tracing = threading.Lock()
         self._stopped = False
         self._skipped: set[Program] = set()
+        self._usable: set[Bucket] = set()  # those whose steps may run
         self._num_traces = 0
         self._num_compiled = 0
         self._start = self._logged = time.monotonic()
@@ -251,37 +252,20 @@ class CompiledPrograms:
         return self._num_compiled, len(self._programs) - len(self._skipped)
 
     def smallest_ready(
-        self,
-        *,
-        is_decode: bool,
-        num_tokens: int,
-        num_seqs: int,
-        num_logits: int,
-        num_steps: int = 1,
-        num_drafts: int = 0,
-        has_adapters: bool = False,
-        has_embeds: bool = False,
+        self, variant: StepVariant, *, num_tokens: int, num_seqs: int, num_logits: int
     ) -> Bucket:
-        """Returns the smallest compiled bucket that a step fits in.
+        """Returns the smallest compiled bucket of a variant that a step fits in.
 
         Args:
-            is_decode: Whether each row has one token, and the bucket may serve such steps only.
-            num_tokens: Of all rows together.
+            variant: Variant of the step.
+            num_tokens: Tokens of all rows together.
             num_seqs: Rows.
-            num_logits: Rows of logits.
-            num_steps: Decode steps that are done in one.
-            num_drafts: Most drafts of a row.
-            has_adapters: Whether rows have adapters.
-            has_embeds: Whether token rows have vectors of their own.
+            num_logits: Logits rows.
         """
-        needed = is_decode, num_steps, has_adapters, has_embeds
         for bucket in self.buckets:
-            fits = bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
-            fits &= bucket.num_logits >= num_logits and bucket.num_drafts >= num_drafts
-            fits &= bool(bucket.num_drafts) == bool(num_drafts)
-            fits &= (bucket.is_decode, bucket.num_steps, bucket.has_adapters, bucket.has_embeds) == needed
-            program = StepProgram(bucket)
-            if fits and self._is_compiled(program) and self._is_ready(program):
+            fits = bucket.variant == variant and bucket.num_tokens >= num_tokens
+            fits = fits and bucket.num_seqs >= num_seqs and bucket.num_logits >= num_logits
+            if fits and self._may_run(bucket):
                 return bucket
         raise AssertionError(f"no bucket for {num_tokens} tokens of {num_seqs} sequences")
 
@@ -364,6 +348,14 @@ class CompiledPrograms:
         is_done = self._futures[program].done()
         state = "skipped" if program in self._skipped else "failed" if is_done else "waiting"
         return CompileRecord(str(program), state, *sizes)
+
+    def _may_run(self, bucket: Bucket) -> bool:
+        if bucket not in self._usable:
+            program = StepProgram(bucket)
+            if not self._is_compiled(program) or not self._is_ready(program):
+                return False
+            self._usable.add(bucket)
+        return True
 
     def _is_compiled(self, program: Program) -> bool:
         future = self._futures[program]
