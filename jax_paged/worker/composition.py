@@ -15,9 +15,8 @@ from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.features.hooks import check_hooks
 from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.models.weights import LoadedModel
-from jax_paged.worker.caller_parts import CallerParts
+from jax_paged.worker.compilation.feature_set import FeatureSet
 from jax_paged.worker.compilation.programs import Program, TraceContext
-from jax_paged.worker.feature_set import FeatureSet
 from jax_paged.worker.features import cascade, prompt_embeds, snapshot
 from jax_paged.worker.features.encoder_decoder import plan_encoders
 from jax_paged.worker.features.interactive import Inspector
@@ -33,6 +32,7 @@ from jax_paged.worker.features.prompt_logprobs import PromptLogprobsProgram
 from jax_paged.worker.features.speculation.load_drafter import load_drafter
 from jax_paged.worker.features.user_functions.logits_processors import check_processors
 from jax_paged.worker.kv_cache import KVCacheLayout
+from jax_paged.worker.loading.caller_parts import CallerParts
 from jax_paged.worker.loading.weights import check_order, outline_of, pooling_of
 
 __all__ = ["EncoderRunner", "Inspector", "check_images_can_be_encoded", "is_encoder", "snapshot"]

@@ -179,8 +179,8 @@ class LocalExecutor:
         beside: "LocalExecutor | None" = None,
     ) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
-        from jax_paged.worker.caller_parts import CallerParts
         from jax_paged.worker.composition import EncoderRunner, Inspector, is_encoder
+        from jax_paged.worker.loading.caller_parts import CallerParts
         from jax_paged.worker.model_runner import ModelRunner
 
         backend = args.distributed_executor_backend

@@ -16,15 +16,14 @@ from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.worker import kv_cache as kv_cache_arrays
 from jax_paged.worker.batch_builder import BatchBuilder, StepInputs
-from jax_paged.worker.block_mover import BlockMover
+from jax_paged.worker.block_mover import BlockMover, HostBlocks
 from jax_paged.worker.block_tables import write_block_tables
-from jax_paged.worker.caller_parts import NO_PARTS, CallerParts
 from jax_paged.worker.compilation.buckets import Bucket, StepVariant
 from jax_paged.worker.compilation.compiler import CompiledPrograms, trim_heap
 from jax_paged.worker.compilation.programs import DeviceInputs, StepResult, StepState, TraceContext
 from jax_paged.worker.distributed.process_group import OneProcess, ProcessGroup
-from jax_paged.worker.host_blocks import HostBlocks
 from jax_paged.worker.input_batch import InputBatch, SlotChanges
+from jax_paged.worker.loading.caller_parts import NO_PARTS, CallerParts
 from jax_paged.worker.pipeline.own_stage import OwnStage
 from jax_paged.worker.pipeline.stages import state_shapes
 from jax_paged.worker.sampling.token_counts import reset_token_counts

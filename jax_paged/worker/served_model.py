@@ -19,14 +19,14 @@ from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.quantization import DTYPES
 from jax_paged.worker import kv_cache
 from jax_paged.worker.block_tables import WriteBlockTablesProgram
-from jax_paged.worker.caller_parts import CallerParts
 from jax_paged.worker.compilation.buckets import plan_verifying
 from jax_paged.worker.compilation.compiler import (
     ONE_GRAPH,
     WIDE_VECTORS,
     CompiledPrograms,
-    use_persistent_cache,
 )
+from jax_paged.worker.compilation.feature_set import FeatureSet
+from jax_paged.worker.compilation.persistent_cache import use_persistent_cache
 from jax_paged.worker.compilation.plan_steps import plan_steps
 from jax_paged.worker.compilation.programs import Program, StageRole, TraceContext
 from jax_paged.worker.compilation.step_bytes import step_bytes
@@ -40,7 +40,7 @@ from jax_paged.worker.composition import (
     min_shared_rows,
 )
 from jax_paged.worker.distributed.process_group import ProcessGroup
-from jax_paged.worker.feature_set import FeatureSet
+from jax_paged.worker.loading.caller_parts import CallerParts
 from jax_paged.worker.loading.kernel_check import choose_backend
 from jax_paged.worker.loading.mesh import choose_products, device_grids
 from jax_paged.worker.loading.resolve_config import ModelFacts, check_without_states, resolve_config

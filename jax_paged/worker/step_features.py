@@ -18,8 +18,8 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.worker.compilation.buckets import Bucket, StepVariant
 from jax_paged.worker.compilation.compiler import CompiledPrograms
+from jax_paged.worker.compilation.feature_set import FeatureSet
 from jax_paged.worker.compilation.programs import DeviceInputs, StepResult, StepState, TraceContext
-from jax_paged.worker.feature_set import FeatureSet
 from jax_paged.worker.features import cascade, multi_step, prompt_embeds
 from jax_paged.worker.features.encoder_decoder import encode, fill_encoder_lens, plan_encoders
 from jax_paged.worker.features.lora import AdapterArrays

@@ -14,6 +14,7 @@ from jax_paged.models.attention import AttentionMetadata
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.features.hooks import at_paths, reading
 from jax_paged.worker.compilation.programs import StepResult, StepState
+from jax_paged.worker.compilation.traced_values import DrawnTokens, ModuleEdits, TracedStep
 from jax_paged.worker.features import prompt_embeds
 from jax_paged.worker.features.lora import adapter_edits, adapter_shapes
 from jax_paged.worker.features.multi_step import decode_steps
@@ -21,7 +22,6 @@ from jax_paged.worker.features.speculation import verification
 from jax_paged.worker.features.speculation.verification import accept, drafts_before
 from jax_paged.worker.features.user_functions import logits_processors
 from jax_paged.worker.sampling.sampler import SamplingBatch
-from jax_paged.worker.traced_values import DrawnTokens, ModuleEdits, TracedStep
 
 __all__ = ["accept", "adapter_shapes", "decode_steps", "drafts_before"]
 

@@ -29,10 +29,10 @@ from jax_paged.worker.compilation.programs import (
     TraceContext,
     packed_results,
 )
+from jax_paged.worker.compilation.traced_values import DrawnTokens, ModuleEdits, TracedStep
 from jax_paged.worker.packed_buffer import BufferOptions, layout, unpack
 from jax_paged.worker.sampling.sampler import SampledTokens
 from jax_paged.worker.sampling.token_counts import add_tokens
-from jax_paged.worker.traced_values import DrawnTokens, ModuleEdits, TracedStep
 
 
 def known_tokens(fields: dict[str, Array], last_tokens: Int[Array, " s"]) -> Int[Array, " t"]:

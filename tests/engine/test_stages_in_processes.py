@@ -25,8 +25,8 @@ from jax_paged import LLM, BeamSearchParams, EngineArgs, SamplingParams
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.models.loading.stored_tensors import StoredTensor
 from jax_paged.models.weights import load_model
-from jax_paged.worker.caller_parts import CallerParts
 from jax_paged.worker.distributed.process_group import OneProcess
+from jax_paged.worker.loading.caller_parts import CallerParts
 from jax_paged.worker.pipeline.stage_links import StageLinks
 from jax_paged.worker.served_model import ServedModel
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.compilation.feature_set import FeatureSet
 from jax_paged.worker.compilation.programs import DeviceInputs, StageRole, StepState
 from jax_paged.worker.distributed.channel import Channel
 from jax_paged.worker.distributed.follower import Follower
 from jax_paged.worker.distributed.leader import Followers, Leader
-from jax_paged.worker.feature_set import FeatureSet
 from jax_paged.worker.pipeline.own_stage import OwnStage
 from jax_paged.worker.pipeline.stage_links import RemoteArray, StageLinks
 from jax_paged.worker.traced_step import StepProgram

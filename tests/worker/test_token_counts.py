@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from test_block_mover import LAYOUT
 
 from jax_paged.models.parallel.sharding import TENSOR
+from jax_paged.worker.compilation.feature_set import FeatureSet
 from jax_paged.worker.compilation.programs import Program, TraceContext
-from jax_paged.worker.feature_set import FeatureSet
 from jax_paged.worker.input_batch import TokenCountReset
 from jax_paged.worker.loading.weights import FlatModel
 from jax_paged.worker.sampling.sampler import IN_PROMPT, SamplerOptions

@@ -5,22 +5,16 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import logging
 import math
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-import jax
-
-from jax_paged.config.engine_args import cache_dir, max_cache_bytes
 from jax_paged.pallas_kernels.jax_settings import default_settings
 from jax_paged.worker.compilation.buckets import Bucket, StepVariant
+from jax_paged.worker.compilation.persistent_cache import bound_persistent_cache
 from jax_paged.worker.compilation.programs import Program
 from jax_paged.worker.traced_step import StepProgram
 
@@ -38,8 +32,6 @@ WIDE_VECTORS: dict[str, str | bool | int] = {"xla_cpu_prefer_vector_width": 512}
 # XLA compiles one program mostly on one core.
 NUM_COMPILE_THREADS = 2
 _LOG_INTERVAL_S = 1.0
-# The smallest compiled program, in bytes, that JAX writes to a cache that can only be read.
-_WRITES_NOTHING = 2**62
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,80 +79,6 @@ class CompileRecord:
     temp_bytes: int = 0
 
 
-def use_persistent_cache() -> None:
-    """Turns JAX's compilation cache on, for programs of any size, unless the user has set it up.
-
-    If the folder can't be written to, one warning is logged, and programs that it already holds are still
-    read.
-
-    Raises:
-        ValueError: If JAX_PAGED_CACHE_GB is not a size.
-    """
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    max_cache_bytes()  # rather now than when the cache is bounded
-    folder = Path(cache_dir("compiled"))
-    min_entry_bytes = -1
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        _warn_not_writable(folder, str(error))
-        if not os.path.isdir(folder):
-            return
-        min_entry_bytes = _WRITES_NOTHING
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", min_entry_bytes)
-
-
-@functools.cache
-def _warn_not_writable(folder: Path, reason: str) -> None:
-    """Logs a warning, once per process for the same folder and reason."""
-    _LOGGER.warning(
-        "compiled programs are not kept for the next start, as %s can't be written to (%s); set "
-        "XDG_CACHE_HOME or JAX_COMPILATION_CACHE_DIR to a folder that can",
-        folder,
-        reason,
-    )
-
-
-def bound_persistent_cache() -> None:
-    """Deletes the least recently used compiled programs of the default cache, if it exceeds its limit.
-
-    A folder that the user has chosen for JAX's compilation cache, or a limit that the user has set for it,
-    is left to JAX.
-    """
-    folder = Path(cache_dir("compiled"))
-    if (
-        jax.config.jax_compilation_cache_dir == str(folder)
-        and jax.config.jax_compilation_cache_max_size == -1
-    ):
-        evict(folder, max_cache_bytes())
-
-
-def evict(folder: Path, max_bytes: float) -> None:
-    """Deletes the least recently used files of a folder until the rest has at most `max_bytes`.
-
-    A file was used when it was read or written last, as the file system says. Other processes may read,
-    write and evict at the same time: a file that is gone is compiled and written again.
-    """
-    found = []
-    with contextlib.suppress(OSError):
-        for file in folder.iterdir():
-            with contextlib.suppress(OSError):  # another process has deleted it
-                stat = file.stat()
-                found.append((max(stat.st_atime_ns, stat.st_mtime_ns), stat.st_size, file))
-    num_bytes = sum(size for _, size, _ in found)
-    for _, size, file in sorted(found):
-        if num_bytes <= max_bytes:
-            break
-        with contextlib.suppress(OSError):
-            file.unlink(missing_ok=True)
-            num_bytes -= size
-
-
 def trim_heap() -> None:
     """Returns memory that is free to the operating system, if the C library is glibc.
 
@@ -183,7 +101,7 @@ class CompiledPrograms:
         options: Of the compiler.
         max_compile_s: Seconds after which no other step is begun to be compiled; the largest of each kind
             and the other programs always are.
-        is_ready: Whether a step that is compiled here may be used: elsewhere it may still be compiled.
+        is_ready: Whether a step that is compiled here is compiled in all processes; None for one process.
 
     Raises:
         Exception: Whatever the compilation of one of the largest buckets has failed with.
@@ -196,7 +114,7 @@ class CompiledPrograms:
         lower: Callable[[Program], Any],
         options: dict[str, str | bool | int] | None = None,
         max_compile_s: float = math.inf,
-        is_ready: Callable[[Program], bool] = lambda _: True,
+        is_ready: Callable[[Program], bool] | None = None,
     ) -> None:
         self._options, self._max_compile_s = options, max_compile_s
         self.buckets = buckets
@@ -352,7 +270,7 @@ class CompiledPrograms:
     def _may_run(self, bucket: Bucket) -> bool:
         if bucket not in self._usable:
             program = StepProgram(bucket)
-            if not self._is_compiled(program) or not self._is_ready(program):
+            if not self._is_compiled(program) or (self._is_ready and not self._is_ready(program)):
                 return False
             self._usable.add(bucket)
         return True

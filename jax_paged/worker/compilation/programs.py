@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jax_paged.models.attention import Attend, Backend
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.parallel.sharding import DeviceGrid, whole_logits
-from jax_paged.worker.feature_set import FeatureSet
+from jax_paged.worker.compilation.feature_set import FeatureSet
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.loading.weights import FlatModel
 from jax_paged.worker.sampling.sampler import SampledTokens, SamplerOptions

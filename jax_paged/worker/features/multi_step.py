@@ -10,9 +10,9 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jax_paged.worker.compilation.programs import StepResult, StepState
+from jax_paged.worker.compilation.traced_values import DrawnTokens, TracedStep
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.sampling.sampler import SampledTokens
-from jax_paged.worker.traced_values import DrawnTokens, TracedStep
 
 type Decode = Callable[
     [TracedStep, Array, StepState[Array]],

@@ -23,9 +23,10 @@ from jax_paged.models.features.pooling import PoolingSpec
 from jax_paged.models.quantization.quantize import kind_to_make
 from jax_paged.models.registry import POOLING_MODELS, get_architecture
 from jax_paged.models.weights import LoadedModel
-from jax_paged.worker.compilation.compiler import CompiledPrograms, trim_heap, use_persistent_cache
+from jax_paged.worker.compilation.compiler import CompiledPrograms, trim_heap
+from jax_paged.worker.compilation.feature_set import FeatureSet
+from jax_paged.worker.compilation.persistent_cache import use_persistent_cache
 from jax_paged.worker.compilation.programs import Program, TraceContext
-from jax_paged.worker.feature_set import FeatureSet
 from jax_paged.worker.features.pooling.pooler import HIDDEN, POOLED
 from jax_paged.worker.kv_cache import KVCacheLayout
 from jax_paged.worker.loading.mesh import choose_products, device_grids

@@ -8,9 +8,9 @@ from jaxtyping import Array, Float, Int
 from jax_paged.models.attention import AttentionMetadata
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.worker.compilation.programs import StepState
+from jax_paged.worker.compilation.traced_values import DrawnTokens, TracedStep
 from jax_paged.worker.features.speculation.drafter import Drafter, LastRows, TracedModels
 from jax_paged.worker.sampling.sampler import SamplerOptions
-from jax_paged.worker.traced_values import DrawnTokens, TracedStep
 
 
 def drafts_before(step: TracedStep, tokens: Int[Array, " t"], vocab_size: int) -> Int[Array, "l k"]:
