@@ -12,8 +12,8 @@ from jax_paged.models.attention import Backend
 from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.models.registry import get_model_class
 from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.compilation.feature_set import FeatureSet
 from jax_paged.worker.compilation.programs import TraceContext
-from jax_paged.worker.feature_set import FeatureSet
 from jax_paged.worker.kv_cache import plan_layout
 from jax_paged.worker.loading.weights import flatten
 from jax_paged.worker.sampling.sampler import SamplerOptions

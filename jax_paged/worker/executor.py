@@ -291,7 +291,7 @@ class LocalExecutor:
 
     def wait_until_compiled(self) -> None:
         """Returns when everything is compiled; until then steps may use a larger shape than they need."""
-        self.runner.wait_until_compiled()
+        self.runner.compiled.wait()
 
     def when_failed(self, note: Callable[[str], None]) -> None:
         """Never calls the function: what fails in this process does so in a step."""

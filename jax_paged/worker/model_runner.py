@@ -19,7 +19,7 @@ from jax_paged.worker.batch_builder import BatchBuilder, StepInputs
 from jax_paged.worker.block_mover import BlockMover, HostBlocks
 from jax_paged.worker.block_tables import write_block_tables
 from jax_paged.worker.compilation.buckets import Bucket, StepVariant
-from jax_paged.worker.compilation.compiler import CompiledPrograms, trim_heap
+from jax_paged.worker.compilation.compiler import trim_heap
 from jax_paged.worker.compilation.programs import DeviceInputs, StepResult, StepState, TraceContext
 from jax_paged.worker.distributed.process_group import OneProcess, ProcessGroup
 from jax_paged.worker.input_batch import InputBatch, SlotChanges
@@ -54,6 +54,8 @@ class ModelRunner:
 
     Attributes:
         config: What the settings have come to.
+        context: What its programs are traced for.
+        compiled: Everything that it has compiled.
         builder: Builds the inputs of steps.
         features: What features run around steps.
         served: The weights; they may be exchanged between steps.
@@ -72,42 +74,32 @@ class ModelRunner:
     ) -> None:
         self._group = group = group or OneProcess()
         self._shared = model = beside._shared if beside else ServedModel(args, parts, first_device, group)
-        self.config, self._stages, self._context = model.config, model.stages, model.stages[-1]
+        self.config, self._stages, self.context = model.config, model.stages, model.stages[-1]
         self.served, self._weights = model.served[0], model.weights
         self._replicated = NamedSharding(model.grids[-1].mesh, PartitionSpec())
         self._place = group.everywhere("place", functools.partial(_placed, sharding=self._replicated))
-        self._input_batch = _make_input_batch(self.config, self._context)
-        self.builder = _make_builder(self.config, self._context, self._input_batch)
+        self._input_batch = _make_input_batch(self.config, self.context)
+        self.builder = _make_builder(self.config, self.context, self._input_batch)
         self.features = RunnerFeatures(
-            self._context, self.config, self._input_batch, model.grids[0], self._place
+            self.context, self.config, self._input_batch, model.grids[0], self._place
         )
         self._movers, self._host = self._make_movers()
         self.allocate()
         self._pending: collections.deque[PendingStep] = collections.deque()
         # Last, as it leaves threads behind.
-        self._compiled = model.compiled([program for mover in self._movers for program in mover.programs])
-        self._has_mixed = any(not b.is_decode and not b.num_drafts for b in self._compiled.buckets)
-        run = self._compiled.run
+        self.compiled = model.compiled([program for mover in self._movers for program in mover.programs])
+        self._has_mixed = any(not b.is_decode and not b.num_drafts for b in self.compiled.buckets)
+        run = self.compiled.run
         if group.links is not None:
-            run = OwnStage(group.engine, group.links, self._context, self._compiled).run
+            run = OwnStage(group.engine, group.links, self.context, self.compiled).run
         kept = self._state, self.features.arrays
-        self._run = group.begin(self._compiled, run, self._weights, kept)
+        self._run = group.begin(self.compiled, run, self._weights, kept)
         model.num_users += 1
 
     @property
     def buckets(self) -> list[Bucket]:
         """The shapes that steps are padded to."""
-        return self._compiled.buckets
-
-    @property
-    def compiled(self) -> CompiledPrograms:
-        """Everything that this runner has compiled."""
-        return self._compiled
-
-    @property
-    def context(self) -> TraceContext:
-        """What its programs are traced for."""
-        return self._context
+        return self.compiled.buckets
 
     @property
     def arrays(self) -> dict[str, list[Array]]:
@@ -123,10 +115,6 @@ class ModelRunner:
         """Host memory for blocks that are swapped out, an array per array of the pool."""
         return self._host.arrays
 
-    def wait_until_compiled(self) -> None:
-        """Returns when everything is compiled; until then steps may use a larger bucket than needed."""
-        self._compiled.wait()
-
     def dispatch(self, output: SchedulerOutput) -> None:
         """Begins a step; returns as soon as the device has what it needs.
 
@@ -139,7 +127,7 @@ class ModelRunner:
         batch = self._input_batch
         changes = batch.update(output)
         uses_features = self.features.are_on or batch.prompts or batch.functions or output.scores_drafts
-        device = Device(self._run, self._compiled, self._weights)
+        device = Device(self._run, self.compiled, self._weights)
         self._move_blocks(output)
         if uses_features:
             self._state = self.features.prepare(device, self._state, output, changes)
@@ -176,7 +164,7 @@ class ModelRunner:
     def fill_kv_cache(self, value: float) -> None:
         """Overwrites the whole pool, whatever sequences keep there: to see that nobody reads stale blocks."""
         kv_cache = self._state.kv_cache
-        first = len(kv_cache) - len(self._context.layout.states)
+        first = len(kv_cache) - len(self.context.layout.states)
         filled = [kv_cache_arrays.filled(array, value) for array in kv_cache[:first]]
         filled += [jnp.full_like(array, value) for array in kv_cache[first:]]
         self._state = dataclasses.replace(self._state, kv_cache=filled)
@@ -205,37 +193,34 @@ class ModelRunner:
             self.free()
         self._weights = []
         self._pending.clear()
-        del self._compiled, self._context, self._stages, self._state, self._shared, self._run, self.features
+        del self.compiled, self.context, self._stages, self._state, self._shared, self._run, self.features
         trim_heap()
 
     def _make_movers(self) -> tuple[list[BlockMover], HostBlocks]:
         """Returns what moves blocks and recurrent states, and the host memory for blocks."""
-        config, group = self.config, self._group
-        # One more than can be swapped: block 0 stays unused.
-        num_swapped = config.num_swap_blocks + 1
-        swapped = [x for stage in self._stages for x in stage.pool(num_swapped)] if num_swapped > 1 else []
-        host = HostBlocks(swapped)
-        movers = [
-            BlockMover(
-                num_blocks=config.num_blocks,
-                max_copies=config.max_num_seqs,
-                store=group.everywhere("store", host.store) if swapped else None,
-                load=group.everywhere("load", host.load) if swapped else None,
-            )
-        ]
-        num_slots, num_swapped = config.state_slots
-        if num_slots:
-            swapped = self._context.states(num_swapped + 1) if num_swapped else []
-            host_states = HostBlocks(swapped)
-            mover = BlockMover(
-                num_blocks=num_slots,
-                max_copies=config.max_num_seqs,
-                store=group.everywhere("store states", host_states.store) if swapped else None,
-                load=group.everywhere("load states", host_states.load) if swapped else None,
-                of_states=True,
-            )
-            movers.append(mover)
-        return movers, host
+        num_slots, num_swapped_slots = self.config.state_slots
+        # Host memory has one block or slot more than can be swapped: number 0 stays unused.
+        num_swapped = self.config.num_swap_blocks + 1
+        blocks = [x for stage in self._stages for x in stage.pool(num_swapped)] if num_swapped > 1 else []
+        mover, host_blocks = self._make_mover(self.config.num_blocks, blocks)
+        if not num_slots:
+            return [mover], host_blocks
+        states = self.context.states(num_swapped_slots + 1) if num_swapped_slots else []
+        state_mover, _ = self._make_mover(num_slots, states, " states")
+        return [mover, state_mover], host_blocks
+
+    def _make_mover(
+        self, num_blocks: int, swapped: list[jax.ShapeDtypeStruct], suffix: str = ""
+    ) -> tuple[BlockMover, HostBlocks]:
+        host, everywhere = HostBlocks(swapped), self._group.everywhere
+        mover = BlockMover(
+            num_blocks=num_blocks,
+            max_copies=self.config.max_num_seqs,
+            store=everywhere("store" + suffix, host.store) if swapped else None,
+            load=everywhere("load" + suffix, host.load) if swapped else None,
+            of_states=bool(suffix),
+        )
+        return mover, host
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         """Swaps and copies blocks, and moves recurrent states, before a step."""
@@ -257,7 +242,7 @@ class ModelRunner:
         num_tokens, num_seqs = output.num_batched_tokens, len(output.scheduled)
         if variant is None:
             variant = StepVariant(is_decode=not self._has_mixed or num_tokens == num_seqs)
-        return self._compiled.smallest_ready(
+        return self.compiled.smallest_ready(
             variant, num_tokens=num_tokens, num_seqs=num_seqs, num_logits=output.num_logits_rows
         )
 

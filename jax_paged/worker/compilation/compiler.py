@@ -103,6 +103,11 @@ class CompiledPrograms:
             and the other programs always are.
         is_ready: Whether a step that is compiled here is compiled in all processes; None for one process.
 
+    Attributes:
+        buckets: See Args.
+        programs: What is compiled: the steps, then the others.
+        num_traces: Programs that were traced so far.
+
     Raises:
         Exception: Whatever the compilation of one of the largest buckets has failed with.
     """
@@ -119,9 +124,9 @@ class CompiledPrograms:
         self._options, self._max_compile_s = options, max_compile_s
         self.buckets = buckets
         self._lower, self._is_ready = lower, is_ready
-        self._programs: list[Program] = [*map(StepProgram, buckets), *others]
+        self.programs: list[Program] = [*map(StepProgram, buckets), *others]
         self._futures: dict[Program, concurrent.futures.Future[CompiledProgram]] = {
-            program: concurrent.futures.Future() for program in self._programs
+            program: concurrent.futures.Future() for program in self.programs
         }
         # After the largest come the small programs, then the small buckets: they make a lone user's steps
         # quick.
@@ -129,7 +134,7 @@ class CompiledPrograms:
         largest = [StepProgram(by_variant[variant]) for variant in sorted(by_variant)]
         needed = [*largest, *others]
         self._needed = frozenset(needed)
-        rest = (p for p in self._programs if p not in self._needed)
+        rest = (p for p in self.programs if p not in self._needed)
         self._queue: collections.deque[Program] = collections.deque([*needed, *rest])
         self._lock = threading.Lock()
         # Tracing is Python: two at a time are no quicker, but leave running steps a third of the time.
@@ -137,7 +142,7 @@ class CompiledPrograms:
         self._stopped = False
         self._skipped: set[Program] = set()
         self._usable: set[Bucket] = set()  # those whose steps may run
-        self._num_traces = 0
+        self.num_traces = 0
         self._num_compiled = 0
         self._start = self._logged = time.monotonic()
         self._threads = [
@@ -155,19 +160,9 @@ class CompiledPrograms:
         _LOGGER.info("compiled what every step can use in %.1f s; steps may run from now on", seconds)
 
     @property
-    def num_traces(self) -> int:
-        """How many programs were traced so far."""
-        return self._num_traces
-
-    @property
-    def programs(self) -> list[Program]:
-        """What is compiled: the steps, then the others."""
-        return list(self._programs)
-
-    @property
     def progress(self) -> tuple[int, int]:
         """How many programs are compiled, and how many will be."""
-        return self._num_compiled, len(self._programs) - len(self._skipped)
+        return self._num_compiled, len(self.programs) - len(self._skipped)
 
     def smallest_ready(
         self, variant: StepVariant, *, num_tokens: int, num_seqs: int, num_logits: int
@@ -190,11 +185,11 @@ class CompiledPrograms:
     def add(self, program: Program) -> None:
         """Compiles a program that hardly anybody needs, if it is not there."""
         if program not in self._futures:
-            self._num_traces += 1
+            self.num_traces += 1
             future: concurrent.futures.Future[CompiledProgram] = concurrent.futures.Future()
             future.set_result(self._compile(program))
             self._futures[program] = future
-            self._programs.append(program)
+            self.programs.append(program)
             self._note_compiled(program)
 
     def __getitem__(self, program: Program) -> CompiledProgram:
@@ -243,7 +238,7 @@ class CompiledPrograms:
 
     def report(self) -> list[CompileRecord]:
         """Returns what is compiled, and what it cost."""
-        return [self._record(program) for program in self._programs]
+        return [self._record(program) for program in self.programs]
 
     def plan(self) -> str:
         """Returns the report as a table."""
@@ -292,7 +287,7 @@ class CompiledPrograms:
                     self._skipped.add(program)
                     self._futures[program].cancel()
                     continue
-                self._num_traces += 1
+                self.num_traces += 1
             try:
                 compiled = self._compile(program)
                 self._note_compiled(program)

@@ -150,15 +150,6 @@ class EncoderRunner:
         self.compiled = CompiledPrograms([], list(self.buckets), lambda p: p.lower(context))
         weakref.finalize(self, self.compiled.abandon).atexit = False
 
-    @property
-    def num_traces(self) -> int:
-        """How many programs were traced so far."""
-        return self.compiled.num_traces
-
-    def wait_until_compiled(self) -> None:
-        """Returns when everything is compiled; until then a step waits for the programs that it needs."""
-        self.compiled.wait()
-
     def dispatch(self, output: SchedulerOutput) -> None:
         """Begins a step: texts of about the same length are computed together."""
         if output.step_id == 0:
