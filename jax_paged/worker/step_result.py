@@ -64,10 +64,7 @@ class PendingStep:
         finite[self.logits_rows.rows[is_finite == 0]] = False
         tokens = np.where(has_choice != 0, token_ids, NO_TOKEN)[:num_drawn].tolist()
         chosen = logprobs[:num_drawn].view(np.float32).tolist()
-        if details is None:
-            entries = [TokenLogprobs(logprob, 0, [], []) for logprob in chosen]
-        else:
-            entries = read_details(details[:num_drawn], chosen, self.num_top.tolist())
+        entries = read_details(details, chosen, self.num_top.tolist())
         output = ModelRunnerOutput(
             step_id=self.step_id,
             token_ids=[[token] for token in tokens],
@@ -126,10 +123,8 @@ class PendingStep:
         chosen = np.ascontiguousarray(logprobs).view(np.float32).tolist()
         entries = []
         for i, (n, num_top) in enumerate(zip(counts, self.num_top.tolist(), strict=True)):
-            if details is None or num_top < 0:
-                entries.append([TokenLogprobs(logprob, 0, [], []) for logprob in chosen[i][:n]])
-            else:
-                entries.append(read_details(details[:n, i], chosen[i][:n], [num_top] * n))
+            rows = None if details is None else details[:, i]
+            entries.append(read_details(rows, chosen[i][:n], [num_top] * n))
         output = ModelRunnerOutput(
             step_id=self.step_id,
             token_ids=[row[:n] for row, n in zip(tokens, counts, strict=True)],
@@ -143,16 +138,20 @@ class PendingStep:
         return self.row_outputs.add_to(output, is_live.sum(axis=1).tolist())
 
 
-def read_details(details: np.ndarray, logprobs: list[float], num_top: list[int]) -> list[TokenLogprobs]:
-    """Returns the log-probabilities of tokens.
+def read_details(
+    details: np.ndarray | None, logprobs: list[float], num_top: list[int]
+) -> list[TokenLogprobs]:
+    """Returns the log-probabilities of n tokens.
 
     Args:
-        details: int32 [n, 1 + 2N]: rank, most likely ids, bits of their log-probabilities.
+        details: int32 [n or more, 1 + 2N]: rank, most likely ids, bits of their log-probabilities; None if no
+            token wants them.
         logprobs: Of the tokens themselves.
         num_top: Per token, how many of the most likely ones to report; -1 for neither them nor the rank.
     """
-    max_logprobs = details.shape[1] // 2
-    ranks = details[:, 0].tolist()
+    if details is None:
+        return [TokenLogprobs(logprob, 0, [], []) for logprob in logprobs]
+    max_logprobs, ranks = details.shape[1] // 2, details[: len(logprobs), 0].tolist()
     ids = details[:, 1 : 1 + max_logprobs]
     top = np.ascontiguousarray(details[:, 1 + max_logprobs :]).view(np.float32)
     return [
