@@ -113,13 +113,9 @@ def test_foreigners_are_turned_away(tasks: list[Task]) -> None:
 
 
 def test_a_port_that_is_taken(tasks: list[Task]) -> None:
-    with (
-        socket.create_server(("127.0.0.1", tasks[0].launch.port)),
-        pytest.raises(
-            ValueError,
-            match=r"worker 0 can't listen at 127.0.0.1 \(MASTER_ADDR\), port 35103 \(MASTER_PORT\):",
-        ),
-    ):
+    port = tasks[0].launch.port
+    message = rf"worker 0 can't listen at 127.0.0.1 \(MASTER_ADDR\), port {port} \(MASTER_PORT\):"
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ValueError, match=message):
         handshake.lead(tasks[0])
 
 
