@@ -41,7 +41,7 @@ def make(args: argparse.Namespace, is_off: bool) -> LLM:
         else random_model(HF_CONFIG | {"num_key_value_heads": args.kv_heads}, args.dtype),
     )
     assert isinstance(llm.llm_engine.executor, LocalExecutor)
-    llm.llm_engine.executor.runner.wait_until_compiled()
+    llm.llm_engine.executor.runner.compiled.wait()
     return llm
 
 

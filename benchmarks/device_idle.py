@@ -26,8 +26,8 @@ from jax_paged.sampling_params import RequestOutputKind
 from jax_paged.worker.batch_builder import BatchBuilder
 from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.input_batch import InputBatch
-from jax_paged.worker.sampling.logits_rows import plan_logits_rows
 from jax_paged.worker.step_result import PendingStep
+from jax_paged.worker.step_rows import plan_logits_rows
 
 VOCAB_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, BLOCK_SIZE = 1000, 40_000, 2048, 16
 

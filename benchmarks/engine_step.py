@@ -12,8 +12,8 @@ from jax_paged.models.attention import Backend
 from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.models.registry import get_model_class
 from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.compilation.feature_set import FeatureSet
 from jax_paged.worker.compilation.programs import TraceContext
-from jax_paged.worker.composition import TracedFeatures
 from jax_paged.worker.kv_cache import plan_layout
 from jax_paged.worker.loading.weights import flatten
 from jax_paged.worker.sampling.sampler import SamplerOptions
@@ -77,7 +77,7 @@ def abstract_context(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        features=TracedFeatures(),
+        features=FeatureSet(),
         sampling=SamplerOptions(max_logprobs=20),
         backend=backend,
         batch_invariant=False,

@@ -24,7 +24,7 @@ from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.batch_builder import BatchBuilder
 from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.input_batch import InputBatch
-from jax_paged.worker.sampling.logits_rows import plan_logits_rows
+from jax_paged.worker.step_rows import plan_logits_rows
 
 NUM_RUNNING, BLOCK_SIZE, VOCAB_SIZE = 256, 16, 128_256
 PARTS = ("schedule", "build", "update")

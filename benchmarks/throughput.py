@@ -85,13 +85,13 @@ def main() -> None:
     executor = llm.llm_engine.executor
     assert isinstance(executor, LocalExecutor)
     runner = executor.runner
-    runner.wait_until_compiled()
+    runner.compiled.wait()
     compiled_s = time.time() - process_start()
 
     requests = crowd()
     prompts = [{"prompt_token_ids": r.prompt} for r in requests]
     params = [SamplingParams(temperature=0.0, max_tokens=r.max_tokens, ignore_eos=True) for r in requests]
-    timer = runner._compiled = DeviceTimer(runner._compiled)
+    timer = runner.compiled = DeviceTimer(runner.compiled)
     rounds = []
     for _ in range(args.rounds):
         timer.seconds, timer.steps = 0.0, {}

@@ -13,7 +13,7 @@ from helpers.scripted_engine import TEMPLATE, ScriptedExecutor
 from tokenizers import decoders, models, pre_tokenizers
 
 from jax_paged import LLM, EngineArgs, LLMEngine
-from jax_paged.worker.compilation.compiler import use_persistent_cache
+from jax_paged.worker.compilation.persistent_cache import use_persistent_cache
 
 # Before there is a backend: an engine's model may be divided among several devices, which a CPU can be, too.
 jax.config.update("jax_num_cpu_devices", 4)

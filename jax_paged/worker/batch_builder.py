@@ -5,7 +5,7 @@ Three kinds of rows, each padded to the size of the bucket:
     scheduled sequences   B    SchedulerOutput.scheduled, in order
     token rows            T    all tokens of the first sequence, then those of the second, ...
     logits rows           L    a token row each, after which logits are computed; first those that
-                               something is drawn from (see logits_rows.py)
+                               something is drawn from (see step_rows.py)
 
 Arrays that outlive a step have a row per batch slot, S. A sequence keeps its batch slot while it runs, at
 whatever index of `scheduled` it is.
@@ -13,7 +13,7 @@ whatever index of `scheduled` it is.
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.scheduler_output import SchedulerOutput, TokenMasks
 from jax_paged.pallas_kernels import ops
 from jax_paged.sampling_params import MAX_BIAS_IDS
-from jax_paged.worker.block_tables import pad_changes
 from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.packed_buffer import (
@@ -32,10 +31,10 @@ from jax_paged.worker.packed_buffer import (
     neutral_sampling,
     views,
 )
-from jax_paged.worker.sampling.logits_rows import LogitsRows
+from jax_paged.worker.step_features import StepFields
+from jax_paged.worker.step_rows import LogitsRows, ScheduledRows
 
 if TYPE_CHECKING:
-    from jax_paged.worker.composition import StepFields
     from jax_paged.worker.features.cascade import SharedPrefixes
 
 
@@ -66,48 +65,6 @@ class StepInputs:
     fields: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
-class ScheduledRows(NamedTuple):
-    """The scheduled sequences and token rows of a step. n sequences, t tokens.
-
-    Args:
-        batch_slots: int64 [n], the batch slot of each sequence.
-        start: int32 [n], the position of its first token.
-        num_tokens: int32 [n].
-        end_loc: int32 [n], the token row after its last one.
-        token_batch_slots: int64 [t], the batch slot of each token row.
-        positions: int32 [t], the position of each token row.
-        tokens: int32 [t].
-        state_slots: The slot of each sequence's recurrent state; 0 for none.
-        checkpoints: For each sequence, the tokens ahead of a checkpoint of its state, and the checkpoint's
-            slot; 0 for none.
-    """
-
-    batch_slots: np.ndarray
-    start: np.ndarray
-    num_tokens: np.ndarray
-    end_loc: np.ndarray
-    token_batch_slots: np.ndarray
-    positions: np.ndarray
-    tokens: np.ndarray
-    state_slots: tuple[int, ...]
-    checkpoints: tuple[tuple[int, int], ...]
-
-    @property
-    def stop(self) -> np.ndarray:
-        """int32 [n], the position after the last token of each sequence."""
-        return self.start + self.num_tokens
-
-    def fill_state_slots(self, filled: np.ndarray, num_slots: int) -> None:
-        """Fills the field state_slots; unused entries are `num_slots`, which is no slot."""
-        assert min(self.state_slots) > 0, "a sequence has no slot"
-        num_before, slots = np.array(self.checkpoints, np.int32).T
-        n = len(self.batch_slots)
-        filled[:2] = num_slots
-        filled[0, :n] = self.state_slots
-        filled[1, :n] = np.where(slots > 0, slots, num_slots)
-        filled[2, :n] = num_before
-
-
 class BatchBuilder:
     """Builds the inputs of steps.
 
@@ -133,7 +90,7 @@ class BatchBuilder:
         vocab_size: int,
         checks_inputs: bool = False,
         options: BufferOptions | None = None,
-        features: "StepFields | None" = None,
+        features: StepFields | None = None,
         shared_prefixes: "SharedPrefixes | None" = None,
     ) -> None:
         self._input_batch = input_batch
@@ -162,22 +119,23 @@ class BatchBuilder:
         view = views(packed, fields)
         self._fill_tokens(view, rows)
         self._fill_slots(view, rows)
-        changes, most = batch.take_table_changes(), view["table_changes"].shape[1]
-        num_ahead = max(0, changes.shape[1] - most)
-        view["table_changes"][:] = pad_changes(changes[:, num_ahead:], most, batch.block_tables.size)
+        changes, filled = batch.take_table_changes(), view["table_changes"]
+        num_ahead = max(0, changes.shape[1] - filled.shape[1])
+        filled[:, : changes.shape[1] - num_ahead] = changes[:, num_ahead:]
+        filled[:, changes.shape[1] - num_ahead :] = batch.block_tables.size
         num_shared, shared = 0, self._shared_prefixes
         if shared is not None and len(rows.batch_slots) >= shared.min_rows:
             filled = view["shared_blocks"][: len(rows.batch_slots)]
             num_shared = shared.fill(filled, rows.batch_slots, rows.start, rows.num_tokens)
-        if self._checks_inputs:
-            self._check(view, output)
         sample_slots = self._fill_sampling(view, rows, logits_rows, output)
-        if not bucket.num_drafts and logits_rows.num_drawn != len(output.samples):
-            self._check_penalties(sample_slots)
+        if len(logits_rows.samples) != len(output.samples):
+            self._check_penalties(sample_slots, bucket)
         embeds = None
         if self._features is not None:
             embeds = self._features.fill(view, rows, logits_rows, sample_slots, output, bucket)
-        sample_positions = view["sample_positions"][: logits_rows.num_drawn]
+        if self._checks_inputs:
+            self._check(view, output)
+        sample_positions = view["sample_positions"][: len(sample_slots)]
         bias_ids, bias_values = self._bias(sample_slots, bucket)
         is_masked = view["sampling"][:, MASK_COLUMN]
         return StepInputs(
@@ -191,12 +149,20 @@ class BatchBuilder:
             fields=view,
         )
 
+    def empty_sampling_inputs(self, num_logits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns bias_ids, bias_values and token_mask without any effect, for steps that need none."""
+        return (
+            np.full((num_logits, MAX_BIAS_IDS), self._vocab_size, np.int32),
+            np.zeros((num_logits, MAX_BIAS_IDS), np.float32),
+            np.full((num_logits, self._num_mask_words), -1, np.int32),
+        )
+
     def _rows(self, output: SchedulerOutput, bucket: Bucket) -> ScheduledRows:
         """Returns the scheduled sequences and token rows of a step."""
         n, total = len(output.scheduled), output.num_batched_tokens
         assert n <= bucket.num_seqs, (n, bucket)
         assert total <= bucket.num_tokens, (total, bucket)
-        seq_ids, starts, token_ids, _, _, state_slots, checkpoints = zip(*output.scheduled, strict=True)
+        seq_ids, starts, token_ids, *_ = zip(*output.scheduled, strict=True)
         batch_slots = self._input_batch.slots_of(seq_ids)
         num_tokens = np.fromiter(map(len, token_ids), np.int32, n)
         start = np.fromiter(starts, np.int32, n)
@@ -210,17 +176,7 @@ class BatchBuilder:
             token_batch_slots = batch_slots[row_of_token]
             positions = np.arange(total, dtype=np.int32) + (start - end_loc + num_tokens)[row_of_token]
         tokens = np.fromiter(itertools.chain.from_iterable(token_ids), np.int32, total)
-        return ScheduledRows(
-            batch_slots,
-            start,
-            num_tokens,
-            end_loc,
-            token_batch_slots,
-            positions,
-            tokens,
-            state_slots,
-            checkpoints,
-        )
+        return ScheduledRows(batch_slots, start, num_tokens, end_loc, token_batch_slots, positions, tokens)
 
     def _fill_tokens(self, view: dict[str, np.ndarray], rows: ScheduledRows) -> None:
         """Fills tokens, positions, query_start_loc and batch slots."""
@@ -233,15 +189,13 @@ class BatchBuilder:
         view["batch_slots"][n:] = self._input_batch.num_batch_slots
 
     def _fill_slots(self, view: dict[str, np.ndarray], rows: ScheduledRows) -> None:
-        """Fills slot_mapping and context_lens."""
+        """Fills slot_mapping and context_lens of groups with self-attention."""
         batch, batch_slots, size = self._input_batch, rows.batch_slots, self._block_size
         n, total, stop = len(batch_slots), len(rows.positions), rows.stop
         places = rows.positions - batch.num_dropped[rows.token_batch_slots]
         view["slot_mapping"][:] = self._num_blocks * size
         for g, group in enumerate(self._groups):
-            if group.is_cross:
-                view["context_lens"][g, :n] = batch.num_encoder_tokens[batch_slots]
-            else:
+            if not group.is_cross:
                 blocks = batch.block_tables[g][rows.token_batch_slots, places // size]
                 assert blocks.min() > 0, "a token would be written to the null block"
                 view["slot_mapping"][g, :total] = blocks * size + places % size
@@ -255,7 +209,7 @@ class BatchBuilder:
         output: SchedulerOutput,
     ) -> np.ndarray:
         """Fills the fields of logits rows; returns the batch slots of the drawn ones."""
-        batch, num_drawn = self._input_batch, logits_rows.num_drawn
+        batch, num_drawn = self._input_batch, len(logits_rows.samples)
         num_rows, tokens_back = len(logits_rows.rows), logits_rows.tokens_back
         view["logits_rows"][:num_rows] = rows.end_loc[logits_rows.rows] - 1 - tokens_back
         positions = rows.stop[logits_rows.rows[:num_drawn]] - tokens_back[:num_drawn]
@@ -270,7 +224,10 @@ class BatchBuilder:
         self._fill_forced(view["forced_tokens"], batch_slots, positions)
         return batch_slots
 
-    def _check_penalties(self, sample_slots: np.ndarray) -> None:
+    def _check_penalties(self, sample_slots: np.ndarray, bucket: Bucket) -> None:
+        """Asserts that no sample with several logits rows has penalties, unless the step counts drafts."""
+        if bucket.num_drafts:
+            return
         count_slots = self._input_batch.count_slots[sample_slots]
         counted = count_slots[count_slots < self._input_batch.num_batch_slots]
         assert len(np.unique(counted)) == len(counted), (
@@ -340,14 +297,3 @@ class BatchBuilder:
             out[rows] &= words.reshape(len(rows), -1)[:, : self._num_mask_words]
             is_masked[rows] = KEEPS_DRAW
         return out
-
-
-def empty_sampling_inputs(
-    num_logits: int, vocab_size: int, num_mask_words: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns bias_ids, bias_values and token_mask without any effect, for the steps that need none."""
-    return (
-        np.full((num_logits, MAX_BIAS_IDS), vocab_size, np.int32),
-        np.zeros((num_logits, MAX_BIAS_IDS), np.float32),
-        np.full((num_logits, num_mask_words), -1, np.int32),
-    )

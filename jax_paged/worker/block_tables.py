@@ -33,13 +33,6 @@ def tables_of(block_tables: Int[Array, "g s m"], batch_slots: Int[Array, " b"]) 
     return block_tables.at[:, batch_slots].get(mode="fill", fill_value=0)
 
 
-def pad_changes(changes: np.ndarray, length: int, num_places: int) -> np.ndarray:
-    """Returns changes, int32 [2, n], padded to a length with places past the end."""
-    padded = np.full((2, length), num_places, np.int32)
-    padded[:, : changes.shape[1]] = changes
-    return padded
-
-
 @dataclasses.dataclass(frozen=True)
 class WriteBlockTablesProgram(Program):
     """Writes NUM_WRITTEN changes ahead of a step, such as those of long tables in new batch slots."""
@@ -62,6 +55,8 @@ def write_block_tables[T](run: Callable[..., Any], block_tables: T, changes: np.
     """
     num_places = jax.tree.leaves(block_tables)[0].size
     for start in range(0, changes.shape[1], NUM_WRITTEN):
-        chunk = pad_changes(changes[:, start : start + NUM_WRITTEN], NUM_WRITTEN, num_places)
-        block_tables = run(WriteBlockTablesProgram(), block_tables, chunk)
+        chunk = changes[:, start : start + NUM_WRITTEN]
+        padded = np.full((2, NUM_WRITTEN), num_places, np.int32)
+        padded[:, : chunk.shape[1]] = chunk
+        block_tables = run(WriteBlockTablesProgram(), block_tables, padded)
     return block_tables

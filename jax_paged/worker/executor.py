@@ -11,7 +11,7 @@ from jax_paged.config.engine_args import EngineArgs, EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import BlockTables, InspectionInput, SchedulerOutput
 from jax_paged.errors import check
-from jax_paged.pallas_kernels.jax_settings import methods_with_default_settings
+from jax_paged.pallas_kernels.jax_settings import methods_with_default_settings, with_default_settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,7 +45,7 @@ class Executor(Protocol):
         """How many programs are compiled, and how many there are; may be read from any thread."""
         ...
 
-    def dispatch(self, output: SchedulerOutput) -> None:
+    def dispatch(self, output: SchedulerOutput, /) -> None:
         """Begins a step; returns as soon as the device has what it needs."""
         ...
 
@@ -158,6 +158,9 @@ class LocalExecutor:
 
     Attributes:
         runner: Does the work.
+        dispatch: As in Executor; so are the two that follow.
+        result: As in Executor.
+        check_weights: As in Executor.
 
     Raises:
         ValueError: If the model can't be loaded or a limit does not fit it.
@@ -176,9 +179,9 @@ class LocalExecutor:
         beside: "LocalExecutor | None" = None,
     ) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
-        from jax_paged.worker.composition import Inspector, is_encoder, make_encoder_runner
+        from jax_paged.worker.composition import EncoderRunner, Inspector, is_encoder
+        from jax_paged.worker.loading.caller_parts import CallerParts
         from jax_paged.worker.model_runner import ModelRunner
-        from jax_paged.worker.served_model import CallerParts
 
         backend = args.distributed_executor_backend
         allowed = "'uni' for an executor of this process or with custom parts"
@@ -192,14 +195,18 @@ class LocalExecutor:
             own |= {"speculative_config": args.speculative_config}
             for name, value in own.items():
                 check(value is None, name, value, "None because the model is an encoder")
-            make = functools.partial(make_encoder_runner, args, loaded, first_device)
+            make = functools.partial(EncoderRunner, args, loaded, first_device)
         else:
             parts = CallerParts(loaded, tuple(hooks), attend, sampler, tuple(logits_processors))
             runner = beside.runner if beside else None
             make = functools.partial(ModelRunner, args, parts, first_device, group, runner)
         with _no_arrays_in_traceback():
             self.runner = make()
-        self._inspector = Inspector(self.runner)
+        # Every step calls these three, which need nothing of the executor.
+        self.dispatch: Callable[[SchedulerOutput], None] = with_default_settings(self.runner.dispatch)
+        self.result: Callable[[], ModelRunnerOutput] = with_default_settings(self.runner.result)
+        self.check_weights: Callable[[], None] = with_default_settings(self.runner.check_weights)
+        self._inspector = Inspector()
         self._overrides = args.hf_overrides or {}
         self._source: str | Path | None = args.model if loaded is None else None  # of the weights
         self._has_pool = True
@@ -218,14 +225,6 @@ class LocalExecutor:
     def compile_progress(self) -> tuple[int, int]:
         """How many programs are compiled, and how many there are; may be read from any thread."""
         return self.runner.compiled.progress
-
-    def dispatch(self, output: SchedulerOutput) -> None:
-        """Begins a step; returns as soon as the device has what it needs."""
-        self.runner.dispatch(output)
-
-    def result(self) -> ModelRunnerOutput:
-        """Waits for the oldest step that was dispatched and whose result was not asked for yet."""
-        return self.runner.result()
 
     def read_memory(
         self, blocks: list[int], host_blocks: list[int], *, with_weights: bool
@@ -274,12 +273,13 @@ class LocalExecutor:
     ) -> "tuple[np.ndarray, np.ndarray]":
         """Returns the keys and values of a sequence; see Executor."""
         self._check_whole("to read keys and values")
-        return self._inspector.read_kv(layer, block_tables, num_tokens)
+        context, arrays = self.runner.context, self.runner.arrays
+        return self._inspector.read_kv(context, arrays, layer, block_tables, num_tokens)
 
     def inspect(self, query: InspectionInput) -> "tuple[np.ndarray, dict[int, np.ndarray]]":
         """Computes tokens again with what the pool holds; see Executor."""
         self._check_whole("to inspect requests")
-        return self._inspector.inspect(query)
+        return self._inspector.inspect(self.runner.context, self.runner.arrays, query)
 
     def compile_plan(self) -> str:
         """Returns a table of what is compiled: shapes, seconds and bytes."""
@@ -291,7 +291,7 @@ class LocalExecutor:
 
     def wait_until_compiled(self) -> None:
         """Returns when everything is compiled; until then steps may use a larger shape than they need."""
-        self.runner.wait_until_compiled()
+        self.runner.compiled.wait()
 
     def when_failed(self, note: Callable[[str], None]) -> None:
         """Never calls the function: what fails in this process does so in a step."""
@@ -302,10 +302,6 @@ class LocalExecutor:
         self.runner.served.replace(new, self._overrides)
         self.runner.forget_images()
         self._source = new if isinstance(new, str | Path) else None
-
-    def check_weights(self) -> None:
-        """Raises RuntimeError if a model in memory has got other weights than those of the steps."""
-        self.runner.served.check()
 
     def free_memory(self, *, keeps_weights: bool) -> None:
         """Frees pool and weights, which are kept in host memory or dropped; no step is in flight."""

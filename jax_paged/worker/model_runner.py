@@ -15,30 +15,28 @@ from jax_paged.config.engine_args import EngineArgs, EngineConfig, checks_inputs
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.worker import kv_cache as kv_cache_arrays
-from jax_paged.worker.batch_builder import BatchBuilder, StepInputs, empty_sampling_inputs
-from jax_paged.worker.block_mover import BlockMover
+from jax_paged.worker.batch_builder import BatchBuilder, StepInputs
+from jax_paged.worker.block_mover import BlockMover, HostBlocks
 from jax_paged.worker.block_tables import write_block_tables
-from jax_paged.worker.compilation.buckets import Bucket
-from jax_paged.worker.compilation.compiler import CompiledPrograms, trim_heap
+from jax_paged.worker.compilation.buckets import Bucket, StepVariant
+from jax_paged.worker.compilation.compiler import trim_heap
 from jax_paged.worker.compilation.programs import DeviceInputs, StepResult, StepState, TraceContext
-from jax_paged.worker.composition import (
+from jax_paged.worker.distributed.process_group import OneProcess, ProcessGroup
+from jax_paged.worker.input_batch import InputBatch, SlotChanges
+from jax_paged.worker.loading.caller_parts import NO_PARTS, CallerParts
+from jax_paged.worker.pipeline.own_stage import OwnStage
+from jax_paged.worker.pipeline.stages import state_shapes
+from jax_paged.worker.sampling.token_counts import reset_token_counts
+from jax_paged.worker.served_model import ServedModel
+from jax_paged.worker.step_features import (
     Device,
-    RowOutputs,
     RunnerFeatures,
     StepFields,
-    StepNeeds,
     mrope_positions,
     plan_shared_prefixes,
 )
-from jax_paged.worker.distributed.process_group import OneProcess, ProcessGroup
-from jax_paged.worker.host_blocks import HostBlocks
-from jax_paged.worker.input_batch import InputBatch, SlotChanges
-from jax_paged.worker.pipeline.own_stage import OwnStage
-from jax_paged.worker.pipeline.stages import state_shapes
-from jax_paged.worker.sampling.logits_rows import LogitsRows, plan_logits_rows
-from jax_paged.worker.sampling.token_counts import reset_token_counts
-from jax_paged.worker.served_model import NO_PARTS, CallerParts, ServedModel
 from jax_paged.worker.step_result import PendingStep
+from jax_paged.worker.step_rows import LogitsRows, plan_logits_rows
 from jax_paged.worker.traced_step import StepProgram, buffer_options
 
 _FIELDS_BY_SLOT = [f for f in dataclasses.fields(StepState) if f.name != "kv_cache"]
@@ -56,6 +54,8 @@ class ModelRunner:
 
     Attributes:
         config: What the settings have come to.
+        context: What its programs are traced for.
+        compiled: Everything that it has compiled.
         builder: Builds the inputs of steps.
         features: What features run around steps.
         served: The weights; they may be exchanged between steps.
@@ -74,42 +74,32 @@ class ModelRunner:
     ) -> None:
         self._group = group = group or OneProcess()
         self._shared = model = beside._shared if beside else ServedModel(args, parts, first_device, group)
-        self.config, self._stages, self._context = model.config, model.stages, model.stages[-1]
+        self.config, self._stages, self.context = model.config, model.stages, model.stages[-1]
         self.served, self._weights = model.served[0], model.weights
         self._replicated = NamedSharding(model.grids[-1].mesh, PartitionSpec())
         self._place = group.everywhere("place", functools.partial(_placed, sharding=self._replicated))
-        self._input_batch = _make_input_batch(self.config, self._context)
-        self.builder = _make_builder(self.config, self._context, self._input_batch)
+        self._input_batch = _make_input_batch(self.config, self.context)
+        self.builder = _make_builder(self.config, self.context, self._input_batch)
         self.features = RunnerFeatures(
-            self._context, self.config, self._input_batch, model.grids[0], self._place
+            self.context, self.config, self._input_batch, model.grids[0], self._place
         )
         self._movers, self._host = self._make_movers()
         self.allocate()
         self._pending: collections.deque[PendingStep] = collections.deque()
         # Last, as it leaves threads behind.
-        self._compiled = model.compiled([program for mover in self._movers for program in mover.programs])
-        self._has_mixed = any(not b.is_decode and not b.num_drafts for b in self._compiled.buckets)
-        run = self._compiled.run
+        self.compiled = model.compiled([program for mover in self._movers for program in mover.programs])
+        self._has_mixed = any(not b.is_decode and not b.num_drafts for b in self.compiled.buckets)
+        run = self.compiled.run
         if group.links is not None:
-            run = OwnStage(group.engine, group.links, self._context, self._compiled).run
+            run = OwnStage(group.engine, group.links, self.context, self.compiled).run
         kept = self._state, self.features.arrays
-        self._run = group.begin(self._compiled, run, self._weights, kept)
+        self._run = group.begin(self.compiled, run, self._weights, kept)
         model.num_users += 1
 
     @property
     def buckets(self) -> list[Bucket]:
         """The shapes that steps are padded to."""
-        return self._compiled.buckets
-
-    @property
-    def compiled(self) -> CompiledPrograms:
-        """Everything that this runner has compiled."""
-        return self._compiled
-
-    @property
-    def context(self) -> TraceContext:
-        """What its programs are traced for."""
-        return self._context
+        return self.compiled.buckets
 
     @property
     def arrays(self) -> dict[str, list[Array]]:
@@ -125,32 +115,39 @@ class ModelRunner:
         """Host memory for blocks that are swapped out, an array per array of the pool."""
         return self._host.arrays
 
-    def wait_until_compiled(self) -> None:
-        """Returns when everything is compiled; until then steps may use a larger bucket than needed."""
-        self._compiled.wait()
-
     def dispatch(self, output: SchedulerOutput) -> None:
         """Begins a step; returns as soon as the device has what it needs.
 
-        1. Batch slots take in the step. 2. What comes ahead of it runs: moved blocks, then features. 3. The
+        1. Batch slots take in the step. 2. What comes before it runs: moved blocks, then features. 3. The
         smallest compiled bucket that fits is chosen. 4. Its inputs are built. 5. It runs. 6. Its results are
-        pending, and the features that follow a step are started.
+        pending, and the features that follow a step are started. A plain step enters no feature.
 
         Only swapping out waits for the device, which runs the steps that are dispatched in order.
         """
-        changes = self._input_batch.update(output)
-        self._state = self._prepare(output, changes)
+        batch = self._input_batch
+        changes = batch.update(output)
+        uses_features = self.features.are_on or batch.prompts or batch.functions or output.scores_drafts
+        device = Device(self._run, self.compiled, self._weights)
+        self._move_blocks(output)
+        if uses_features:
+            self._state = self.features.prepare(device, self._state, output, changes)
+        self._reset_token_counts(changes)
         if not output.scheduled:
             return self._pending.append(PendingStep.empty(output.step_id))
-        logits_rows, needs = plan_logits_rows(output), self.features.needs(output)
-        bucket = self._smallest_ready(output, needs)
+        plan = self.features.plan(output, has_mixed=self._has_mixed) if uses_features else None
+        logits_rows = plan_logits_rows(output)
+        bucket = self._smallest_ready(output, None if plan is None else plan.variant)
         inputs = self.builder.build(output, logits_rows, bucket)
         self._write_tables_ahead(inputs.changes_ahead)
         device_inputs = self._device_inputs(inputs, bucket)
+        if plan is not None:
+            device_inputs = self.features.with_adapters(device_inputs, plan)
         result, self._state = self._run(StepProgram(bucket), self._weights, self._state, device_inputs)
-        device = Device(self._run, self._compiled, self._weights)
-        row_outputs = self.features.finish(device, output, needs, inputs.fields, device_inputs, result)
-        pending = self._pending_step(output, logits_rows, inputs, result, row_outputs)
+        pending = self._pending_step(output, logits_rows, inputs, result)
+        if plan is not None:
+            fields = inputs.fields
+            row_outputs = self.features.finish(device, output, plan, fields, device_inputs, result)
+            pending = dataclasses.replace(pending, row_outputs=row_outputs)
         pending.begin_transfer()
         self._pending.append(pending)
 
@@ -159,10 +156,15 @@ class ModelRunner:
         assert self._pending, "no step was dispatched whose result was not asked for yet"
         return self._pending.popleft().read()
 
+    def check_weights(self) -> None:
+        """Raises RuntimeError if the caller's model has other weights than those that are served."""
+        if not self.served.is_own:
+            self.served.check()
+
     def fill_kv_cache(self, value: float) -> None:
         """Overwrites the whole pool, whatever sequences keep there: to see that nobody reads stale blocks."""
         kv_cache = self._state.kv_cache
-        first = len(kv_cache) - len(self._context.layout.states)
+        first = len(kv_cache) - len(self.context.layout.states)
         filled = [kv_cache_arrays.filled(array, value) for array in kv_cache[:first]]
         filled += [jnp.full_like(array, value) for array in kv_cache[first:]]
         self._state = dataclasses.replace(self._state, kv_cache=filled)
@@ -191,67 +193,57 @@ class ModelRunner:
             self.free()
         self._weights = []
         self._pending.clear()
-        del self._compiled, self._context, self._stages, self._state, self._shared, self._run, self.features
+        del self.compiled, self.context, self._stages, self._state, self._shared, self._run, self.features
         trim_heap()
 
     def _make_movers(self) -> tuple[list[BlockMover], HostBlocks]:
         """Returns what moves blocks and recurrent states, and the host memory for blocks."""
-        config, group = self.config, self._group
-        # One more than can be swapped: block 0 stays unused.
-        num_swapped = config.num_swap_blocks + 1
-        swapped = [x for stage in self._stages for x in stage.pool(num_swapped)] if num_swapped > 1 else []
-        host = HostBlocks(swapped)
-        movers = [
-            BlockMover(
-                num_blocks=config.num_blocks,
-                max_copies=config.max_num_seqs,
-                store=group.everywhere("store", host.store) if swapped else None,
-                load=group.everywhere("load", host.load) if swapped else None,
-            )
-        ]
-        num_slots, num_swapped = config.state_slots
-        if num_slots:
-            swapped = self._context.states(num_swapped + 1) if num_swapped else []
-            host_states = HostBlocks(swapped)
-            mover = BlockMover(
-                num_blocks=num_slots,
-                max_copies=config.max_num_seqs,
-                store=group.everywhere("store states", host_states.store) if swapped else None,
-                load=group.everywhere("load states", host_states.load) if swapped else None,
-                of_states=True,
-            )
-            movers.append(mover)
-        return movers, host
+        num_slots, num_swapped_slots = self.config.state_slots
+        # Host memory has one block or slot more than can be swapped: number 0 stays unused.
+        num_swapped = self.config.num_swap_blocks + 1
+        blocks = [x for stage in self._stages for x in stage.pool(num_swapped)] if num_swapped > 1 else []
+        mover, host_blocks = self._make_mover(self.config.num_blocks, blocks)
+        if not num_slots:
+            return [mover], host_blocks
+        states = self.context.states(num_swapped_slots + 1) if num_swapped_slots else []
+        state_mover, _ = self._make_mover(num_slots, states, " states")
+        return [mover, state_mover], host_blocks
 
-    def _prepare(self, output: SchedulerOutput, changes: SlotChanges) -> StepState[Any]:
-        """Runs what comes ahead of a step; returns the state."""
-        state, kv_cache = self._state, self._state.kv_cache
-        for mover in self._movers:
-            kv_cache = mover.move(self._run, kv_cache, output)
-        if kv_cache is not state.kv_cache:
-            state = dataclasses.replace(state, kv_cache=kv_cache)
-        state = self.features.prepare(self._run, self._weights, state, output, changes)
-        if changes.resets:
-            counts = reset_token_counts(self._run, state.token_counts, changes.resets)
-            state = dataclasses.replace(state, token_counts=counts)
-        return state
-
-    def _smallest_ready(self, output: SchedulerOutput, needs: StepNeeds) -> Bucket:
-        """Returns the bucket for a step; hidden states are read of mixed steps, if there are any."""
-        config, num_tokens, num_seqs = self.config, output.num_batched_tokens, len(output.scheduled)
-        is_mixed = self._has_mixed and (needs.reads_all_rows or num_tokens > num_seqs)
-        has_adapters, has_embeds = self.features.variant(
-            output, needs, is_mixed=is_mixed or not self._has_mixed
+    def _make_mover(
+        self, num_blocks: int, swapped: list[jax.ShapeDtypeStruct], suffix: str = ""
+    ) -> tuple[BlockMover, HostBlocks]:
+        host, everywhere = HostBlocks(swapped), self._group.everywhere
+        mover = BlockMover(
+            num_blocks=num_blocks,
+            max_copies=self.config.max_num_seqs,
+            store=everywhere("store" + suffix, host.store) if swapped else None,
+            load=everywhere("load" + suffix, host.load) if swapped else None,
+            of_states=bool(suffix),
         )
-        return self._compiled.smallest_ready(
-            is_decode=not is_mixed,
-            num_tokens=num_tokens,
-            num_seqs=num_seqs,
-            num_logits=output.num_logits_rows,
-            num_steps=config.num_scheduler_steps if output.burst else 1,
-            num_drafts=output.num_drafts if config.speculation else 0,
-            has_adapters=has_adapters,
-            has_embeds=has_embeds,
+        return mover, host
+
+    def _move_blocks(self, output: SchedulerOutput) -> None:
+        """Swaps and copies blocks, and moves recurrent states, before a step."""
+        moves = output.blocks_to_swap_out, output.blocks_to_swap_in, output.blocks_to_copy
+        if any(moves) or any(output.state_moves):
+            kv_cache = self._state.kv_cache
+            for mover in self._movers:
+                kv_cache = mover.move(self._run, kv_cache, output)
+            self._state = dataclasses.replace(self._state, kv_cache=kv_cache)
+
+    def _reset_token_counts(self, changes: SlotChanges) -> None:
+        """Writes the token counts of sequences with penalties that take a batch slot."""
+        if changes.resets:
+            counts = reset_token_counts(self._run, self._state.token_counts, changes.resets)
+            self._state = dataclasses.replace(self._state, token_counts=counts)
+
+    def _smallest_ready(self, output: SchedulerOutput, variant: StepVariant | None) -> Bucket:
+        """Returns the bucket for a step: of a variant that features need, or of a plain one."""
+        num_tokens, num_seqs = output.num_batched_tokens, len(output.scheduled)
+        if variant is None:
+            variant = StepVariant(is_decode=not self._has_mixed or num_tokens == num_seqs)
+        return self.compiled.smallest_ready(
+            variant, num_tokens=num_tokens, num_seqs=num_seqs, num_logits=output.num_logits_rows
         )
 
     def _write_tables_ahead(self, changes: np.ndarray) -> None:
@@ -267,7 +259,6 @@ class ModelRunner:
             bias_ids=bias_ids if inputs.bias_ids is None else inputs.bias_ids,
             bias_values=bias_values if inputs.bias_values is None else inputs.bias_values,
             token_mask=token_mask if inputs.token_mask is None else inputs.token_mask,
-            adapters=self.features.arrays if bucket.has_adapters else [],
             embeds=inputs.embeds,
         )
 
@@ -277,7 +268,6 @@ class ModelRunner:
         logits_rows: LogitsRows,
         inputs: StepInputs,
         result: StepResult[Any],
-        row_outputs: RowOutputs | None,
     ) -> PendingStep:
         batch_slots = self._input_batch.slots_of([sample.seq_id for sample in output.samples])
         num_top = self._input_batch.num_top_logprobs[batch_slots][logits_rows.samples]
@@ -289,15 +279,12 @@ class ModelRunner:
             num_top=num_top,
             results=result.tokens,
             details=result.details if (num_top >= 0).any() else None,
-            row_outputs=row_outputs,
             num_shared_tokens=inputs.num_shared_tokens,
         )
 
     def _empty(self, bucket: Bucket) -> tuple[Array, ...]:
         if bucket.num_logits not in self._empty_inputs:
-            inputs = empty_sampling_inputs(
-                bucket.num_logits, self.config.vocab_size, self._context.num_mask_words
-            )
+            inputs = self.builder.empty_sampling_inputs(bucket.num_logits)
             self._empty_inputs[bucket.num_logits] = self._place(*inputs)
         return self._empty_inputs[bucket.num_logits]
 

@@ -41,6 +41,7 @@ not exist.
 """
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -105,6 +106,7 @@ class BufferOptions:
     has_mrope: bool = False
 
 
+@functools.cache
 def layout(bucket: Bucket, options: BufferOptions) -> tuple[dict[str, Field], int]:
     """Returns the fields of a bucket's buffer, and the buffer's length."""
     t, b, g = bucket.num_tokens, bucket.num_seqs, options.num_groups

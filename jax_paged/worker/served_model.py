@@ -4,15 +4,15 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_paged.config.engine_args import EngineArgs, EngineConfig
-from jax_paged.models.attention import Attend, Backend
-from jax_paged.models.causal_lm import CausalLM, LanguageModel
+from jax_paged.models.attention import Backend
+from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.models.quantization.quantize import kind_to_make
 from jax_paged.models.weights import LoadedModel
@@ -24,15 +24,15 @@ from jax_paged.worker.compilation.compiler import (
     ONE_GRAPH,
     WIDE_VECTORS,
     CompiledPrograms,
-    use_persistent_cache,
 )
+from jax_paged.worker.compilation.feature_set import FeatureSet
+from jax_paged.worker.compilation.persistent_cache import use_persistent_cache
 from jax_paged.worker.compilation.plan_steps import plan_steps
 from jax_paged.worker.compilation.programs import Program, StageRole, TraceContext
 from jax_paged.worker.compilation.step_bytes import step_bytes
 from jax_paged.worker.composition import (
-    TracedFeatures,
     check_arguments,
-    check_traced_features,
+    check_images_can_be_encoded,
     encoder_programs,
     feature_programs,
     feature_settings,
@@ -40,40 +40,15 @@ from jax_paged.worker.composition import (
     min_shared_rows,
 )
 from jax_paged.worker.distributed.process_group import ProcessGroup
+from jax_paged.worker.loading.caller_parts import CallerParts
 from jax_paged.worker.loading.kernel_check import choose_backend
 from jax_paged.worker.loading.mesh import choose_products, device_grids
 from jax_paged.worker.loading.resolve_config import ModelFacts, check_without_states, resolve_config
 from jax_paged.worker.loading.weights import ServedWeights, load
 from jax_paged.worker.pipeline.own_stage import lower_part
 from jax_paged.worker.pipeline.stages import Pipeline
-from jax_paged.worker.sampling.sampler import Sampler, SamplerOptions
+from jax_paged.worker.sampling.sampler import SamplerOptions
 from jax_paged.worker.sampling.token_counts import ResetTokenCountsProgram
-
-if TYPE_CHECKING:
-    from jax_paged.models.features.hooks import Hook
-    from jax_paged.worker.features.user_functions.logits_processors import LogitsProcessor
-
-
-@dataclasses.dataclass(frozen=True)
-class CallerParts:
-    """A model and functions of the caller.
-
-    Args:
-        model: A model in memory in place of args.model; its weights stay the caller's.
-        hooks: Hooks that requests may ask for by name.
-        attend: Attends in place of args.attention_backend.
-        sampler: Chooses tokens in place of the sampler.
-        logits_processors: Logits processors that requests may ask for by name.
-    """
-
-    model: LoadedModel | LanguageModel | None = None
-    hooks: "tuple[Hook, ...]" = ()
-    attend: Attend | None = None
-    sampler: Sampler | None = None
-    logits_processors: "tuple[LogitsProcessor, ...]" = ()
-
-
-NO_PARTS = CallerParts()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,7 +75,7 @@ class _LoadedStages:
     grids: Sequence[DeviceGrid]
     own: Sequence[int]
     served: Sequence[ServedWeights]
-    features: TracedFeatures
+    features: FeatureSet
 
     def context(self, stage: int, config: EngineConfig, num_blocks: int) -> TraceContext:
         """Returns what the programs of a stage are traced for."""
@@ -236,7 +211,7 @@ class ServedModel:
             **feature_settings(args, features),
         )
         self.stages = [loaded.context(i, self.config, self.config.num_blocks) for i in own]
-        check_traced_features(self.stages[-1])
+        check_images_can_be_encoded(self.stages[-1])
         self.num_users = 0
         self._args, self._group, self._packs = args, group, packs
         self._compiled: CompiledPrograms | None = None

@@ -4,12 +4,11 @@
     decode        forward --> logits --> [logits processors] --> sample --> token counts
     forward       attention metadata, module edits --> the model on the paged cache
 
-Parts in brackets are features; context.features has them, and they are traced only if an engine uses them.
+Parts in brackets are features: traced_features.py calls them, and only those that the engine uses.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from jax_paged.core.model_runner_output import NO_TOKEN
 from jax_paged.models.attention import AttentionMetadata
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.sampling_params import MAX_BIAS_IDS
+from jax_paged.worker import traced_features
 from jax_paged.worker.block_tables import tables_of, write_changes
 from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.compilation.programs import (
@@ -29,100 +29,10 @@ from jax_paged.worker.compilation.programs import (
     TraceContext,
     packed_results,
 )
-from jax_paged.worker.packed_buffer import BufferOptions, layout, sampling_batch, unpack
-from jax_paged.worker.sampling.sampler import SampledTokens, SamplingBatch
+from jax_paged.worker.compilation.traced_values import DrawnTokens, ModuleEdits, TracedStep
+from jax_paged.worker.packed_buffer import BufferOptions, layout, unpack
+from jax_paged.worker.sampling.sampler import SampledTokens
 from jax_paged.worker.sampling.token_counts import add_tokens
-
-
-@dataclasses.dataclass
-class ModuleEdits:
-    """Edits of module outputs in one forward pass, and values read there; see ForwardContext.
-
-    Args:
-        changes: Functions of a module's input and output rows, by the module's path.
-        hooks: Functions of a module's output, by the module's path.
-        captured: Values captured by hooks, by name; filled by the pass.
-        outputs: Outputs of the modules that the drafter reads, by path; filled by the pass.
-    """
-
-    changes: dict[str, Callable[..., Array]] = dataclasses.field(default_factory=dict)
-    hooks: dict[str, Callable[[Array], Array]] = dataclasses.field(default_factory=dict)
-    captured: dict[str, Array] = dataclasses.field(default_factory=dict)
-    outputs: dict[str, Array] = dataclasses.field(default_factory=dict)
-
-
-class DrawnTokens(NamedTuple):
-    """Sequences that go on after a step, and from where.
-
-    Args:
-        sample_slots: int32 [L], the batch slot that takes the token of each logits row; S for none.
-        count_slots: int32 [L], the batch slot in whose token counts it is counted; S for none.
-    """
-
-    sample_slots: Int[Array, " l"]
-    count_slots: Int[Array, " l"]
-
-
-@dataclasses.dataclass(frozen=True)
-class TracedStep:
-    """Inputs of a step while it is traced.
-
-    Args:
-        context: Model and limits.
-        bucket: The shape.
-        weights: Of the model.
-        inputs: Arrays of the step.
-        fields: Fields of the packed buffer.
-        tables: int32 [G, B, M], block tables of the scheduled sequences.
-    """
-
-    context: TraceContext
-    bucket: Bucket
-    weights: list[Array]
-    inputs: DeviceInputs[Array]
-    fields: dict[str, Array]
-    tables: Int[Array, "g b m"]
-
-    def with_fields(self, **fields: Array) -> "TracedStep":
-        """Returns the step with other values of some fields."""
-        return dataclasses.replace(self, fields=self.fields | fields)
-
-    def metadata(self) -> AttentionMetadata:
-        """Returns what the model's layers read of the step."""
-        context, fields = self.context, self.fields
-        names = ["positions", "slot_mapping", "context_lens", "query_start_loc"]
-        names += ["state_slots"] * bool(context.layout.states)
-        names += ["mrope_positions"] * context.features.has_mrope
-        shares_prefixes = 0 < context.min_shared_rows <= self.bucket.num_seqs
-        return AttentionMetadata(
-            **{name: fields[name] for name in names},
-            block_tables=self.tables,
-            is_decode=self.bucket.is_decode,
-            backend=context.backend,
-            places=context.layout.places,
-            is_row_by_row=context.batch_invariant,
-            attend=context.attend,
-            grid=context.grid,
-            shared_blocks=fields["shared_blocks"] if shares_prefixes else None,
-        )
-
-    def sampling_batch(self, tokens: Int[Array, " t"], token_counts: Int[Array, "s v"]) -> SamplingBatch:
-        """Returns the sampling parameters of all logits rows."""
-        drafts = None
-        if self.bucket.num_drafts:
-            drafts = self.context.features.drafts_before(self, tokens, token_counts.shape[1])
-        inputs = self.inputs
-        return sampling_batch(
-            self.fields, token_counts, inputs.bias_ids, inputs.bias_values, inputs.token_mask, drafts
-        )
-
-    def by_token(self, rows: Array) -> Array:
-        """Returns the value of its sequence for each token row; 0 in padding."""
-        if self.bucket.is_decode:
-            return rows
-        token = jnp.arange(self.bucket.num_tokens)[:, None]
-        row = jnp.sum(token >= self.fields["query_start_loc"][1:], axis=1)
-        return rows.at[row].get(mode="fill", fill_value=0)
 
 
 def known_tokens(fields: dict[str, Array], last_tokens: Int[Array, " s"]) -> Int[Array, " t"]:
@@ -172,12 +82,13 @@ def traced_step(
     state = dataclasses.replace(state, block_tables=block_tables)
     tokens = known_tokens(step.fields, state.last_tokens)
     if bucket.num_steps > 1:
-        return context.features.decode_steps(step, tokens, state)
+        result, last, state = traced_features.decode_steps(decode, step, tokens, state)
+        return result, with_last_tokens(state, step.fields["sample_slots"], last)
     if bucket.num_drafts:
-        tokens, state = context.features.propose(step, tokens, state)
+        tokens, state = traced_features.propose(step, tokens, state)
     drawn, rows, result, state = decode(step, tokens, state)
     if bucket.num_drafts:
-        result = context.features.with_drafts(step, tokens, result)
+        result = traced_features.with_drafts(step, tokens, result)
     padding = 0 if bucket.is_decode else context.max_num_batched_tokens - bucket.num_tokens
     hidden: Any = result.hidden
     result = dataclasses.replace(result, hidden=jnp.pad(hidden, ((0, padding), (0, 0))))
@@ -193,20 +104,23 @@ def decode(
         What is drawn, the batch slots that take it, the result, and the state with token counts and
         everything that the model and features have written.
     """
-    context, fields, features = step.context, step.fields, step.context.features
+    context, fields = step.context, step.fields
     model = context.merge(step.weights)
     metadata = step.metadata()
     hidden, state, edits = forward(step, model, tokens, state, metadata)
     logits = context.logits(model, hidden[fields["logits_rows"]])
-    batch = step.sampling_batch(tokens, state.token_counts)
-    processed, state = features.process(step, logits, tokens, batch, state)
+    num_drafts, drafts = step.bucket.num_drafts, None
+    if num_drafts:
+        drafts = traced_features.drafts_before(step, tokens, state.token_counts.shape[1])
+    batch = step.sampling_batch(state.token_counts, drafts)
+    processed, state = traced_features.process(step, logits, tokens, batch, state)
     drawn = context.sampling.sample(logits, batch, processed=processed, forced=fields["forced_tokens"][:, 0])
     rows = DrawnTokens(fields["sample_slots"], batch.count_slots)
-    if step.bucket.num_drafts:
-        rows = features.accept(step, tokens, drawn.token_ids, batch.count_slots)
+    if num_drafts:
+        rows = traced_features.accept(step, tokens, drawn.token_ids, batch.count_slots)
     token_counts = add_tokens(state.token_counts, rows.count_slots, drawn.token_ids)
     state = dataclasses.replace(state, token_counts=token_counts)
-    state = features.observe(step, model, metadata, tokens, edits, rows, state)
+    state = traced_features.observe(step, model, metadata, tokens, edits, rows, state)
     results, details = packed_results(drawn)
     result = StepResult(tokens=results, details=details, hidden=hidden, captured=edits.captured)
     return drawn, rows, result, state
@@ -222,7 +136,7 @@ def forward(
     """Runs the model; returns hidden states of all token rows, the state, and what was read of modules."""
     num_arrays = step.context.layout.num_arrays
     own, others = state.kv_cache[:num_arrays], state.kv_cache[num_arrays:]
-    edits = step.context.features.module_edits(step)
+    edits = traced_features.module_edits(step)
     x = tokens if step.inputs.hidden is None else step.inputs.hidden
     hidden, own = model.paged(x, own, metadata, edits.hooks, edits.changes)
     return hidden, dataclasses.replace(state, kv_cache=[*own, *others]), edits
@@ -272,7 +186,7 @@ def input_shapes(context: TraceContext, bucket: Bucket) -> DeviceInputs[jax.Shap
         bias_ids=context.shape((num_logits, MAX_BIAS_IDS), jnp.int32),
         bias_values=context.shape((num_logits, MAX_BIAS_IDS), jnp.float32),
         token_mask=context.shape((num_logits, context.num_mask_words), jnp.int32),
-        adapters=features.adapter_shapes(context) if bucket.has_adapters else [],
+        adapters=traced_features.adapter_shapes(context) if bucket.has_adapters else [],
         embeds=context.shape(*embeds) if bucket.has_embeds else None,
         hidden=context.shape(*hidden) if hidden_size else None,
     )

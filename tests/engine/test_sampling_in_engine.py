@@ -24,7 +24,7 @@ from helpers.real_model import (
 
 from jax_paged import LLMEngine, SamplingParams
 from jax_paged.outputs import RequestOutput
-from jax_paged.worker.sampling.sampler import IN_PROMPT, SamplingBatch, sample
+from jax_paged.worker.sampling.sampler import IN_PROMPT, SamplerOptions, SamplingBatch
 
 REQUESTS = mixed_requests(seed=1, count=16, max_prompt=100, max_output=40)
 
@@ -66,7 +66,7 @@ def _bias(request: Request, num_output: int) -> dict[int, float]:
 
 def test_tokens_are_those_of_the_dense_logits(alone: list[RequestOutput], dense: DenseModel) -> None:
     """The sampler, given the dense logits and parameters straight from the request, draws the same."""
-    draw = jax.jit(sample, static_argnames="max_logprobs")
+    draw = jax.jit(SamplerOptions(max_logprobs=1).sample)
     rows, num_bias = 40, 8
     for request, output, logits in zip(REQUESTS, alone, dense.output_logits(alone), strict=True):
         p, n = request.params, len(logits)
@@ -106,7 +106,7 @@ def test_tokens_are_those_of_the_dense_logits(alone: list[RequestOutput], dense:
         )
         padded = np.zeros((rows, VOCAB_SIZE), np.float32)
         padded[:n] = logits
-        expected = np.asarray(draw(padded, batch, max_logprobs=1).token_ids)[:n]
+        expected = np.asarray(draw(padded, batch).token_ids)[:n]
         assert list(output.outputs[0].token_ids) == expected.tolist(), p
 
 

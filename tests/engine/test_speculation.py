@@ -31,7 +31,7 @@ from jax_paged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams, S
 from jax_paged.core.speculation import Speculation
 from jax_paged.lab.recording import replay
 from jax_paged.outputs import RequestOutput
-from jax_paged.worker.composition import TracedFeatures
+from jax_paged.worker import traced_features
 
 pytestmark = pytest.mark.thorough
 
@@ -262,12 +262,12 @@ def test_what_a_form_leaves_no_choice_about_is_drafted(checkpoint: Path, adaptiv
 
 def test_penalties_that_forget_drafts_are_noticed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted mistake: rows behind drafts count the tokens up to the last known one only."""
-    right = TracedFeatures.drafts_before
+    right = traced_features.drafts_before
 
     def forgetful(step: Any, tokens: Any, vocab_size: int) -> Any:
         return right(step, tokens, vocab_size) * 0 + vocab_size
 
-    monkeypatch.setattr(TracedFeatures, "drafts_before", staticmethod(forgetful))
+    monkeypatch.setattr(traced_features, "drafts_before", forgetful)
     few = {"allowed_token_ids": [9, 20, 31, 42], "ignore_eos": True, "frequency_penalty": 0.3}
     params = SamplingParams(temperature=0, max_tokens=60, **few)
     requests = [Request([5, 6, 7 + i], params) for i in range(4)]

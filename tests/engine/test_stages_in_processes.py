@@ -26,8 +26,9 @@ from jax_paged.engine.errors import EngineDeadError
 from jax_paged.models.loading.stored_tensors import StoredTensor
 from jax_paged.models.weights import load_model
 from jax_paged.worker.distributed.process_group import OneProcess
+from jax_paged.worker.loading.caller_parts import CallerParts
 from jax_paged.worker.pipeline.stage_links import StageLinks
-from jax_paged.worker.served_model import CallerParts, ServedModel
+from jax_paged.worker.served_model import ServedModel
 
 pytestmark = pytest.mark.thorough
 

@@ -90,7 +90,7 @@ def test_adapters_are_loaded_and_unloaded_while_others_run(
     client: httpx.Client, engine: AsyncLLMEngine, folders: list[Path]
 ) -> None:
     runner = engine.engine.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
-    runner.wait_until_compiled()
+    runner.compiled.wait()
     traces, wanted = runner.compiled.num_traces, [complete(client, name) for name in ("base", "first")]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         traffic = [pool.submit(complete, client, ("base", "first")[i % 2]) for i in range(24)]

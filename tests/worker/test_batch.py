@@ -19,15 +19,15 @@ from jax_paged.core.scheduler_output import (
     SchedulerOutput,
 )
 from jax_paged.sampling_params import MAX_BIAS_IDS, SamplingParams
-from jax_paged.worker.batch_builder import BatchBuilder, StepInputs, empty_sampling_inputs
+from jax_paged.worker.batch_builder import BatchBuilder, StepInputs
 from jax_paged.worker.block_tables import tables_of, write_changes
 from jax_paged.worker.compilation.buckets import Bucket, plan_buckets, plan_multi_step
-from jax_paged.worker.composition import StepFields
 from jax_paged.worker.features.encoder_decoder import build_encoder_inputs
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.packed_buffer import BufferOptions, layout, sampling_batch, unpack
-from jax_paged.worker.sampling.logits_rows import plan_logits_rows
 from jax_paged.worker.sampling.token_rules import pack_token_mask
+from jax_paged.worker.step_features import StepFields
+from jax_paged.worker.step_rows import plan_logits_rows
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, VOCAB_SIZE, EOS = 4, 50, 30, 100, 9
 MAX_BLOCKS_PER_SEQ, NUM_BATCH_SLOTS, NUM_WORDS = 8, 10, 4
@@ -77,7 +77,7 @@ class Worker:
         """What the sampler reads of a step; token_counts are left out."""
         inputs = self.build(output, bucket)
         fields = unpack(jnp.asarray(inputs.packed), bucket, BufferOptions(self.num_groups))
-        empty = empty_sampling_inputs(bucket.num_seqs, VOCAB_SIZE, NUM_WORDS)
+        empty = self.builder.empty_sampling_inputs(bucket.num_seqs)
         extra = [jnp.asarray(e if x is None else x) for x, e in zip(optional(inputs), empty, strict=True)]
         batch = sampling_batch(fields, jnp.zeros((NUM_BATCH_SLOTS, VOCAB_SIZE), jnp.int32), *extra)
         return {f.name: np.asarray(getattr(batch, f.name)) for f in dataclasses.fields(batch)}
@@ -308,7 +308,7 @@ def test_plain_steps_move_one_array(worker: Worker) -> None:
     bucket = Bucket(False, 4, 2)
     inputs = worker.build(make_output(rows, [Sample(0, 1)], new=new), bucket)
     assert optional(inputs) == (None, None, None)
-    ids, values, mask = empty_sampling_inputs(2, VOCAB_SIZE, NUM_WORDS)
+    ids, values, mask = worker.builder.empty_sampling_inputs(2)
     assert (ids == VOCAB_SIZE).all()
     assert (values == 0).all()
     assert mask.shape == (2, NUM_WORDS)

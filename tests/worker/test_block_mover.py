@@ -21,12 +21,12 @@ from jax_paged.worker.block_mover import (
     SWAP_BLOCKS,
     BlockMover,
     CopyProgram,
+    HostBlocks,
     SwapInProgram,
     SwapOutProgram,
 )
+from jax_paged.worker.compilation.feature_set import FeatureSet
 from jax_paged.worker.compilation.programs import Program, TraceContext
-from jax_paged.worker.composition import TracedFeatures
-from jax_paged.worker.host_blocks import HostBlocks
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.loading.weights import FlatModel
 from jax_paged.worker.sampling.sampler import SamplerOptions
@@ -62,7 +62,7 @@ def make_mover(
         max_model_len=16,
         max_num_seqs=MAX_COPIES,
         max_num_batched_tokens=16,
-        features=TracedFeatures(),
+        features=FeatureSet(),
         sampling=SamplerOptions(max_logprobs=1),
         backend="xla",
         batch_invariant=False,

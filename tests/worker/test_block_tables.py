@@ -15,7 +15,6 @@ from jax_paged.worker.batch_builder import BatchBuilder
 from jax_paged.worker.block_tables import (
     NUM_WRITTEN,
     WriteBlockTablesProgram,
-    pad_changes,
     tables_of,
     write_block_tables,
     write_changes,
@@ -24,7 +23,7 @@ from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.compilation.programs import Program
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.packed_buffer import BufferOptions, num_step_changes, unpack
-from jax_paged.worker.sampling.logits_rows import plan_logits_rows
+from jax_paged.worker.step_rows import plan_logits_rows
 
 SHAPE = 2, 5, 700
 SIZE = int(np.prod(SHAPE))
@@ -50,7 +49,7 @@ def test_any_number_of_changes_goes_ahead(num_changes: int) -> None:
 
 def test_padding_changes_nothing() -> None:
     tables = jnp.asarray(np.arange(SIZE, dtype=np.int32).reshape(SHAPE))
-    changes = pad_changes(np.array([[3], [77]], np.int32), 9, SIZE)
+    changes = np.array([[3] + [SIZE] * 8, [77] + [SIZE] * 8], np.int32)
     got = np.array(jax.jit(write_changes)(tables, jnp.asarray(changes)))
     assert got[0, 0, 3] == 77
     got[0, 0, 3] = 3

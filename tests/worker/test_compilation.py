@@ -17,9 +17,10 @@ import pytest
 from helpers.waiting import wait_until
 
 from jax_paged.config import engine_args
-from jax_paged.worker.compilation import compiler
-from jax_paged.worker.compilation.buckets import Bucket, plan_buckets
-from jax_paged.worker.compilation.compiler import CompiledPrograms, use_persistent_cache
+from jax_paged.worker.compilation import compiler, persistent_cache
+from jax_paged.worker.compilation.buckets import Bucket, StepVariant, plan_buckets
+from jax_paged.worker.compilation.compiler import CompiledPrograms
+from jax_paged.worker.compilation.persistent_cache import use_persistent_cache
 from jax_paged.worker.compilation.programs import Program
 from jax_paged.worker.traced_step import StepProgram
 
@@ -102,13 +103,13 @@ def lower_small_ones_late(gate, started):
 def test_the_next_larger_bucket_serves_until_the_right_one_is_there():
     gate = threading.Event()
     compiled = CompiledPrograms(BUCKETS, [], lower_small_ones_late(gate, threading.Event()))
-    assert compiled.smallest_ready(is_decode=True, num_tokens=1, num_seqs=1, num_logits=1) == BUCKETS[2]
+    assert compiled.smallest_ready(StepVariant(True), num_tokens=1, num_seqs=1, num_logits=1) == BUCKETS[2]
     assert "to be compiled" in compiled.plan()
     gate.set()
     compiled.wait()
-    assert compiled.smallest_ready(is_decode=True, num_tokens=1, num_seqs=1, num_logits=1) == BUCKETS[0]
-    assert compiled.smallest_ready(is_decode=True, num_tokens=3, num_seqs=3, num_logits=3) == BUCKETS[2]
-    assert compiled.smallest_ready(is_decode=False, num_tokens=3, num_seqs=1, num_logits=1) == BUCKETS[3]
+    assert compiled.smallest_ready(StepVariant(True), num_tokens=1, num_seqs=1, num_logits=1) == BUCKETS[0]
+    assert compiled.smallest_ready(StepVariant(True), num_tokens=3, num_seqs=3, num_logits=3) == BUCKETS[2]
+    assert compiled.smallest_ready(StepVariant(False), num_tokens=3, num_seqs=1, num_logits=1) == BUCKETS[3]
     assert "to be compiled" not in compiled.plan()
     compiled.stop()
 
@@ -129,7 +130,7 @@ def test_a_failure_of_the_largest_is_raised_at_once_and_of_another_in_wait():
         compiled.wait()
     # It is said (in the log too), and the next larger one goes on serving.
     assert "failed" in compiled.plan()
-    assert compiled.smallest_ready(is_decode=True, num_tokens=2, num_seqs=2, num_logits=2) == BUCKETS[2]
+    assert compiled.smallest_ready(StepVariant(True), num_tokens=2, num_seqs=2, num_logits=2) == BUCKETS[2]
     compiled.stop()
 
 
@@ -294,7 +295,7 @@ def no_cache_yet(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("JAX_PAGED_CACHE_GB", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    compiler._warn_not_writable.cache_clear()
+    persistent_cache._warn_not_writable.cache_clear()
     yield tmp_path
     for name, value in kept.items():
         jax.config.update(name, value)
@@ -321,7 +322,7 @@ def unwritable(kind, monkeypatch, tmp_path):
         def refuse(*_, **__):
             raise OSError(30, "Read-only file system")
 
-        monkeypatch.setattr(compiler.tempfile, "TemporaryFile", refuse)
+        monkeypatch.setattr(persistent_cache.tempfile, "TemporaryFile", refuse)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +370,7 @@ def write_entries(folder, num):
 @pytest.mark.parametrize("max_bytes", [0, 999, 1000, 4500, 10_000, math.inf])
 def test_the_least_recently_used_entries_are_evicted(tmp_path, max_bytes):
     write_entries(tmp_path, 10)
-    compiler.evict(tmp_path, max_bytes)
+    persistent_cache.evict(tmp_path, max_bytes)
     kept = min(10, max_bytes // 1000)
     assert sorted(file.name for file in tmp_path.iterdir()) == [f"{i}-cache" for i in range(int(kept))]
 
@@ -383,9 +384,9 @@ def test_others_may_evict_at_the_same_time(tmp_path, monkeypatch):
         unlink(file, **how)
 
     monkeypatch.setattr(Path, "unlink", unlink_twice)
-    compiler.evict(tmp_path, 3000)
+    persistent_cache.evict(tmp_path, 3000)
     assert len(list(tmp_path.iterdir())) == 3
-    compiler.evict(tmp_path / "missing", 0)
+    persistent_cache.evict(tmp_path / "missing", 0)
 
 
 def test_the_cache_is_bounded_after_compilation(monkeypatch, no_cache_yet):
@@ -409,7 +410,7 @@ def test_a_cache_that_the_user_has_set_up_is_left_alone(monkeypatch, no_cache_ye
     monkeypatch.setenv("JAX_PAGED_CACHE_GB", "0")
     use_persistent_cache()
     write_entries(folder, 3)
-    compiler.bound_persistent_cache()
+    persistent_cache.bound_persistent_cache()
     assert len(list(folder.iterdir())) == 3
 
 

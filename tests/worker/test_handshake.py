@@ -114,13 +114,8 @@ def test_foreigners_are_turned_away(tasks: list[Task]) -> None:
 
 def test_a_port_that_is_taken(tasks: list[Task]) -> None:
     port = tasks[0].launch.port
-    with (
-        socket.create_server(("127.0.0.1", port)),
-        pytest.raises(
-            ValueError,
-            match=rf"worker 0 can't listen at 127.0.0.1 \(MASTER_ADDR\), port {port} \(MASTER_PORT\):",
-        ),
-    ):
+    message = rf"worker 0 can't listen at 127.0.0.1 \(MASTER_ADDR\), port {port} \(MASTER_PORT\):"
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ValueError, match=message):
         handshake.lead(tasks[0])
 
 

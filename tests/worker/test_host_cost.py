@@ -17,7 +17,7 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.worker.batch_builder import BatchBuilder
 from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.input_batch import InputBatch
-from jax_paged.worker.sampling.logits_rows import plan_logits_rows
+from jax_paged.worker.step_rows import plan_logits_rows
 
 MAX_MODEL_LEN, NUM_SEQS, BUDGET, BLOCK_SIZE = 140_000, 4, 512, 16
 NUM_BLOCKS = 40_000

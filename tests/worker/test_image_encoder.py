@@ -12,10 +12,10 @@ from jax_paged.core.sequence import StandIn
 from jax_paged.models.image_inputs import Tile
 from jax_paged.worker.batch_builder import BatchBuilder
 from jax_paged.worker.compilation.buckets import Bucket
-from jax_paged.worker.composition import StepFields
 from jax_paged.worker.features.multimodal.image_encoder import EncodeImagesProgram, ImageEncoder
 from jax_paged.worker.input_batch import InputBatch
-from jax_paged.worker.sampling.logits_rows import plan_logits_rows
+from jax_paged.worker.step_features import StepFields
+from jax_paged.worker.step_rows import plan_logits_rows
 
 
 class Encoder:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.compilation.feature_set import FeatureSet
 from jax_paged.worker.compilation.programs import DeviceInputs, StageRole, StepState
-from jax_paged.worker.composition import TracedFeatures
 from jax_paged.worker.distributed.channel import Channel
 from jax_paged.worker.distributed.follower import Follower
 from jax_paged.worker.distributed.leader import Followers, Leader
@@ -26,7 +26,7 @@ OTHER_INPUTS = {"bias_ids": None, "bias_values": None, "token_mask": None, "adap
 class Context:
     """What OwnStage reads of a first stage's."""
 
-    stage, features = StageRole(is_last=False), TracedFeatures()
+    stage, features = StageRole(is_last=False), FeatureSet()
 
 
 class Programs:

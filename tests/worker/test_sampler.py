@@ -17,11 +17,11 @@ from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.sampling.sampler import (
     IN_PROMPT,
     SampledTokens,
+    SamplerOptions,
     SamplingBatch,
     _find,
     _integers_below,
     _weights,
-    sample,
     token_logprobs,
 )
 from jax_paged.worker.sampling.token_rules import pack_token_mask
@@ -143,7 +143,7 @@ traces: list[tuple[int, ...]] = []
 @jax.jit
 def step(logits: jax.Array, batch: SamplingBatch) -> SampledTokens:
     traces.append(logits.shape)
-    return sample(logits, batch, max_logprobs=MAX_LOGPROBS)
+    return SamplerOptions(max_logprobs=MAX_LOGPROBS).sample(logits, batch)
 
 
 def run(logits: np.ndarray, rows: Sequence[Row], num_batch_slots: int | None = None) -> Any:

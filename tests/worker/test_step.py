@@ -76,8 +76,8 @@ def test_nothing_compiles_after_the_start(engine: LLMEngine) -> None:
     used = set()
     choose = runner.compiled.smallest_ready
 
-    def note_bucket(**needs: Any) -> Bucket:
-        bucket = choose(**needs)
+    def note_bucket(*variant: Any, **sizes: Any) -> Bucket:
+        bucket = choose(*variant, **sizes)
         used.add(bucket)
         return bucket
 

@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from test_block_mover import LAYOUT
 
 from jax_paged.models.parallel.sharding import TENSOR
+from jax_paged.worker.compilation.feature_set import FeatureSet
 from jax_paged.worker.compilation.programs import Program, TraceContext
-from jax_paged.worker.composition import TracedFeatures
 from jax_paged.worker.input_batch import TokenCountReset
 from jax_paged.worker.loading.weights import FlatModel
 from jax_paged.worker.sampling.sampler import IN_PROMPT, SamplerOptions
@@ -39,7 +39,7 @@ def compiled() -> jax.stages.Compiled:
         max_model_len=16,
         max_num_seqs=NUM_BATCH_SLOTS,
         max_num_batched_tokens=16,
-        features=TracedFeatures(),
+        features=FeatureSet(),
         sampling=SamplerOptions(max_logprobs=1),
         backend="xla",
         batch_invariant=False,

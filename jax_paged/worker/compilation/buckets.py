@@ -1,12 +1,32 @@
 """The few shapes that steps are padded to, so that each is compiled once."""
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.speculation import sizes_up_to
 
 # XLA compiles what surrounds the products of fewer rows in another way.
 MIN_INVARIANT_ROWS = 16
+
+
+class StepVariant(NamedTuple):
+    """What the program of a step depends on beside its size; programs differ between variants.
+
+    Args:
+        is_decode: Whether every row has one token.
+        num_steps: Decode steps in one program; 1 without multi-step decoding.
+        num_drafts: Maximum number of drafts of a row; 0 in steps that verify none.
+        has_adapters: Whether rows may have an adapter.
+        has_embeds: Whether token rows may have vectors in place of tokens.
+    """
+
+    is_decode: bool
+    num_steps: int = 1
+    num_drafts: int = 0
+    has_adapters: bool = False
+    has_embeds: bool = False
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -32,15 +52,17 @@ class Bucket:
     has_adapters: bool = False
     has_embeds: bool = False
 
-    @property
+    @functools.cached_property
     def num_logits(self) -> int:
         """Rows of logits."""
         return self.num_tokens if self.num_drafts else self.num_seqs
 
-    @property
-    def kind(self) -> tuple[bool, int, int, bool, bool]:
-        """What a step is, beside its size."""
-        return self.is_decode, self.num_steps, self.num_drafts, self.has_adapters, self.has_embeds
+    @functools.cached_property
+    def variant(self) -> StepVariant:
+        """Everything except the size."""
+        return StepVariant(
+            self.is_decode, self.num_steps, self.num_drafts, self.has_adapters, self.has_embeds
+        )
 
     def __str__(self) -> str:
         more = "embeds-" * self.has_embeds + "lora-" * self.has_adapters

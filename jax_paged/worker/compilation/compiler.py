@@ -5,22 +5,16 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import logging
 import math
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-import jax
-
-from jax_paged.config.engine_args import cache_dir, max_cache_bytes
 from jax_paged.pallas_kernels.jax_settings import default_settings
-from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.compilation.buckets import Bucket, StepVariant
+from jax_paged.worker.compilation.persistent_cache import bound_persistent_cache
 from jax_paged.worker.compilation.programs import Program
 from jax_paged.worker.traced_step import StepProgram
 
@@ -38,8 +32,6 @@ WIDE_VECTORS: dict[str, str | bool | int] = {"xla_cpu_prefer_vector_width": 512}
 # XLA compiles one program mostly on one core.
 NUM_COMPILE_THREADS = 2
 _LOG_INTERVAL_S = 1.0
-# The smallest compiled program, in bytes, that JAX writes to a cache that can only be read.
-_WRITES_NOTHING = 2**62
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,80 +79,6 @@ class CompileRecord:
     temp_bytes: int = 0
 
 
-def use_persistent_cache() -> None:
-    """Turns JAX's compilation cache on, for programs of any size, unless the user has set it up.
-
-    If the folder can't be written to, one warning is logged, and programs that it already holds are still
-    read.
-
-    Raises:
-        ValueError: If JAX_PAGED_CACHE_GB is not a size.
-    """
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    max_cache_bytes()  # rather now than when the cache is bounded
-    folder = Path(cache_dir("compiled"))
-    min_entry_bytes = -1
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        _warn_not_writable(folder, str(error))
-        if not os.path.isdir(folder):
-            return
-        min_entry_bytes = _WRITES_NOTHING
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", min_entry_bytes)
-
-
-@functools.cache
-def _warn_not_writable(folder: Path, reason: str) -> None:
-    """Logs a warning, once per process for the same folder and reason."""
-    _LOGGER.warning(
-        "compiled programs are not kept for the next start, as %s can't be written to (%s); set "
-        "XDG_CACHE_HOME or JAX_COMPILATION_CACHE_DIR to a folder that can",
-        folder,
-        reason,
-    )
-
-
-def bound_persistent_cache() -> None:
-    """Deletes the least recently used compiled programs of the default cache, if it exceeds its limit.
-
-    A folder that the user has chosen for JAX's compilation cache, or a limit that the user has set for it,
-    is left to JAX.
-    """
-    folder = Path(cache_dir("compiled"))
-    if (
-        jax.config.jax_compilation_cache_dir == str(folder)
-        and jax.config.jax_compilation_cache_max_size == -1
-    ):
-        evict(folder, max_cache_bytes())
-
-
-def evict(folder: Path, max_bytes: float) -> None:
-    """Deletes the least recently used files of a folder until the rest has at most `max_bytes`.
-
-    A file was used when it was read or written last, as the file system says. Other processes may read,
-    write and evict at the same time: a file that is gone is compiled and written again.
-    """
-    found = []
-    with contextlib.suppress(OSError):
-        for file in folder.iterdir():
-            with contextlib.suppress(OSError):  # another process has deleted it
-                stat = file.stat()
-                found.append((max(stat.st_atime_ns, stat.st_mtime_ns), stat.st_size, file))
-    num_bytes = sum(size for _, size, _ in found)
-    for _, size, file in sorted(found):
-        if num_bytes <= max_bytes:
-            break
-        with contextlib.suppress(OSError):
-            file.unlink(missing_ok=True)
-            num_bytes -= size
-
-
 def trim_heap() -> None:
     """Returns memory that is free to the operating system, if the C library is glibc.
 
@@ -183,7 +101,12 @@ class CompiledPrograms:
         options: Of the compiler.
         max_compile_s: Seconds after which no other step is begun to be compiled; the largest of each kind
             and the other programs always are.
-        is_ready: Whether a step that is compiled here may be used: elsewhere it may still be compiled.
+        is_ready: Whether a step that is compiled here is compiled in all processes; None for one process.
+
+    Attributes:
+        buckets: See Args.
+        programs: What is compiled: the steps, then the others.
+        num_traces: Programs that were traced so far.
 
     Raises:
         Exception: Whatever the compilation of one of the largest buckets has failed with.
@@ -196,29 +119,30 @@ class CompiledPrograms:
         lower: Callable[[Program], Any],
         options: dict[str, str | bool | int] | None = None,
         max_compile_s: float = math.inf,
-        is_ready: Callable[[Program], bool] = lambda _: True,
+        is_ready: Callable[[Program], bool] | None = None,
     ) -> None:
         self._options, self._max_compile_s = options, max_compile_s
         self.buckets = buckets
         self._lower, self._is_ready = lower, is_ready
-        self._programs: list[Program] = [*map(StepProgram, buckets), *others]
+        self.programs: list[Program] = [*map(StepProgram, buckets), *others]
         self._futures: dict[Program, concurrent.futures.Future[CompiledProgram]] = {
-            program: concurrent.futures.Future() for program in self._programs
+            program: concurrent.futures.Future() for program in self.programs
         }
         # After the largest come the small programs, then the small buckets: they make a lone user's steps
         # quick.
-        kinds = {b.kind: b for b in buckets}
-        largest = [StepProgram(kinds[kind]) for kind in sorted(kinds)]
+        by_variant = {b.variant: b for b in buckets}
+        largest = [StepProgram(by_variant[variant]) for variant in sorted(by_variant)]
         needed = [*largest, *others]
         self._needed = frozenset(needed)
-        rest = (p for p in self._programs if p not in self._needed)
+        rest = (p for p in self.programs if p not in self._needed)
         self._queue: collections.deque[Program] = collections.deque([*needed, *rest])
         self._lock = threading.Lock()
         # Tracing is Python: two at a time are no quicker, but leave running steps a third of the time.
         self._tracing = threading.Lock()
         self._stopped = False
         self._skipped: set[Program] = set()
-        self._num_traces = 0
+        self._usable: set[Bucket] = set()  # those whose steps may run
+        self.num_traces = 0
         self._num_compiled = 0
         self._start = self._logged = time.monotonic()
         self._threads = [
@@ -236,63 +160,36 @@ class CompiledPrograms:
         _LOGGER.info("compiled what every step can use in %.1f s; steps may run from now on", seconds)
 
     @property
-    def num_traces(self) -> int:
-        """How many programs were traced so far."""
-        return self._num_traces
-
-    @property
-    def programs(self) -> list[Program]:
-        """What is compiled: the steps, then the others."""
-        return list(self._programs)
-
-    @property
     def progress(self) -> tuple[int, int]:
         """How many programs are compiled, and how many will be."""
-        return self._num_compiled, len(self._programs) - len(self._skipped)
+        return self._num_compiled, len(self.programs) - len(self._skipped)
 
     def smallest_ready(
-        self,
-        *,
-        is_decode: bool,
-        num_tokens: int,
-        num_seqs: int,
-        num_logits: int,
-        num_steps: int = 1,
-        num_drafts: int = 0,
-        has_adapters: bool = False,
-        has_embeds: bool = False,
+        self, variant: StepVariant, *, num_tokens: int, num_seqs: int, num_logits: int
     ) -> Bucket:
-        """Returns the smallest compiled bucket that a step fits in.
+        """Returns the smallest compiled bucket of a variant that a step fits in.
 
         Args:
-            is_decode: Whether each row has one token, and the bucket may serve such steps only.
-            num_tokens: Of all rows together.
+            variant: Variant of the step.
+            num_tokens: Tokens of all rows together.
             num_seqs: Rows.
-            num_logits: Rows of logits.
-            num_steps: Decode steps that are done in one.
-            num_drafts: Most drafts of a row.
-            has_adapters: Whether rows have adapters.
-            has_embeds: Whether token rows have vectors of their own.
+            num_logits: Logits rows.
         """
-        needed = is_decode, num_steps, has_adapters, has_embeds
         for bucket in self.buckets:
-            fits = bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
-            fits &= bucket.num_logits >= num_logits and bucket.num_drafts >= num_drafts
-            fits &= bool(bucket.num_drafts) == bool(num_drafts)
-            fits &= (bucket.is_decode, bucket.num_steps, bucket.has_adapters, bucket.has_embeds) == needed
-            program = StepProgram(bucket)
-            if fits and self._is_compiled(program) and self._is_ready(program):
+            fits = bucket.variant == variant and bucket.num_tokens >= num_tokens
+            fits = fits and bucket.num_seqs >= num_seqs and bucket.num_logits >= num_logits
+            if fits and self._may_run(bucket):
                 return bucket
         raise AssertionError(f"no bucket for {num_tokens} tokens of {num_seqs} sequences")
 
     def add(self, program: Program) -> None:
         """Compiles a program that hardly anybody needs, if it is not there."""
         if program not in self._futures:
-            self._num_traces += 1
+            self.num_traces += 1
             future: concurrent.futures.Future[CompiledProgram] = concurrent.futures.Future()
             future.set_result(self._compile(program))
             self._futures[program] = future
-            self._programs.append(program)
+            self.programs.append(program)
             self._note_compiled(program)
 
     def __getitem__(self, program: Program) -> CompiledProgram:
@@ -341,7 +238,7 @@ class CompiledPrograms:
 
     def report(self) -> list[CompileRecord]:
         """Returns what is compiled, and what it cost."""
-        return [self._record(program) for program in self._programs]
+        return [self._record(program) for program in self.programs]
 
     def plan(self) -> str:
         """Returns the report as a table."""
@@ -365,6 +262,14 @@ class CompiledPrograms:
         state = "skipped" if program in self._skipped else "failed" if is_done else "waiting"
         return CompileRecord(str(program), state, *sizes)
 
+    def _may_run(self, bucket: Bucket) -> bool:
+        if bucket not in self._usable:
+            program = StepProgram(bucket)
+            if not self._is_compiled(program) or (self._is_ready and not self._is_ready(program)):
+                return False
+            self._usable.add(bucket)
+        return True
+
     def _is_compiled(self, program: Program) -> bool:
         future = self._futures[program]
         return future.done() and not future.cancelled() and future.exception() is None
@@ -382,7 +287,7 @@ class CompiledPrograms:
                     self._skipped.add(program)
                     self._futures[program].cancel()
                     continue
-                self._num_traces += 1
+                self.num_traces += 1
             try:
                 compiled = self._compile(program)
                 self._note_compiled(program)

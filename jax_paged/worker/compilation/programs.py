@@ -3,7 +3,7 @@
 import abc
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,10 @@ from jaxtyping import Array, Float, Int
 from jax_paged.models.attention import Attend, Backend
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.parallel.sharding import DeviceGrid, whole_logits
+from jax_paged.worker.compilation.feature_set import FeatureSet
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.loading.weights import FlatModel
 from jax_paged.worker.sampling.sampler import SampledTokens, SamplerOptions
-
-if TYPE_CHECKING:
-    from jax_paged.worker.composition import TracedFeatures
 
 
 @jax.tree_util.register_dataclass
@@ -147,7 +145,7 @@ class TraceContext:
     backend: Backend
     batch_invariant: bool
     mesh: Mesh | AbstractMesh | None
-    features: "TracedFeatures"
+    features: FeatureSet
     sampling: SamplerOptions
     splits_experts: bool = False
     attend: Attend | None = None

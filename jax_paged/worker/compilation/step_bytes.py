@@ -28,7 +28,7 @@ def step_bytes(context: TraceContext, num_steps: int, verifying: list[Bucket]) -
         dataclasses.replace(b, has_adapters=features.lora is not None, has_embeds=bool(features.embed_path))
         for b in mixed
     ]
-    largest = {b.kind: b for b in [*largest_mixed, *verifying]}
+    largest = {b.variant: b for b in [*largest_mixed, *verifying]}
     row_bytes = 4 * (2 * MAX_BIAS_IDS + context.num_mask_words)
     # What steps without biases and masks read, of every size; and what a step with them brings along.
     num_rows = {b.num_logits for b in [*buckets, *verifying]}

@@ -28,6 +28,7 @@ class Follower:
 
     def __init__(self, channel: Channel, engine: int = 0, links: StageLinks | None = None) -> None:
         self._channel, self.engine, self.links = channel, engine, links
+        self.is_ready: Callable[[Program], bool] | None = None  # the leader chooses among programs
         self._functions: dict[str, Callable[..., Any]] = {}
         self._weights: list[Any] = []
         self._arrays: dict[int, Any] = {}  # and lists of them, by the leader's numbers
@@ -42,10 +43,6 @@ class Follower:
         """Notes a function that the leader may announce; see ProcessGroup."""
         self._functions[name] = function
         return function
-
-    def is_ready(self, program: Program) -> bool:
-        """Whether a program may be run: the leader knows, who asks for it."""
-        return True
 
     def begin(
         self, compiled: CompiledPrograms, run: Callable[..., Any], weights: list[Any], kept: Any

@@ -39,8 +39,9 @@ class ProcessGroup(Protocol):
         """
         ...
 
-    def is_ready(self, program: Program) -> bool:
-        """Whether a program that is compiled here is so in every process."""
+    @property
+    def is_ready(self) -> Callable[[Program], bool] | None:
+        """Returns whether a program compiled here is compiled in every process; None if it always is."""
         ...
 
     def begin(
@@ -62,6 +63,7 @@ class OneProcess:
 
     engine = 0
     links: StageLinks | None = None
+    is_ready: Callable[[Program], bool] | None = None
 
     def least(self, value: int) -> int:
         """Returns the least that any process has passed."""
@@ -70,10 +72,6 @@ class OneProcess:
     def everywhere[**P, T](self, name: str, function: Callable[P, T]) -> Callable[P, T]:
         """Returns the function; see ProcessGroup."""
         return function
-
-    def is_ready(self, program: Program) -> bool:
-        """Whether a program that is compiled here is so in every process."""
-        return True
 
     def begin(
         self, compiled: CompiledPrograms, run: Callable[..., Any], weights: list[Any], kept: Any

@@ -13,6 +13,7 @@ from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.scheduler_output import EncoderInput, SchedulerOutput
 from jax_paged.worker.compilation.programs import Program, TraceContext
+from jax_paged.worker.input_batch import InputBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,3 +106,10 @@ def build_encoder_inputs(
             assert blocks.min() > 0, "a token would be written to the null block"
             slots[g, :num_tokens] = blocks * block_size + position % block_size
     return tokens, np.array(num_tokens, np.int32), slots
+
+
+def fill_encoder_lens(context_lens: np.ndarray, batch: InputBatch, batch_slots: np.ndarray) -> None:
+    """Fills the field context_lens of groups with cross attention: the tokens of the encoder."""
+    for g, is_cross in enumerate(batch.is_cross):
+        if is_cross:
+            context_lens[g, : len(batch_slots)] = batch.num_encoder_tokens[batch_slots]

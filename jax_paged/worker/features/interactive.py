@@ -1,8 +1,9 @@
 """What a running sequence has in the pool, and what it makes of it: read, and nothing is changed."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,6 @@ from jax_paged.models.attention import AttentionMetadata, KVCacheSpec, window_of
 from jax_paged.models.kv_location import NO_GROUP
 from jax_paged.pallas_kernels.quantization import dequantize, rows_of
 from jax_paged.worker.compilation.programs import Program, TraceContext
-
-if TYPE_CHECKING:
-    from jax_paged.worker.model_runner import ModelRunner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,40 +125,42 @@ def probabilities(
 
 
 class Inspector:
-    """Reads the pool of a runner; what it needs is compiled when it is asked for.
+    """Reads the pool of a runner; its programs are compiled when they are needed first.
 
-    Args:
-        runner: Owner of weights and pool.
+    Both methods take the runner's context and its arrays by name, then the arguments of Executor's method.
     """
 
-    def __init__(self, runner: "ModelRunner") -> None:
-        self._runner = runner
+    def __init__(self) -> None:
         self._compiled: dict[Program, jax.stages.Compiled] = {}
-        dtype = runner.context.dtype
-        self._gather = jax.jit(lambda pool, blocks: dequantize(rows_of(pool[blocks]), dtype))
 
     def read_kv(
-        self, layer: int, block_tables: BlockTables, num_tokens: list[int]
+        self,
+        context: TraceContext,
+        arrays: Mapping[str, list[Array]],
+        layer: int,
+        block_tables: BlockTables,
+        num_tokens: list[int],
     ) -> tuple[np.ndarray, np.ndarray]:
         """See Executor.read_kv."""
-        layout = self._runner.context.layout
+        layout = context.layout
         check_int("layer", layer, 0, len(layout.places) - 1)
         array, group, view = layout.places[layer]
         allowed = "an attention layer, which a layer with a recurrent state is not"
         check(group != NO_GROUP, "layer", layer, allowed)
         table, n = block_tables[group], num_tokens[group]
         blocks = _padded(table, _power_of_two(len(table)))
-        pages = np.asarray(self._gather(self._runner.arrays["kv_cache"][array], blocks))[: len(table)]
+        pages = np.asarray(_gather(arrays["kv_cache"][array], blocks, context.dtype))[: len(table)]
         if view is not None:
             pages = np.asarray(view.pages(pages, layout.num_devices))[view.part :: view.num_parts]
         kv = pages.transpose(1, 0, 3, 2, 4).reshape(pages.shape[1], -1, *pages.shape[2::2])
-        is_held = np.repeat(np.array(table) != NULL_BLOCK, self._runner.config.block_size)[:n]
+        is_held = np.repeat(np.array(table) != NULL_BLOCK, context.block_size)[:n]
         return kv[0, :n][is_held], kv[-1, :n, :, : layout.value_dim][is_held]
 
-    def inspect(self, query: InspectionInput) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+    def inspect(
+        self, context: TraceContext, arrays: Mapping[str, list[Array]], query: InspectionInput
+    ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         """See Executor.inspect."""
-        context, n = self._runner.context, len(query.token_ids)
-        groups = context.layout.groups
+        n, groups = len(query.token_ids), context.layout.groups
         own = [i for i, place in enumerate(context.layout.places) if not groups[place.group].is_cross]
         ok = context.attend is None or not query.layers
         check(ok, "layers", query.layers, "empty with a custom `attend`, whose probabilities are not known")
@@ -182,20 +182,24 @@ class Inspector:
         lens = [query.num_encoder_tokens if group.is_cross else num_slots for group in groups]
         blocks = np.concatenate([[NULL_BLOCK], *(_padded(table[:m], m) for table in query.block_tables)])
         program = InspectProgram(t, m, tuple(own[layer] for layer in query.layers))
-        arrays = (
+        row = (
             _padded(positions, t),
             np.stack([_padded(row, t, (1 + len(groups) * m) * size) for row in slots]),
             tables.astype(np.int32),
             np.array(lens, np.int32)[:, None],
             np.array([0, n], np.int32),
         )
-        inputs = blocks.astype(np.int32), _padded(query.token_ids, t), program.metadata(arrays, context)
+        inputs = blocks.astype(np.int32), _padded(query.token_ids, t), program.metadata(row, context)
         if program not in self._compiled:
             self._compiled[program] = program.lower(context).compile()
-        held = self._runner.arrays
-        logits, found = self._compiled[program](held["weights"], held["kv_cache"], *inputs)
+        logits, found = self._compiled[program](arrays["weights"], arrays["kv_cache"], *inputs)
         shown = {layer: np.asarray(found[own[layer]])[:, :n, :num_slots] for layer in query.layers}
         return np.asarray(logits), shown
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _gather(pool: Array, blocks: Array, dtype: jnp.dtype) -> Array:
+    return dequantize(rows_of(pool[blocks]), dtype)
 
 
 def _power_of_two(n: int) -> int:

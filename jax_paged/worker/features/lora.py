@@ -19,7 +19,7 @@ from jax_paged.models.features.lora.layers import LoraLayout, RowFunction, lora_
 from jax_paged.models.parallel.sharding import TENSOR, DeviceGrid
 from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.compilation.programs import Program, TraceContext
-from jax_paged.worker.traced_step import TracedStep
+from jax_paged.worker.compilation.traced_values import TracedStep
 
 # Adapters in host memory, if nobody says how many.
 DEFAULT_CPU_LORAS = 16

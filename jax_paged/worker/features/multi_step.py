@@ -1,7 +1,8 @@
 """Multi-step decoding: several decode steps in one program, without a transfer to the host in between."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,22 +10,18 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jax_paged.worker.compilation.programs import StepResult, StepState
+from jax_paged.worker.compilation.traced_values import DrawnTokens, TracedStep
 from jax_paged.worker.input_batch import InputBatch
+from jax_paged.worker.sampling.sampler import SampledTokens
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from jax_paged.worker.sampling.sampler import SampledTokens
-    from jax_paged.worker.traced_step import DrawnTokens, TracedStep
-
-    type Decode = Callable[
-        [TracedStep, Array, StepState[Array]],
-        tuple[SampledTokens, DrawnTokens, StepResult[Array], StepState[Array]],
-    ]
+type Decode = Callable[
+    [TracedStep, Array, StepState[Array]],
+    tuple[SampledTokens, DrawnTokens, StepResult[Array], StepState[Array]],
+]
 
 
 def decode_steps(
-    decode: "Decode", step: "TracedStep", tokens: Int[Array, " b"], state: StepState[Array]
+    decode: Decode, step: TracedStep, tokens: Int[Array, " b"], state: StepState[Array]
 ) -> tuple[StepResult[Array], Int[Array, " b"], StepState[Array]]:
     """Decodes until every sequence has drawn an end token, or as many tokens as it may.
 

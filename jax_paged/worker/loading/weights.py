@@ -196,6 +196,7 @@ class ServedWeights:
         model: The model without its weights.
         arrays: Weights and extra arrays; always the same list. A weight that was freed has its shape there.
         are_dropped: Whether the weights are neither on the device nor in host memory.
+        is_own: Whether nobody else has the weights, so that `check` would find nothing.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class ServedWeights:
         self._grid, self._packs = grid, packs
         self._kind: Kind | None = kind
         self.arrays: list[Any] = []
-        self._is_own, self._watched = is_own, _watch(None if is_own else model)
+        self.is_own, self._watched = is_own, _watch(None if is_own else model)
         self._kept: dict[int, np.ndarray] = {}  # weights that are in host memory, by their places in `arrays`
         self._extra: dict[int, np.ndarray] = {}  # what is behind the weights, while it is in host memory
         self.are_dropped = False
@@ -236,10 +237,10 @@ class ServedWeights:
         # The engine's max_model_len may be less: rotary positions are those that the model was loaded with.
         max_model_len = self._like.config.max_position_embeddings
         model = with_weights(self._like, new, max_model_len, overrides, self._grid, self._kind)
-        self._is_own = isinstance(new, str | Path)
-        given = nnx.state(new) if isinstance(new, LanguageModel) else None if self._is_own else new
+        self.is_own = isinstance(new, str | Path)
+        given = nnx.state(new) if isinstance(new, LanguageModel) else None if self.is_own else new
         old = [x for x, is_shared in zip(self.arrays, self._is_shared, strict=False) if not is_shared]
-        flat, weights = self._flat(model, jax.tree.leaves(given), are_placed=self._is_own)
+        flat, weights = self._flat(model, jax.tree.leaves(given), are_placed=self.is_own)
         assert flat.treedef == self.model.treedef, "other weights are flattened in the same order"
         self.arrays[: len(weights)] = weights
         for array in old:
@@ -259,7 +260,7 @@ class ServedWeights:
                 "the model in memory has other weights than those that are served; call update_weights(model)"
             )
         arrays = [array for array in self.arrays if isinstance(array, jax.Array)]
-        if not self._is_own and any(array.is_deleted() for array in arrays):
+        if not self.is_own and any(array.is_deleted() for array in arrays):
             raise RuntimeError(
                 "weights that are served were deleted: a program that they were donated to has taken their "
                 "memory; call update_weights with the new ones"
@@ -308,7 +309,7 @@ class ServedWeights:
     def close(self) -> None:
         """Frees the weights, unless they are the caller's."""
         for i, array in enumerate(self.arrays):
-            is_ours = not self._is_shared[i] if i < len(self._is_shared) else self._is_own
+            is_ours = not self._is_shared[i] if i < len(self._is_shared) else self.is_own
             if is_ours and isinstance(array, jax.Array):
                 array.delete()
         self.arrays, self._watched, self._kept = [], [], {}
@@ -323,7 +324,7 @@ class ServedWeights:
         """
         before = jax.tree.leaves(nnx.state(model))
         own = quantized(model, self._kind)
-        own = packed(own, in_place=self._is_own) if self._packs else own
+        own = packed(own, in_place=self.is_own) if self._packs else own
         flat, weights, splits = flatten(own)
         callers, served = {id(array) for array in given}, {id(array) for array in weights}
         self._is_shared = [id(array) in callers for array in weights]

@@ -114,8 +114,9 @@ class SamplerOptions:
 
     Args:
         max_logprobs: Most likely tokens that are reported.
-        is_processed: Whether log-probabilities are those of the processed logits.
-        custom: Chooses tokens in the sampler's place; None for the sampler.
+        is_processed: Whether log-probabilities are those of the distribution that is drawn from. Of greedy
+            rows, that is the one before temperature, min_p, top_k and top_p.
+        custom: Chooses in place of temperature, min_p, top_k, top_p and the draw; None for these.
     """
 
     max_logprobs: int
@@ -130,87 +131,62 @@ class SamplerOptions:
         forced: Int[Array, " b"] | None = None,
         processed: Float[Array, "b v"] | None = None,
     ) -> SampledTokens:
-        """Chooses one token per row; see `sample`."""
-        return sample(
-            logits,
-            batch,
-            max_logprobs=self.max_logprobs,
-            forced=forced,
-            processed=processed,
-            is_processed=self.is_processed,
-            own=self.custom,
+        """Chooses one token per row: bias, penalties, mask, temperature, min_p, top_k, top_p, then the draw.
+
+        A random row that keeps_draw gets what it would get without its mask, where that is allowed; if not,
+        it is drawn again. Without filters, each allowed token has its share of the probability of all of
+        them then.
+
+        A row's result depends on its own logits and parameters only, and the draw on (seed, position): not on
+        the row's index, its neighbours or B. What no row asks for is not computed.
+
+        Args:
+            logits: [B, V] float32; -inf is a token that can't be.
+            batch: The rows' parameters.
+            processed: float32, the logits to choose from, if others have changed them; they count as `logits`
+                do, which stay those whose log-probabilities are reported.
+            forced: int32, the token to choose whatever is drawn, -1 for none. Nothing else changes.
+
+        Returns:
+            The chosen tokens and their log-probabilities.
+
+        Source: the order and the meaning of each parameter are those of vLLM 1's sampler, except that
+        the bounds of top_k and top_p keep all tokens tied at the bound.
+        """
+        logits = lax.cond(
+            jnp.any(batch.logprob_temperature != 1),
+            lambda: logits / batch.logprob_temperature[:, None],
+            lambda: logits,
         )
-
-
-def sample(
-    logits: Float[Array, "b v"],
-    batch: SamplingBatch,
-    *,
-    max_logprobs: int,
-    forced: Int[Array, " b"] | None = None,
-    processed: Float[Array, "b v"] | None = None,
-    is_processed: bool = False,
-    own: Sampler | None = None,
-) -> SampledTokens:
-    """Chooses one token per row: bias, penalties, mask, temperature, min_p, top_k, top_p, then the draw.
-
-    A random row that keeps_draw gets what it would get without its mask, where that is allowed; if not, it is
-    drawn again. Without filters, each allowed token has its share of the probability of all of them then.
-
-    A row's result depends on its own logits and parameters only, and the draw on (seed, position): not on
-    the row's index, its neighbours or B. What no row asks for is not computed.
-
-    Args:
-        logits: [B, V] float32; -inf is a token that can't be.
-        batch: The rows' parameters.
-        max_logprobs: Most likely tokens to report; static, at most V.
-        processed: float32, the logits to choose from, if others have changed them; they count as `logits` do,
-            which stay those whose log-probabilities are reported.
-        forced: int32, the token to choose whatever is drawn, -1 for none. Nothing else changes.
-        is_processed: Whether log-probabilities are those of the distribution that is drawn from; static. Of
-            greedy rows, that is the one before temperature, min_p, top_k and top_p.
-        own: Chooses in place of temperature, min_p, top_k, top_p and the draw; static.
-
-    Returns:
-        The chosen tokens and their log-probabilities.
-
-    Source: the order and the meaning of each parameter are those of vLLM 1's sampler, except that
-    the bounds of top_k and top_p keep all tokens tied at the bound.
-    """
-    logits = lax.cond(
-        jnp.any(batch.logprob_temperature != 1),
-        lambda: logits / batch.logprob_temperature[:, None],
-        lambda: logits,
-    )
-    is_finite = jnp.isfinite(jax.nn.logsumexp(logits, axis=-1))
-    if processed is None:
-        processed = logits
-    else:
-        is_finite &= ~jnp.any(jnp.isnan(processed) | (processed == jnp.inf), axis=-1)
-    adjusted = _adjust(processed, batch, keeps_draws=own is None)
-    greedy = _argmax(adjusted)
-    # One logit per row tells: the largest is -inf only where all are.
-    largest = jnp.take_along_axis(adjusted, greedy[:, None], axis=-1)[:, 0]
-    has_choice = ~is_finite | (largest != -jnp.inf)
-    is_random = batch.temperature >= GREEDY_BELOW
-    if own is None:
-        token_ids = lax.cond(
-            jnp.any(is_random),
-            lambda: jnp.where(is_random, _draw(adjusted, batch, is_random, _keys(batch)), greedy),
-            lambda: greedy,
-        )
-    else:
-        token_ids = own(adjusted, batch).astype(jnp.int32)
-        has_choice &= (token_ids >= 0) & (token_ids < logits.shape[1])
-    token_ids = jnp.where(is_finite & has_choice, token_ids, 0)
-    if forced is not None:
-        token_ids = jnp.where(forced >= 0, forced, token_ids)
-        has_choice |= forced >= 0
-    if is_processed:
-        adjusted = _adjust(processed, batch, keeps_draws=False)
-        logits = lax.cond(jnp.any(is_random), _drawn_from, lambda x, *_: x, adjusted, batch, is_random)
-    logprobs = token_logprobs(logits, token_ids, batch.wants_logprobs, max_logprobs=max_logprobs)
-    return SampledTokens(token_ids, *logprobs, is_finite, has_choice)
+        is_finite = jnp.isfinite(jax.nn.logsumexp(logits, axis=-1))
+        if processed is None:
+            processed = logits
+        else:
+            is_finite &= ~jnp.any(jnp.isnan(processed) | (processed == jnp.inf), axis=-1)
+        adjusted = _adjust(processed, batch, keeps_draws=self.custom is None)
+        greedy = _argmax(adjusted)
+        # One logit per row tells: the largest is -inf only where all are.
+        largest = jnp.take_along_axis(adjusted, greedy[:, None], axis=-1)[:, 0]
+        has_choice = ~is_finite | (largest != -jnp.inf)
+        is_random = batch.temperature >= GREEDY_BELOW
+        if self.custom is None:
+            token_ids = lax.cond(
+                jnp.any(is_random),
+                lambda: jnp.where(is_random, _draw(adjusted, batch, is_random, _keys(batch)), greedy),
+                lambda: greedy,
+            )
+        else:
+            token_ids = self.custom(adjusted, batch).astype(jnp.int32)
+            has_choice &= (token_ids >= 0) & (token_ids < logits.shape[1])
+        token_ids = jnp.where(is_finite & has_choice, token_ids, 0)
+        if forced is not None:
+            token_ids = jnp.where(forced >= 0, forced, token_ids)
+            has_choice |= forced >= 0
+        if self.is_processed:
+            adjusted = _adjust(processed, batch, keeps_draws=False)
+            logits = lax.cond(jnp.any(is_random), _drawn_from, lambda x, *_: x, adjusted, batch, is_random)
+        logprobs = token_logprobs(logits, token_ids, batch.wants_logprobs, max_logprobs=self.max_logprobs)
+        return SampledTokens(token_ids, *logprobs, is_finite, has_choice)
 
 
 def token_logprobs(

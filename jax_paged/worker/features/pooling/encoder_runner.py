@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,9 @@ from jax_paged.models.features.pooling import PoolingSpec
 from jax_paged.models.quantization.quantize import kind_to_make
 from jax_paged.models.registry import POOLING_MODELS, get_architecture
 from jax_paged.models.weights import LoadedModel
-from jax_paged.worker.compilation.compiler import CompiledPrograms, trim_heap, use_persistent_cache
+from jax_paged.worker.compilation.compiler import CompiledPrograms, trim_heap
+from jax_paged.worker.compilation.feature_set import FeatureSet
+from jax_paged.worker.compilation.persistent_cache import use_persistent_cache
 from jax_paged.worker.compilation.programs import Program, TraceContext
 from jax_paged.worker.features.pooling.pooler import HIDDEN, POOLED, pooling_of
 from jax_paged.worker.kv_cache import KVCacheLayout
@@ -31,9 +33,6 @@ from jax_paged.worker.loading.mesh import choose_products, device_grids
 from jax_paged.worker.loading.resolve_config import ModelFacts, resolve_config
 from jax_paged.worker.loading.weights import ServedWeights, load
 from jax_paged.worker.sampling.sampler import SamplerOptions
-
-if TYPE_CHECKING:
-    from jax_paged.worker.composition import TracedFeatures
 
 # Nobody takes one: they are there so that the scheduler, which keeps a share free, finds some.
 _NUM_BLOCKS = 16
@@ -101,7 +100,6 @@ class EncoderRunner:
         args: Model and limits.
         loaded: A model in memory to serve, in place of args.model; its weights stay the caller's.
         first_device: The first of its devices, among those that JAX sees.
-        features: Features that are traced: none.
 
     Raises:
         ValueError: If the model can't be loaded or a limit does not fit it.
@@ -112,7 +110,6 @@ class EncoderRunner:
         args: EngineArgs,
         loaded: LoadedModel | LanguageModel | None,
         first_device: int,
-        features: "TracedFeatures",
     ) -> None:
         use_persistent_cache()
         _check_arguments(args)
@@ -142,7 +139,7 @@ class EncoderRunner:
             backend="xla",
             batch_invariant=False,
             mesh=grid.mesh,
-            features=features,
+            features=FeatureSet(),
             sampling=SamplerOptions(max_logprobs=0),
         )
         self.arrays: dict[str, list[Array]] = {"weights": self.served.arrays, "kv_cache": []}
@@ -152,15 +149,6 @@ class EncoderRunner:
         self.buckets = plan_texts(self.config.max_model_len, self.config.max_num_batched_tokens)
         self.compiled = CompiledPrograms([], list(self.buckets), lambda p: p.lower(context))
         weakref.finalize(self, self.compiled.abandon).atexit = False
-
-    @property
-    def num_traces(self) -> int:
-        """How many programs were traced so far."""
-        return self.compiled.num_traces
-
-    def wait_until_compiled(self) -> None:
-        """Returns when everything is compiled; until then a step waits for the programs that it needs."""
-        self.compiled.wait()
 
     def dispatch(self, output: SchedulerOutput) -> None:
         """Begins a step: texts of about the same length are computed together."""
@@ -201,6 +189,10 @@ class EncoderRunner:
             prompt_logprobs=[[] for _ in range(num_rows)],
             captured=captured,
         )
+
+    def check_weights(self) -> None:
+        """Raises RuntimeError if the caller's model has other weights than those that are served."""
+        self.served.check()
 
     def forget_images(self) -> None:
         """Does nothing, as texts have no images."""

@@ -13,10 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_paged.models.attention import AttentionMetadata
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.worker.compilation.programs import StepState
 from jax_paged.worker.kv_cache import KVCacheLayout
 from jax_paged.worker.sampling.sampler import SamplerOptions, SamplingBatch
-from jax_paged.worker.traced_step import DrawnTokens, TracedStep
 
 
 class TracedModels(NamedTuple):
@@ -115,50 +113,6 @@ class Drafter(Protocol):
             The pool and the states.
         """
         ...
-
-
-def propose(
-    drafter: Drafter, step: TracedStep, tokens: Int[Array, " t"], state: StepState[Array]
-) -> tuple[Int[Array, " t"], StepState[Array]]:
-    """Puts drafts after the first token of every row; returns the tokens and the state."""
-    batch = step.sampling_batch(tokens, state.token_counts)
-    traced = _traced_models(step, step.context.merge(step.weights), step.metadata())
-    options = SamplerOptions(max_logprobs=1, custom=step.context.sampling.custom)
-    tokens, kv_cache = drafter.draft(traced, tokens, state.kv_cache, state.draft_states, batch, options)
-    return tokens, dataclasses.replace(state, kv_cache=kv_cache)
-
-
-def observe(
-    drafter: Drafter,
-    step: TracedStep,
-    model: LanguageModel,
-    metadata: AttentionMetadata,
-    tokens: Int[Array, " t"],
-    outputs: dict[str, Float[Array, "t e"]],
-    rows: DrawnTokens,
-    state: StepState[Array],
-) -> StepState[Array]:
-    """Lets the drafter read what the model has computed; returns the state."""
-    has_drafted, fields = step.bucket.num_drafts > 0, step.fields
-    last = LastRows(fields["batch_slots"], fields["query_start_loc"][1:] - 1)
-    if has_drafted:
-        last = LastRows(rows.sample_slots, fields["logits_rows"])
-    kv_cache, draft_states = drafter.follow(
-        _traced_models(step, model, metadata),
-        tokens,
-        [outputs[path] for path in drafter.paths],
-        state.kv_cache,
-        state.draft_states,
-        last,
-        has_drafted=has_drafted,
-    )
-    return dataclasses.replace(state, kv_cache=kv_cache, draft_states=draft_states)
-
-
-def _traced_models(step: TracedStep, model: LanguageModel, metadata: AttentionMetadata) -> TracedModels:
-    # The drafter reads a text, whose positions are those of its tokens.
-    metadata = dataclasses.replace(metadata, mrope_positions=None)
-    return TracedModels(step.weights, model, metadata, step.fields["batch_slots"])
 
 
 class OnePass[T](Protocol):

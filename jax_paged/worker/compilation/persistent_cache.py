@@ -1,0 +1,91 @@
+"""JAX's compilation cache on disk: where it is, and its limit."""
+
+import contextlib
+import functools
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import jax
+
+from jax_paged.config.engine_args import cache_dir, max_cache_bytes
+
+_LOGGER = logging.getLogger(__name__)
+
+# The smallest compiled program, in bytes, that JAX writes to a cache that can only be read.
+_WRITES_NOTHING = 2**62
+
+
+def use_persistent_cache() -> None:
+    """Turns JAX's compilation cache on, for programs of any size, unless the user has set it up.
+
+    If the folder can't be written to, one warning is logged, and programs that it already holds are still
+    read.
+
+    Raises:
+        ValueError: If JAX_PAGED_CACHE_GB is not a size.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    max_cache_bytes()  # rather now than when the cache is bounded
+    folder = Path(cache_dir("compiled"))
+    min_entry_bytes = -1
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        _warn_not_writable(folder, str(error))
+        if not os.path.isdir(folder):
+            return
+        min_entry_bytes = _WRITES_NOTHING
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", min_entry_bytes)
+
+
+@functools.cache
+def _warn_not_writable(folder: Path, reason: str) -> None:
+    """Logs a warning, once per process for the same folder and reason."""
+    _LOGGER.warning(
+        "compiled programs are not kept for the next start, as %s can't be written to (%s); set "
+        "XDG_CACHE_HOME or JAX_COMPILATION_CACHE_DIR to a folder that can",
+        folder,
+        reason,
+    )
+
+
+def bound_persistent_cache() -> None:
+    """Deletes the least recently used compiled programs of the default cache, if it exceeds its limit.
+
+    A folder that the user has chosen for JAX's compilation cache, or a limit that the user has set for it,
+    is left to JAX.
+    """
+    folder = Path(cache_dir("compiled"))
+    if (
+        jax.config.jax_compilation_cache_dir == str(folder)
+        and jax.config.jax_compilation_cache_max_size == -1
+    ):
+        evict(folder, max_cache_bytes())
+
+
+def evict(folder: Path, max_bytes: float) -> None:
+    """Deletes the least recently used files of a folder until the rest has at most `max_bytes`.
+
+    A file was used when it was read or written last, as the file system says. Other processes may read,
+    write and evict at the same time: a file that is gone is compiled and written again.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        for file in folder.iterdir():
+            with contextlib.suppress(OSError):  # another process has deleted it
+                stat = file.stat()
+                found.append((max(stat.st_atime_ns, stat.st_mtime_ns), stat.st_size, file))
+    num_bytes = sum(size for _, size, _ in found)
+    for _, size, file in sorted(found):
+        if num_bytes <= max_bytes:
+            break
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+            num_bytes -= size

@@ -1,0 +1,351 @@
+"""Features around the steps of a runner. A plain step enters none of this.
+
+StepFields       fills the fields of the packed buffer that belong to features
+RunnerFeatures   runs programs around a step: prepare() and plan() before it, finish() after it
+RowOutputs       what finish() has started, to be read with the step's result
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Array
+
+from jax_paged.config.engine_args import EngineConfig
+from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.models.parallel.sharding import DeviceGrid
+from jax_paged.worker.compilation.buckets import Bucket, StepVariant
+from jax_paged.worker.compilation.compiler import CompiledPrograms
+from jax_paged.worker.compilation.feature_set import FeatureSet
+from jax_paged.worker.compilation.programs import DeviceInputs, StepResult, StepState, TraceContext
+from jax_paged.worker.features import cascade, multi_step, prompt_embeds
+from jax_paged.worker.features.encoder_decoder import encode, fill_encoder_lens, plan_encoders
+from jax_paged.worker.features.lora import AdapterArrays
+from jax_paged.worker.features.multimodal.image_encoder import ImageEncoder
+from jax_paged.worker.features.multimodal.mrope import fill_mrope, mrope_positions
+from jax_paged.worker.features.pooling.pooler import PendingPooled, PlannedPooling, plan_pooling
+from jax_paged.worker.features.prompt_logprobs import (
+    PendingPromptLogprobs,
+    PromptLogprobsProgram,
+    begin_rows,
+    row_targets,
+)
+from jax_paged.worker.features.state_slots import fill_state_slots
+from jax_paged.worker.features.user_functions import host_processors
+from jax_paged.worker.features.user_functions.hook_captures import PendingCaptures, plan_captures
+from jax_paged.worker.features.user_functions.processor_states import KeptStates, fill_processor_args
+from jax_paged.worker.input_batch import InputBatch, SlotChanges
+from jax_paged.worker.step_rows import LogitsRows, ScheduledRows
+
+__all__ = ["mrope_positions"]
+
+
+def has_step_features(features: FeatureSet, config: EngineConfig) -> bool:
+    """Returns whether every step of an engine passes through this module, whatever its requests use."""
+    is_traced = features.has_encoder or features.lora or features.embed_path or features.image_spec
+    is_traced = is_traced or features.hooks or features.processors or features.pooling
+    return bool(is_traced or config.speculation or config.num_scheduler_steps > 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StepFields:
+    """Fields of the packed buffer that belong to features.
+
+    Args:
+        input_batch: State of the batch slots.
+        block_size: Tokens per block.
+        num_state_slots: Slots for recurrent states; 0 if no layer has such states.
+        embeds_size: Size of a vector in place of a token, with the parts that are added to outputs of layers.
+        has_mrope: Whether image tokens have rotary positions in rows and columns.
+    """
+
+    input_batch: InputBatch
+    block_size: int
+    num_state_slots: int = 0
+    embeds_size: int = 0
+    has_mrope: bool = False
+
+    @classmethod
+    def of(cls, context: TraceContext, config: EngineConfig, batch: InputBatch) -> "StepFields | None":
+        """Returns the fields of an engine; None if it uses no feature that has fields."""
+        features = context.features
+        if not has_step_features(features, config) and not config.state_slots[0]:
+            return None
+        return StepFields(
+            input_batch=batch,
+            block_size=config.block_size,
+            num_state_slots=config.state_slots[0],
+            embeds_size=features.embeds_size,
+            has_mrope=features.has_mrope,
+        )
+
+    def fill(
+        self,
+        view: dict[str, np.ndarray],
+        rows: ScheduledRows,
+        logits_rows: LogitsRows,
+        sample_slots: np.ndarray,
+        output: SchedulerOutput,
+        bucket: Bucket,
+    ) -> np.ndarray | None:
+        """Fills the fields; returns the vectors of token rows, float32 [T, E], if the bucket has them."""
+        batch, n = self.input_batch, len(rows.batch_slots)
+        fill_encoder_lens(view["context_lens"], batch, rows.batch_slots)
+        if self.num_state_slots:
+            fill_state_slots(view["state_slots"], output, self.num_state_slots)
+        if self.has_mrope:
+            positions = view["mrope_positions"][:, : len(rows.positions)]
+            fill_mrope(positions, batch, rows.token_batch_slots, rows.positions)
+        if batch.hook_args.size:
+            view["hook_args"][:n] = batch.hook_args[rows.batch_slots].view(np.int32)
+        if batch.processor_args.size:
+            fill_processor_args(view["processor_args"], batch, sample_slots)
+        if bucket.num_drafts and logits_rows.num_drafts is not None:
+            view["num_drafts"][: len(sample_slots)] = logits_rows.num_drafts
+        if bucket.num_steps > 1:
+            multi_step.fill(view, batch, rows.batch_slots, rows.start, output.burst, self.block_size)
+        if bucket.has_adapters:
+            view["adapter_slots"][:n] = batch.adapter_slots[rows.batch_slots]
+        if not bucket.has_embeds:
+            return None
+        return prompt_embeds.step_embeds(batch, view["has_embeds"], output, self.embeds_size)
+
+
+def plan_shared_prefixes(
+    context: TraceContext, batch: InputBatch, block_size: int
+) -> cascade.SharedPrefixes | None:
+    """Returns the finder of common leading blocks; None if sequences do not attend to them together."""
+    groups = context.layout.groups if context.min_shared_rows else ()
+    # All groups without a window share alike: a block is cached or forked in all of them.
+    full = [g for g, group in enumerate(groups) if group.window is None and not group.is_cross]
+    return cascade.SharedPrefixes(batch, full[0], block_size) if full else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeaturePlan:
+    """What the features need of one step.
+
+    Args:
+        variant: Variant of the bucket.
+        targets: Prompt tokens or drafts that get log-probabilities, by row.
+        pooling: What is pooled; None for nothing.
+        has_functions: Whether requests have logits processors on the host.
+    """
+
+    variant: StepVariant
+    targets: dict[int, tuple[list[int], int]]
+    pooling: PlannedPooling | None
+    has_functions: bool
+
+
+class Device(NamedTuple):
+    """The device as features use it.
+
+    Args:
+        run: Runs a program on arguments.
+        compiled: Compiles further programs.
+        weights: Of the model.
+    """
+
+    run: Callable[..., Any]
+    compiled: CompiledPrograms
+    weights: list[Array]
+
+
+class RunnerFeatures:
+    """Features of one engine that run programs, or work on the host, around its steps.
+
+    Args:
+        context: What programs are traced for.
+        config: Of the engine.
+        batch: State of the batch slots.
+        grid: The devices.
+        place: Copies host arrays to all devices.
+
+    Attributes:
+        are_on: Whether all steps of the engine pass through its features. If not, only those do that have
+            requests with prompt log-probabilities or logits processors on the host.
+        adapters: Adapter arrays; None without adapters.
+        image_encoder: Encodes images; None without images.
+    """
+
+    def __init__(
+        self,
+        context: TraceContext,
+        config: EngineConfig,
+        batch: InputBatch,
+        grid: DeviceGrid,
+        place: Callable[..., tuple[Array, ...]],
+    ) -> None:
+        features = context.features
+        self._context, self._config, self._batch, self._place = context, config, batch, place
+        self.are_on = has_step_features(features, config)
+        self._encoders = plan_encoders(context.max_model_len) if features.has_encoder else []
+        self.adapters = AdapterArrays(features.lora, grid) if features.lora else None
+        self.image_encoder: ImageEncoder | None = None
+        if config.images is not None:
+            is_invariant = config.batch_invariant
+            self.image_encoder = ImageEncoder(config.images.cache_bytes, batch_invariant=is_invariant)
+        self._processors = KeptStates() if features.processors else None
+        self._image_errors: dict[int, str] = {}
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The adapter arrays."""
+        return [] if self.adapters is None else self.adapters.arrays
+
+    def prepare(
+        self, device: Device, state: StepState[Array], output: SchedulerOutput, changes: SlotChanges
+    ) -> StepState[Array]:
+        """Runs what comes before a step: processor states, encoders, images, adapters; returns the state."""
+        if self._processors is not None:
+            states = self._processors.move(output, changes, self._batch, state.processor_states, self._place)
+            state = dataclasses.replace(state, processor_states=states)
+        if output.to_encode:
+            pool = encode(device.run, self._encoders, output, self._config, device.weights, state.kv_cache)
+            state = dataclasses.replace(state, kv_cache=pool)
+        if self.image_encoder is not None:
+            self._image_errors = self.image_encoder.encode(device.run, device.weights, output, self._batch)
+        if self.adapters is not None:
+            self.adapters.load(device.run, output.adapter_loads)
+        return state
+
+    def plan(self, output: SchedulerOutput, *, has_mixed: bool) -> FeaturePlan:
+        """Returns what the requests of a step need of its program.
+
+        Args:
+            output: The step.
+            has_mixed: Whether the engine has buckets of mixed steps. Hidden states are read from these.
+        """
+        batch, config = self._batch, self._config
+        targets, pooling = row_targets(output, batch), plan_pooling(output, batch, self._context)
+        has_functions, has_embeds = bool(batch.functions), batch.has_embeds(output)
+        reads_all_rows = bool(targets or pooling or has_functions or has_embeds)
+        is_mixed = has_mixed and (reads_all_rows or output.num_batched_tokens > len(output.scheduled))
+        if config.batch_invariant:  # one program serves all
+            has_embeds = self._context.features.embed_size > 0 and (is_mixed or not has_mixed)
+        has_adapters = self.adapters is not None and (
+            config.batch_invariant or has_embeds or batch.has_adapters(output)
+        )
+        num_drafts = 0
+        if config.speculation and output.num_drafts:
+            num_drafts = config.speculation.num_tokens
+            assert output.num_drafts <= num_drafts, f"{output.num_drafts} drafts of a row, not {num_drafts}"
+        variant = StepVariant(
+            is_decode=not is_mixed,
+            num_steps=config.num_scheduler_steps if output.burst else 1,
+            num_drafts=num_drafts,
+            has_adapters=has_adapters,
+            has_embeds=has_embeds,
+        )
+        return FeaturePlan(variant=variant, targets=targets, pooling=pooling, has_functions=has_functions)
+
+    def with_adapters(self, inputs: DeviceInputs[Any], plan: FeaturePlan) -> DeviceInputs[Any]:
+        """Adds the adapter arrays to the inputs of a step, if the bucket has them."""
+        return dataclasses.replace(inputs, adapters=self.arrays) if plan.variant.has_adapters else inputs
+
+    def finish(
+        self,
+        device: Device,
+        output: SchedulerOutput,
+        plan: FeaturePlan,
+        fields: dict[str, np.ndarray],
+        inputs: DeviceInputs[Any],
+        result: StepResult[Array],
+    ) -> "RowOutputs":
+        """Starts what follows a step: host processors, prompt log-probabilities, pooling, hook captures."""
+        hidden: Any = result.hidden  # not None in the steps that are read
+        redrawn = {}
+        if plan.has_functions:
+            redrawn = host_processors.redraw(
+                device.compiled, device.weights, hidden, self._batch, fields, inputs
+            )
+        scored: list[PendingPromptLogprobs] = []
+        if plan.targets:
+            program = PromptLogprobsProgram(self._context.features.hidden_size)
+            scored = begin_rows(device.run, program, device.weights, hidden, output, plan.targets)
+        return RowOutputs(
+            prompt_logprobs=scored,
+            captures=plan_captures(output, self._batch, self._config.capturing, result.captured),
+            pooled=plan.pooling and plan.pooling.begin(device.run, device.weights, hidden),
+            redrawn=redrawn,
+            errors=self._errors_of_rows(output),
+        )
+
+    def free(self, state: StepState[Array]) -> None:
+        """Copies to host memory what is to be kept while the engine sleeps."""
+        if self.adapters is not None:
+            self.adapters.free()
+        if self._processors is not None:
+            self._processors.free(state.processor_states)
+
+    def restore(self, state: StepState[Array]) -> StepState[Array]:
+        """Brings back what `free` has kept; returns the state."""
+        if self.adapters is not None:
+            self.adapters.restore()
+        if self._processors is not None:
+            states = self._processors.restore(state.processor_states, self._place)
+            state = dataclasses.replace(state, processor_states=states)
+        return state
+
+    def forget_images(self) -> None:
+        """Drops the vectors of images: the weights have changed."""
+        if self.image_encoder is not None:
+            self.image_encoder.clear()
+
+    def _errors_of_rows(self, output: SchedulerOutput) -> dict[int, str]:
+        if not self._image_errors:
+            return {}
+        batch_slots = self._batch.slots_of(row.seq_id for row in output.scheduled).tolist()
+        return {
+            i: self._image_errors[batch_slot]
+            for i, batch_slot in enumerate(batch_slots)
+            if batch_slot in self._image_errors
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RowOutputs:
+    """Outputs of a step's rows beside tokens, while the device computes them.
+
+    Args:
+        prompt_logprobs: Of rows whose prompt or drafts are scored.
+        captures: Values captured by hooks.
+        pooled: Pooled hidden states.
+        redrawn: Columns of StepResult.tokens and rows of StepResult.details in place of the step's, by
+            logits row.
+        errors: Messages for sequences that have to end, by row.
+    """
+
+    prompt_logprobs: list[PendingPromptLogprobs]
+    captures: PendingCaptures | None
+    pooled: PendingPooled | None
+    redrawn: dict[int, tuple[np.ndarray, np.ndarray]]
+    errors: dict[int, str]
+
+    def redraw(self, results: np.ndarray, details: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns the results and details of a step with the redrawn tokens in their places."""
+        if not self.redrawn:
+            return results, details
+        results, details = results.copy(), None if details is None else details.copy()
+        for j, (column, row) in self.redrawn.items():
+            results[:4, j] = column
+            if details is not None:
+                details[j] = row
+        return results, details
+
+    def add_to(self, output: ModelRunnerOutput, num_live: list[int] | None = None) -> ModelRunnerOutput:
+        """Waits for the outputs; returns the result of the step with them.
+
+        Args:
+            output: The result without them.
+            num_live: The number of decode steps each row took part in; None unless several were done.
+        """
+        scored: list[list[TokenLogprobs]] = [[] for _ in output.prompt_logprobs]
+        for pending in self.prompt_logprobs:
+            scored[pending.row] = pending.read()
+        captured = self.captures.read(num_live) if self.captures else {}
+        captured |= self.pooled.read() if self.pooled else {}
+        return dataclasses.replace(output, prompt_logprobs=scored, captured=captured, errors=self.errors)
