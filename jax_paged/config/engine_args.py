@@ -15,9 +15,9 @@ from jax_paged.config.multimodal import ImageSettings, note_image_problems
 from jax_paged.config.parallel import note_problems
 from jax_paged.config.speculative import SpeculativeConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
-from jax_paged.core.speculation import Speculation
 from jax_paged.errors import Problems, check, check_choice, check_int, check_number
 from jax_paged.pooling_params import PoolerConfig
+from jax_paged.speculation import Speculation
 
 if TYPE_CHECKING:
     from jax_paged.models.features.pooling import PoolingSpec

@@ -20,8 +20,8 @@ from jax_paged.core.features.speculation import draft_planner
 from jax_paged.core.features.speculation.draft_planner import DraftPlanner
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.sequence import SequenceGroup
-from jax_paged.core.speculation import Speculation
 from jax_paged.core.stop_conditions import StopConditions
+from jax_paged.speculation import Speculation
 
 
 def build_adapter_slots(max_loras: int, queues: RequestQueues) -> AdapterSlots | None:

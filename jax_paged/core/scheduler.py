@@ -26,7 +26,7 @@ from jax_paged.errors import check_choice, check_int, check_number
 
 if TYPE_CHECKING:
     from jax_paged.core.features.interactive.request_edits import RequestEdit
-    from jax_paged.core.speculation import Speculation
+    from jax_paged.speculation import Speculation
 
 Policy = Literal["fcfs", "priority"] | Callable[[SequenceGroup], Any]
 

@@ -15,8 +15,8 @@ from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceGroup, SequenceStatus
-from jax_paged.core.speculation import Speculation
 from jax_paged.errors import ArgumentError, check, check_int
+from jax_paged.speculation import Speculation
 
 STEP = np.dtype(
     [

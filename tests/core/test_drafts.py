@@ -13,7 +13,7 @@ from jax_paged.core.features.speculation.num_drafts import (
     chosen_length,
 )
 from jax_paged.core.features.speculation.step_times import StepTimes
-from jax_paged.core.speculation import sizes_up_to
+from jax_paged.speculation import sizes_up_to
 
 
 def expected_draft(tokens: list[int], least: int, most: int, num_tokens: int) -> list[int]:

@@ -23,8 +23,8 @@ from jax_paged.core.model_runner_output import TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
-from jax_paged.core.speculation import Speculation
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.speculation import Speculation
 
 MAX_MODEL_LEN = 60
 FULL, WINDOW, CROSS = CacheGroup(), CacheGroup(window=5), CacheGroup(is_cross=True)

@@ -28,9 +28,9 @@ from helpers.windowed_model import write_windowed_checkpoint
 from safetensors.numpy import load_file, save_file
 
 from jax_paged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
-from jax_paged.core.speculation import Speculation
 from jax_paged.lab.recording import replay
 from jax_paged.outputs import RequestOutput
+from jax_paged.speculation import Speculation
 from jax_paged.worker import traced_features
 
 pytestmark = pytest.mark.thorough

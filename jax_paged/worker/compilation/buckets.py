@@ -5,7 +5,7 @@ import functools
 from typing import NamedTuple
 
 from jax_paged.config.engine_args import EngineConfig
-from jax_paged.core.speculation import sizes_up_to
+from jax_paged.speculation import sizes_up_to
 
 # XLA compiles what surrounds the products of fewer rows in another way.
 MIN_INVARIANT_ROWS = 16

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from jax_paged.config.engine_args import EngineArgs, EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup, blocks_of
-from jax_paged.core.speculation import Speculation
 from jax_paged.errors import ArgumentError, check, check_int
+from jax_paged.speculation import Speculation
 
 if TYPE_CHECKING:
     from jax_paged.models.features.pooling import PoolingSpec

@@ -6,7 +6,7 @@ from jax_paged.core.features.speculation.probing import begins_span
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import Sequence
-from jax_paged.core.speculation import Speculation
+from jax_paged.speculation import Speculation
 
 # A step with drafts that are accepted less often than this never pays.
 MIN_RATE = 0.25

@@ -14,9 +14,9 @@ from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.result_updater import NewTokens
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup
-from jax_paged.core.speculation import Speculation
 from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.stop_conditions import StopConditions
+from jax_paged.speculation import Speculation
 
 
 class _Decoding(NamedTuple):

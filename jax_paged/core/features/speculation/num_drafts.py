@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from jax_paged.core.speculation import sizes_up_to
+from jax_paged.speculation import sizes_up_to
 
 # What a step with drafts has to bring, in tokens per time, beside one without.
 MIN_GAIN = 1.1

@@ -3,7 +3,7 @@
 from jax_paged.core.features.speculation.num_drafts import padded
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.speculation import Speculation
+from jax_paged.speculation import Speculation
 
 # The weight of the newest time, how many times the mean it counts at most, and how many make a mean, which
 # begins with the least of them.
