@@ -1,5 +1,6 @@
 """How running requests lose their blocks when these run out: recomputed, swapped out, or ended."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
@@ -88,7 +89,8 @@ class Preemption:
                 self.recompute(group)
                 continue
             # Beside its own: what its adapter and its hooks have computed is still no other's.
-            group.cache_salt = f"{kept_salt}\0{group.cache_salt}"
+            salt = f"{kept_salt}\0{group.cache_salt}"
+            group.request = dataclasses.replace(group.request, cache_salt=salt)
             for seq in group.unfinished:
                 seq.block_hashes.clear()
 

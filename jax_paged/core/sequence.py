@@ -3,8 +3,9 @@
 import dataclasses
 import enum
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, Self
 
+from jax_paged.core.request import Request, StandIn
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 
@@ -59,7 +60,7 @@ class Sequence:
             table is its position less these.
         block_places: If blocks were dropped, where in the whole text each block stood that was kept then, in
             order; the blocks after them follow without a gap.
-        stand_ins: What some tokens of its prompt are instead; these are placeholders. In order.
+        stand_ins: Those of its request.
     """
 
     prompt_token_ids: list[int]
@@ -76,7 +77,7 @@ class Sequence:
     seq_id: int = 0
     num_dropped_tokens: int = 0
     block_places: tuple[int, ...] = ()
-    stand_ins: "tuple[StandIn, ...]" = ()
+    stand_ins: tuple[StandIn, ...] = ()
 
     @property
     def cumulative_logprob(self) -> float:
@@ -150,34 +151,6 @@ class Sequence:
         return self.prompt_token_ids[start:stop] + self.output_token_ids[: max(0, stop - p)]
 
 
-class StandIn(NamedTuple):
-    """What stands in place of some tokens of a prompt, such as a part of an image.
-
-    Args:
-        start: Position of the first of them.
-        stop: Position behind the last of them.
-        digest: What has the same digest is the same.
-        data: What it is; only the executor knows.
-    """
-
-    start: int
-    stop: int
-    digest: str
-    data: Any
-
-
-class PromptEmbeds(NamedTuple):
-    """Vectors that take the place of the first tokens of a prompt.
-
-    Args:
-        num_tokens: How many; in prompt_token_ids, placeholders stand for them.
-        data: float32, little-endian, hidden_size numbers for each.
-    """
-
-    num_tokens: int
-    data: bytes
-
-
 @dataclasses.dataclass
 class RequestMetrics:
     """Times of one request, in the engine's clock (seconds); None until it happened."""
@@ -196,50 +169,77 @@ class RequestMetrics:
 
 @dataclasses.dataclass(eq=False)
 class SequenceGroup:
-    """One request: its sequences, parameters and times. Scheduled and preempted as a whole.
+    """A request and its state: sequences and times. Scheduled and preempted as a whole.
 
     Args:
-        request_id: Unique among unfinished requests.
+        request: The prompt, the parameters, and the features that the request uses. Only `cache_salt` is
+            ever replaced.
         sequences: One at first; samples are forked from it when its prompt is computed, beams at every step.
-        sampling_params: Of all its sequences.
         metrics: When things happened.
-        cache_salt: Only groups of equal salt share blocks.
-        priority: Lower is served earlier, under the "priority" policy.
-        beam_params: What is searched, if it is a beam search; its sequences are then the beams.
-        encoder_token_ids: What the encoder of an encoder-decoder model reads; empty for a decoder.
         key: What the scheduler orders groups by; set by it.
         arrival: Its place in the order of arrival, which settles ties; set by the scheduler.
         completed: Of a beam search, the best hypotheses that ended; they hold no blocks.
-        adapter: A hash of what its adapter does; "" if it has none. It is a part of cache_salt, too.
-        prompt_embeds: What its first tokens are instead of vectors of the table; a hash of it is a part of
-            cache_salt. None if they are tokens.
         needs_tokens_on_host: True if its next token cannot be chosen before the host knows the previous one.
             The scheduler derives this and the next two when it adds the request.
         allows_multi_step: True if its sequences may take part in a multi-step.
         allows_drafts: True if draft tokens may be verified for its sequences.
     """
 
-    request_id: str
+    request: Request
     sequences: list[Sequence]
-    sampling_params: SamplingParams
     metrics: RequestMetrics
-    cache_salt: str = ""
-    priority: int = 0
-    beam_params: BeamSearchParams | None = None
-    encoder_token_ids: list[int] = dataclasses.field(default_factory=list)
     key: Any = 0
     arrival: int = 0
     completed: list[Sequence] = dataclasses.field(default_factory=list)
-    adapter: str = ""
-    prompt_embeds: PromptEmbeds | None = None
     needs_tokens_on_host: bool = False
     allows_multi_step: bool = False
     allows_drafts: bool = False
 
     def __post_init__(self) -> None:
-        beams, params = self.beam_params, self.sampling_params
-        # Maximum sequences that run at a time.
-        self.max_num_seqs = beams.beam_width if beams else params.best_of or params.n
+        self.max_num_seqs = self.request.max_num_seqs
+
+    @classmethod
+    def of(cls, request: Request, arrival_time: float) -> Self:
+        """Returns a new request, with one sequence."""
+        seq = Sequence(request.prompt_token_ids, seed=request.sampling_params.seed or 0)
+        if request.features is not None:
+            seq.stand_ins = request.features.stand_ins
+        return cls(request, [seq], RequestMetrics(arrival_time))
+
+    @property
+    def request_id(self) -> str:
+        """Unique among unfinished requests."""
+        return self.request.request_id
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """Sampling parameters of all sequences."""
+        return self.request.sampling_params
+
+    @property
+    def cache_salt(self) -> str:
+        """Only groups of equal salt share blocks."""
+        return self.request.cache_salt
+
+    @property
+    def priority(self) -> int:
+        """Lower values are served earlier under the "priority" policy."""
+        return self.request.priority
+
+    @property
+    def beam_params(self) -> BeamSearchParams | None:
+        """Parameters of a beam search; None for sampling."""
+        return self.request.beam_params
+
+    @property
+    def encoder_token_ids(self) -> list[int]:
+        """Tokens for the encoder; empty without an encoder."""
+        return self.request.encoder_token_ids
+
+    @property
+    def adapter(self) -> str:
+        """Hash of what the LoRA adapter does; "" without an adapter."""
+        return self.request.adapter
 
     @property
     def num_batch_slots(self) -> int:

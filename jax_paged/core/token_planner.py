@@ -107,7 +107,12 @@ class TokenPlanner:
         return rows
 
     def fork_samples(self, group: SequenceGroup, seq: Sequence) -> tuple[Sequence, ...]:
-        """Makes the other samples of a request whose prompt is computed in this step; returns all of them."""
+        """Makes the other samples of a request whose prompt is computed in this step; returns all of them.
+
+        Beams are not forked before tokens are known.
+        """
+        if group.beam_params is not None:
+            return (seq,)
         for index in range(1, group.max_num_seqs):
             sample = seq.fork(index, group.sampling_params.seed_of(index))
             self.block_manager.fork(seq, sample, len(seq))

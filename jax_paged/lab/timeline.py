@@ -111,7 +111,7 @@ def _lanes(outputs: Sequence[SchedulerOutput], per_column: int, edges: list[floa
     computed: dict[str, dict[int, bool]] = defaultdict(dict)
     preempted: dict[str, list[int]] = defaultdict(list)
     for step, output in enumerate(outputs):
-        names |= {new.seq_id: new.request_id for new in output.new_sequences}
+        names |= {new.seq_id: new.request.request_id for new in output.new_sequences}
         for request_id in output.preempted:
             preempted[request_id].append(step // per_column)
         for row in output.scheduled:

@@ -240,7 +240,7 @@ class BatchBuilder:
         view["slot_mapping"][:] = self._num_blocks * size
         for g, group in enumerate(self._groups):
             if group.is_cross:
-                view["context_lens"][g, :n] = batch.num_encoder_tokens[batch_slots]
+                view["context_lens"][g, :n] = batch.features.num_encoder_tokens[batch_slots]
             else:
                 blocks = batch.block_tables[g][rows.token_batch_slots, places // size]
                 assert blocks.min() > 0, "a token would be written to the null block"

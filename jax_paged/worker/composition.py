@@ -42,6 +42,7 @@ from jax_paged.worker.compilation.programs import (
 )
 from jax_paged.worker.features import cascade, multi_step, prompt_embeds, snapshot
 from jax_paged.worker.features.encoder_decoder import encode, plan_encoders
+from jax_paged.worker.features.feature_rows import FeatureRows
 from jax_paged.worker.features.interactive import Inspector
 from jax_paged.worker.features.lora import (
     AdapterArrays,
@@ -73,7 +74,7 @@ from jax_paged.worker.features.user_functions import host_processors, logits_pro
 from jax_paged.worker.features.user_functions.hook_captures import PendingCaptures, plan_captures
 from jax_paged.worker.features.user_functions.logits_processors import LogitsProcessor, check_processors
 from jax_paged.worker.features.user_functions.processor_states import KeptStates, fill_processor_args
-from jax_paged.worker.input_batch import InputBatch, SlotChanges
+from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.kv_cache import KVCacheLayout
 from jax_paged.worker.loading.weights import check_order, outline_of, pooling_of
 from jax_paged.worker.sampling.logits_rows import LogitsRows
@@ -416,19 +417,29 @@ class StepFields:
         if self.has_mrope:
             positions = view["mrope_positions"][:, : len(rows.positions)]
             fill_mrope(positions, batch, rows.token_batch_slots, rows.positions)
-        if batch.hook_args.size:
-            view["hook_args"][:n] = batch.hook_args[rows.batch_slots].view(np.int32)
-        if batch.processor_args.size:
+        if batch.features.hook_args.size:
+            view["hook_args"][:n] = batch.features.hook_args[rows.batch_slots].view(np.int32)
+        if batch.features.processor_args.size:
             fill_processor_args(view["processor_args"], batch, sample_slots)
         if bucket.num_drafts:
             view["num_drafts"][: len(logits_rows.rows)] = logits_rows.num_drafts
         if bucket.num_steps > 1:
             multi_step.fill(view, batch, rows.batch_slots, rows.start, output.burst, self.block_size)
         if bucket.has_adapters:
-            view["adapter_slots"][:n] = batch.adapter_slots[rows.batch_slots]
+            view["adapter_slots"][:n] = batch.features.adapter_slots[rows.batch_slots]
         if not bucket.has_embeds:
             return None
         return prompt_embeds.step_embeds(batch, view["has_embeds"], output, self.embeds_size)
+
+
+def make_feature_rows(config: EngineConfig, context: TraceContext) -> FeatureRows:
+    """Returns the owner of what features keep for each sequence."""
+    return FeatureRows(
+        config.max_num_seqs,
+        hooks=config.hooks,
+        processors=config.logits_processors,
+        mrope_positions=mrope_positions if context.features.has_mrope else None,
+    )
 
 
 def min_shared_rows(config: EngineConfig, parts: "CallerParts") -> int:
@@ -530,11 +541,10 @@ class RunnerFeatures:
         weights: list[Array],
         state: StepState[Array],
         output: SchedulerOutput,
-        changes: SlotChanges,
     ) -> StepState[Array]:
         """Runs what comes ahead of a step: processor states, encoders, images, adapters."""
         if self._processors is not None:
-            states = self._processors.move(output, changes, self._batch, state.processor_states, self._place)
+            states = self._processors.move(output, self._batch, state.processor_states, self._place)
             state = dataclasses.replace(state, processor_states=states)
         if output.to_encode:
             pool = encode(run, self._encoders, output, self._config, weights, state.kv_cache)
@@ -547,14 +557,14 @@ class RunnerFeatures:
 
     def needs(self, output: SchedulerOutput) -> StepNeeds:
         """Returns what the requests of a step need of its program."""
-        batch = self._batch
-        if not (batch.prompts or output.scores_drafts or batch.pooling or batch.functions or batch.embeds):
+        batch, rows = self._batch, self._batch.features
+        if not (batch.prompts or output.scores_drafts or rows.pooling or rows.functions or rows.embeds):
             return NO_NEEDS
         return StepNeeds(
             targets=row_targets(output, batch),
             pooling=plan_pooling(output, batch, self._context),
-            has_functions=bool(batch.functions),
-            has_embeds=batch.has_embeds(output),
+            has_functions=bool(batch.features.functions),
+            has_embeds=batch.features.has_embeds(output),
         )
 
     def variant(self, output: SchedulerOutput, needs: StepNeeds, *, is_mixed: bool) -> tuple[bool, bool]:
@@ -570,7 +580,7 @@ class RunnerFeatures:
             has_embeds = self._context.features.embed_size > 0 and is_mixed
         if self.adapters is None:
             return False, has_embeds
-        return is_invariant or has_embeds or self._batch.has_adapters(output), has_embeds
+        return is_invariant or has_embeds or self._batch.features.has_adapters(output), has_embeds
 
     def finish(
         self,

@@ -27,12 +27,12 @@ from jax_paged.worker.composition import (
     RunnerFeatures,
     StepFields,
     StepNeeds,
-    mrope_positions,
+    make_feature_rows,
     plan_shared_prefixes,
 )
 from jax_paged.worker.distributed.process_group import OneProcess, ProcessGroup
 from jax_paged.worker.host_blocks import HostBlocks
-from jax_paged.worker.input_batch import InputBatch, SlotChanges
+from jax_paged.worker.input_batch import InputBatch, TokenCountReset
 from jax_paged.worker.pipeline.own_stage import OwnStage
 from jax_paged.worker.pipeline.stages import state_shapes
 from jax_paged.worker.sampling.logits_rows import LogitsRows, plan_logits_rows
@@ -138,8 +138,8 @@ class ModelRunner:
 
         Only swapping out waits for the device, which runs the steps that are dispatched in order.
         """
-        changes = self._input_batch.update(output)
-        self._state = self._prepare(output, changes)
+        resets = self._input_batch.update(output)
+        self._state = self._prepare(output, resets)
         if not output.scheduled:
             return self._pending.append(PendingStep.empty(output.step_id))
         logits_rows, needs = plan_logits_rows(output), self.features.needs(output)
@@ -223,16 +223,16 @@ class ModelRunner:
             movers.append(mover)
         return movers, host
 
-    def _prepare(self, output: SchedulerOutput, changes: SlotChanges) -> StepState[Any]:
+    def _prepare(self, output: SchedulerOutput, resets: list[TokenCountReset]) -> StepState[Any]:
         """Runs what comes ahead of a step; returns the state."""
         state, kv_cache = self._state, self._state.kv_cache
         for mover in self._movers:
             kv_cache = mover.move(self._run, kv_cache, output)
         if kv_cache is not state.kv_cache:
             state = dataclasses.replace(state, kv_cache=kv_cache)
-        state = self.features.prepare(self._run, self._weights, state, output, changes)
-        if changes.resets:
-            counts = reset_token_counts(self._run, state.token_counts, changes.resets)
+        state = self.features.prepare(self._run, self._weights, state, output)
+        if resets:
+            counts = reset_token_counts(self._run, state.token_counts, resets)
             state = dataclasses.replace(state, token_counts=counts)
         return state
 
@@ -310,10 +310,8 @@ def _make_input_batch(config: EngineConfig, context: TraceContext) -> InputBatch
         max_blocks_per_seq=context.max_blocks_per_seq,
         num_blocks=config.num_blocks,
         vocab_size=config.vocab_size,
-        hooks=config.hooks,
-        processors=config.logits_processors,
+        features=make_feature_rows(config, context),
         is_cross=[group.is_cross for group in groups],
-        mrope_positions=mrope_positions if context.features.has_mrope else None,
     )
 
 

@@ -99,8 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 values["n"] = 1
             if self.sched.policy == "priority":
                 values["priority"] = priority
-            group = make_group(len(self.groups), prompt, salt=adapter, **values)
-            group.adapter = adapter
+            group = make_group(len(self.groups), prompt, salt=adapter, adapter=adapter, **values)
             self.groups.append(group)
             self.sched.add(group)
 

@@ -17,7 +17,7 @@ from helpers.real_model import TOLERANCE, drain, make_engine, make_executor, res
 from jax_paged import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from jax_paged.config.multimodal import ImageSettings
 from jax_paged.core.kv_cache.prefix_cache import PrefixCache
-from jax_paged.core.sequence import StandIn
+from jax_paged.core.request import StandIn
 from jax_paged.engine.features.multimodal import image_reader
 from jax_paged.engine.features.multimodal.image_reader import ImageReader
 from jax_paged.engine.text.tokenizer import Tokenizer

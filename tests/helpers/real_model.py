@@ -179,7 +179,8 @@ def add(engine: LLMEngine, requests: list[Request], prefix: str = "") -> None:
             request.prompt, request.beams or request.params, cache_salt=request.salt
         )
         # The policy may be one that the test has given the scheduler.
-        engine.add_request(f"{prefix}{i}", dataclasses.replace(checked, priority=request.priority))
+        values = dataclasses.replace(checked.request, priority=request.priority)
+        engine.add_request(f"{prefix}{i}", dataclasses.replace(checked, request=values))
 
 
 def drain(engine: LLMEngine) -> dict[str, RequestOutput]:

@@ -64,7 +64,7 @@ def test_a_recording_is_drawn_step_by_step(lines: list[str]) -> None:
     assert len(marks) == sum(steps["num_preemptions"] > 0)
     found = dict(zip(NAMES, lanes(root), strict=True))
     for name, lane in found.items():
-        names = {s.seq_id: s.request_id for o in result.outputs for s in o.new_sequences}
+        names = {s.seq_id: s.request.request_id for o in result.outputs for s in o.new_sequences}
         computing = sum(any(names[row.seq_id] == name for row in o.scheduled) for o in result.outputs)
         assert lane.endswith(f": computes in {computing} columns; {preempted[name]} preemptions")
     text = "".join(root.itertext())

@@ -192,8 +192,9 @@ class PrefixCache:
 
     def _salt(self, seq: Sequence, i: int, salt: str) -> str:
         """Returns the salt of a sequence's i-th block: placeholders are equal, whatever they stand for."""
-        if not seq.stand_ins:
-            return salt
-        start = i * self.block_size
-        own = (s for s in seq.stand_ins if s.start < start + self.block_size and start < s.stop)
-        return "\0".join([salt, *(f"{s.start - start} {s.digest}" for s in own)])
+        return _salt_of_stand_ins(seq, i * self.block_size, self.block_size, salt) if seq.stand_ins else salt
+
+
+def _salt_of_stand_ins(seq: Sequence, start: int, block_size: int, salt: str) -> str:
+    own = (s for s in seq.stand_ins if s.start < start + block_size and start < s.stop)
+    return "\0".join([salt, *(f"{s.start - start} {s.digest}" for s in own)])

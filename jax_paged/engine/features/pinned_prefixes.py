@@ -39,8 +39,9 @@ class PinnedPrefixes:
                 "an encoder-decoder model has no prefixes to pin: each encoder output is one request's"
             )
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-        request = self._inputs.check(prompt, params, cache_salt)
-        if request.embeds is not None:
+        checked = self._inputs.check(prompt, params, cache_salt)
+        request = checked.request
+        if request.prompt_embeds is not None:
             raise ArgumentError("prompt", "prompt_embeds", "tokens because embeddings are not pinned")
         if request.stand_ins:
             raise ArgumentError("prompt", "multi_modal_data", "text alone because images are not pinned")
@@ -48,7 +49,7 @@ class PinnedPrefixes:
             allowed = f"at least {manager.block_size} (block_size) because only full blocks are shared"
             num_tokens, aspect = len(request.prompt_token_ids), "the number of tokens of"
             raise ArgumentError("prompt", num_tokens, allowed, aspect=aspect)
-        (state,) = self._core.run_to_end({name: request})
+        (state,) = self._core.run_to_end({name: checked})
         seq = state.group.sequences[0]
         if not seq.output_token_ids or seq.status is SequenceStatus.FINISHED_ABORTED:
             num_free, num_usable = manager.num_free_blocks, manager.num_usable_blocks

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from jax_paged.config.engine_args import EngineConfig
+from jax_paged.core.codec import check_format
 from jax_paged.engine.engine_core import EngineCore
 from jax_paged.errors import check, check_int
 
@@ -41,6 +42,7 @@ class Recordings:
         lines = list(lines)
         for event in map(json.loads, lines):
             if event["event"] == "start":
+                check_format("lines", event.get("format", 1))
                 _check_fits(event, core.config)
             elif event["event"] == "add":
                 _check_replayable(event)
@@ -55,7 +57,8 @@ class Recordings:
 
 
 def _check_replayable(request: dict) -> None:
-    adapter, grammar = request.get("adapter"), request["sampling_params"].get("structured_outputs")
+    features, grammar = request["features"], request["sampling_params"]["structured_outputs"]
+    adapter = features and features["adapter"]
     allowed = "None because adapters are not recorded"
     check(not adapter, "lines", adapter, allowed, aspect="each adapter in")
     allowed, aspect = "None because masks are not recorded", "structured_outputs of each request in"

@@ -86,7 +86,7 @@ class KVAccess:
         core.check_not_recurrent("request_id", request_id, why)
         allowed = f"that of a request with one token to compute (it has {seq.num_new_tokens})"
         check(seq.num_new_tokens == 1, "request_id", request_id, allowed)
-        is_plain = not (state.group.adapter or state.group.prompt_embeds or seq.stand_ins)
+        is_plain = not (state.group.adapter or state.group.request.prompt_embeds or seq.stand_ins)
         allowed = "that of a request without an adapter, images and prompt_embeds"
         check(is_plain, "request_id", request_id, allowed)
         manager = core.scheduler.block_manager
