@@ -72,8 +72,8 @@ def set_request_flags(group: SequenceGroup, planners: Iterable[StepPlanner]) -> 
     selected there, the tokens that a grammar allows or that would complete a bad word are found there, and
     logits processors in Python run there.
     """
-    features = group.request.features
-    is_beam_search = features is not None and features.beam_params is not None
-    group.needs_tokens_on_host = is_beam_search or group.sampling_params.needs_tokens_on_host
+    group.needs_tokens_on_host = group.sampling_params.needs_tokens_on_host
+    if group.request.features is not None:
+        group.needs_tokens_on_host |= group.beam_params is not None
     for planner in planners:
         planner.set_flag(group)

@@ -57,7 +57,7 @@ class RequestQueues:
         self._batch_slots[group.request_id] = group.num_batch_slots
         self.num_batch_slots_taken += group.num_batch_slots
         if group.request.features is not None:
-            self._count_adapter(group.adapter, 1)
+            self._count_features(group, 1)
         if last is not None and group.order < last.order:
             self.running = _in_order(self.running)
 
@@ -72,7 +72,7 @@ class RequestQueues:
         if self.running.pop(group.request_id, None) is not None:
             self.num_batch_slots_taken -= self._batch_slots.pop(group.request_id)
             if group.request.features is not None:
-                self._count_adapter(group.adapter, -1)
+                self._count_features(group, -1)
         elif self.waiting.pop(group.request_id, None) is not None:
             if group in self._aside:
                 del self._aside[group]
@@ -121,8 +121,8 @@ class RequestQueues:
         self.num_changes_aside += len(self._aside)
         self._aside.clear()
 
-    def _count_adapter(self, adapter: str, change: int) -> None:
-        if adapter:
+    def _count_features(self, group: SequenceGroup, change: int) -> None:
+        if adapter := group.adapter:
             self.running_adapters[adapter] = self.running_adapters.get(adapter, 0) + change
             if not self.running_adapters[adapter]:
                 del self.running_adapters[adapter]

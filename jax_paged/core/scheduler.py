@@ -207,9 +207,12 @@ class Scheduler:
         assert group.max_num_seqs <= self.max_num_seqs, f"{group.max_num_seqs} sequences"
         assert self.policy != "fcfs" or not group.priority, "a priority under fcfs"
         if group.request.features is not None:
-            assert not group.adapter or self.max_loras, "there is no slot for an adapter"
+            self._check_features(group)
         self.derive_fields(group)
         self.queues.add(group)
+
+    def _check_features(self, group: SequenceGroup) -> None:
+        assert not group.adapter or self.max_loras, "there is no slot for an adapter"
 
     def derive_fields(self, group: SequenceGroup) -> None:
         """Sets the fields of a request that the scheduler derives: its key and the flags of features."""
