@@ -169,8 +169,9 @@ class InputProcessor:
         is_plain = adapter is None and encoder is None and decoder.is_plain and _is_sampling(params)
         if not is_plain:
             decoder = self._combined(checked_params, inputs)
-        if checked_params.truncate_prompt_tokens is not None:
-            self._truncate(checked_params, (encoder or decoder).token_ids)
+        num_tokens = checked_params.truncate_prompt_tokens
+        if num_tokens is not None:
+            self._truncate(num_tokens, checked_params, (encoder or decoder).token_ids)
         self._fit_max_tokens(len(decoder.token_ids), checked_params)
         salt = one_salt(cache_salt, encoder, decoder)
         checked = CheckedRequest(
@@ -184,9 +185,8 @@ class InputProcessor:
         self._check_length(checked.request)
         return checked
 
-    def _truncate(self, params: SamplingParams, token_ids: list[int]) -> None:
-        """Keeps the last tokens of a prompt; prompts that are pooled are truncated already."""
-        num_tokens = params.truncate_prompt_tokens
+    def _truncate(self, num_tokens: int, params: SamplingParams, token_ids: list[int]) -> None:
+        """Keeps the last tokens of a prompt, all that fit if -1; pooled prompts are truncated already."""
         if params.pooling is None:
             del token_ids[: -(self._config.max_model_len - 1 if num_tokens == -1 else num_tokens)]
 
