@@ -25,6 +25,7 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.sampling_params import RequestOutputKind
 from jax_paged.worker.batch_builder import BatchBuilder
 from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.features.feature_rows import FeatureRows
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.step_result import PendingStep
 from jax_paged.worker.step_rows import plan_logits_rows
@@ -68,6 +69,7 @@ class StandIn:
             max_blocks_per_seq=MAX_MODEL_LEN // BLOCK_SIZE,
             num_blocks=NUM_BLOCKS,
             vocab_size=VOCAB_SIZE,
+            features=FeatureRows(num_seqs),
         )
         self._builder = BatchBuilder(
             self._seats,

@@ -18,11 +18,12 @@ import numpy as np
 
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.request import Request, SequenceGroup
 from jax_paged.core.scheduler import Scheduler
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.batch_builder import BatchBuilder
 from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.features.feature_rows import FeatureRows
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.step_rows import plan_logits_rows
 
@@ -64,6 +65,7 @@ class Host:
             max_blocks_per_seq=blocks_per_seq,
             num_blocks=manager.pool.num_blocks,
             vocab_size=VOCAB_SIZE,
+            features=FeatureRows(NUM_RUNNING),
         )
         self.builder = BatchBuilder(
             self.seats,
@@ -75,8 +77,7 @@ class Host:
         params = SamplingParams(max_tokens=4000, seed=0)
         for i in range(NUM_RUNNING + setting.num_waiting):
             prompt = [i, *range(setting.prompt_len - 1 - i % BLOCK_SIZE)]  # blocks become full in turns
-            group = SequenceGroup(str(i), [Sequence(prompt)], params, RequestMetrics(0.0))
-            self.scheduler.add(group)
+            self.scheduler.add(SequenceGroup.of(Request(str(i), prompt, params), 0.0))
         for _ in range(2):
             self.step()
 

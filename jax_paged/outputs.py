@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from jax_paged.core.sequence import RequestMetrics
+from jax_paged.core.request import RequestMetrics
 
 if TYPE_CHECKING:
     import numpy as np

@@ -233,6 +233,17 @@ class SamplingParams:
             return self.prompt_logprobs is None
         return not self.skip_reading_prefix_cache
 
+    @property
+    def uses_features(self) -> bool:
+        """Whether anything but sampling takes part: hooks, logits processors or pooling."""
+        args = self.hook_args, self.extra_args, self.pooling
+        return bool(self.logits_processors) or any(value is not None for value in args)
+
+    @property
+    def needs_tokens_on_host(self) -> bool:
+        """Whether the host has to know each token before the next one is drawn."""
+        return bool(self.bad_words_token_ids or self.structured_outputs or self.logits_processors)
+
     def seed_of(self, index: int) -> int:
         """Returns the seed of one sample, with which a request for this sample alone draws the same tokens.
 

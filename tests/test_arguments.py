@@ -161,7 +161,7 @@ def test_values_that_are_set_later_become_plain_when_they_are_checked(llm):
     json.dumps(dataclasses.asdict(request.params), default=str)
     assert type(request.params.max_tokens) is int
     assert exact_type(request.params.stop_token_ids) == (list, [int, int])
-    assert type(request.priority) is int
+    assert type(request.request.priority) is int
 
 
 def test_lists_that_need_no_change_stay_the_callers():

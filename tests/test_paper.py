@@ -21,7 +21,7 @@ from paper.store import RESULTS, Store
 from paper.systems import ORCAS, SYSTEMS, make_scheduler, serve, serve_static
 
 from jax_paged import BeamSearchParams, LLMEngine, SamplingParams
-from jax_paged.core.sequence import Sequence
+from jax_paged.core.request import Sequence
 from jax_paged.lab.simulator import Request, simulate
 
 pytestmark = pytest.mark.thorough

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.request import Sequence
 from jax_paged.core.scheduler_output import Copies
-from jax_paged.core.sequence import Sequence
 
 Reserve = Literal["max", "pow2", "oracle"]
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from jax_paged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
 from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.request import Sequence
 from jax_paged.core.scheduler import Scheduler
-from jax_paged.core.sequence import Sequence
 from paper.buddy import BuddyManager, Demand
 from paper.lengths import ALPACA, SHAREGPT, WORKLOADS, Workload, draw_lengths
 from paper.systems import ORCAS

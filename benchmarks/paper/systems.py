@@ -6,9 +6,9 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.request import Sequence
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import Sequence
 from jax_paged.lab.simulator import Request, SimulationResult, simulate
 from paper.buddy import BuddyManager, Demand, Reserve, Usage
 from paper.devices import Setup

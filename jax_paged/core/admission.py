@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.preemption import Preemption
+from jax_paged.core.request import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.request_queues import RequestQueues
-from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.step_builder import StepBuilder
 
 if TYPE_CHECKING:
@@ -217,8 +217,9 @@ class _Needs(TypedDict):
 
 
 def _needs(group: SequenceGroup) -> _Needs:
+    features = group.request.features
     return {
         # Shared tokens are not computed, so there would be no log-probabilities of them.
         "use_cache": group.sampling_params.reads_prefix_cache,
-        "num_encoder_tokens": len(group.encoder_token_ids),
+        "num_encoder_tokens": 0 if features is None else len(features.encoder_token_ids),
     }

@@ -3,19 +3,19 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.model_runner_output import NO_TOKEN
+from jax_paged.core.request import Sequence, SequenceGroup
 from jax_paged.core.scheduler_output import (
-    AdapterLoad,
     BlockTables,
     NewSequence,
     Sample,
     ScheduledSequence,
     StateMoves,
 )
-from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.core.stop_conditions import StopConditions
 
 if TYPE_CHECKING:
@@ -25,6 +25,25 @@ if TYPE_CHECKING:
 # each drawn from the logits of the last token computed: none before the end of the prompt, all samples of the
 # request there, later the sequence alone. (A plain tuple: a step makes hundreds, and they are cheap.)
 Row = tuple[SequenceGroup, Sequence, int, tuple[Sequence, ...]]
+
+
+class PlannedRows(NamedTuple):
+    """What the rows of a step do beside computing their tokens, if a StepPlanner has planned the step.
+
+    Args:
+        is_multi_step: Whether all tokens of each row except the first are drawn in this step.
+        drafts: For sequences that sample, tokens to compute after those that the sequences have.
+        scores_drafts: Whether log-probabilities of the drafts are wanted.
+    """
+
+    is_multi_step: bool = False
+    drafts: Mapping[Sequence, list[int]] = MappingProxyType({})
+    scores_drafts: bool = False
+
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether the rows may keep checkpoints of recurrent states."""
+        return not self.is_multi_step
 
 
 class ScheduledRows(NamedTuple):
@@ -61,7 +80,7 @@ class BatchSlots:
         self, block_manager: BlockManager, stop_conditions: StopConditions, adapters: "AdapterSlots | None"
     ) -> None:
         self._manager = block_manager
-        self._adapters = adapters
+        self.adapters = adapters
         self._stop_conditions = stop_conditions
         self._slots: dict[Sequence, BatchSlot] = {}
         self.by_id: dict[int, BatchSlot] = {}  # read-only for others
@@ -95,27 +114,20 @@ class BatchSlots:
         if seq.seq_id:
             self._ended.append(seq.seq_id)
 
-    def take_adapter_loads(self) -> tuple[AdapterLoad, ...]:
-        """Returns the adapters that this step loads."""
-        return self._adapters.take_loads() if self._adapters else ()
-
     def take_ended(self) -> tuple[int, ...]:
         """Returns the ids of the sequences that have ended since the last call."""
         ended = tuple(self._ended)
         self._ended.clear()
         return ended
 
-    def rows(
-        self, rows: Iterable[Row], *, is_multi_step: bool, drafts: Mapping[Sequence, list[int]]
-    ) -> ScheduledRows:
+    def rows(self, rows: Iterable[Row], planned: PlannedRows | None) -> ScheduledRows:
         """Gives batch slots to the sequences of a step that have none; returns the step in terms of ids.
 
         Notes in the sequences what the step computes and draws, now that it is in flight.
 
         Args:
             rows: In the order in which they are computed.
-            is_multi_step: Whether all tokens of each row except the first are drawn in this step.
-            drafts: Of sequences that sample, tokens to compute after those that they have.
+            planned: What the rows do beside computing their tokens; None for nothing.
         """
         slots, changed, states = self._slots, self._manager.changed, self._manager.states
         new: list[NewSequence] = []
@@ -133,16 +145,15 @@ class BatchSlots:
             start = seq.num_computed_tokens + seq.num_in_flight
             if seq.num_pending:
                 token_ids = self._pending_token
-            elif is_multi_step or (num_tokens == 1 and sampling):
+            elif num_tokens == 1 and sampling:
                 token_ids = (seq.output_token_ids or seq.prompt_token_ids)[-1:]
             else:
                 token_ids = seq.tokens(start, start + num_tokens)
-            num_logits = 1
-            if seq in drafts:
-                token_ids = token_ids + drafts[seq]
-                num_logits += len(drafts[seq])
+            num_logits = num_drawn = 1
+            if planned is not None:
+                token_ids, num_logits, num_drawn = _planned_row(planned, seq, token_ids, num_tokens)
             checkpoint = (0, 0)
-            if not is_multi_step:
+            if planned is None or planned.keeps_checkpoints:
                 checkpoint = states.begin_checkpoint(seq, start, start + num_tokens)
             scheduled.append(
                 ScheduledSequence(
@@ -155,34 +166,37 @@ class BatchSlots:
                     sample.num_in_flight += num_tokens
                     if sample not in slots:
                         self._take(group, sample, new)
-                sample.num_pending += num_tokens if is_multi_step else 1
+                sample.num_pending += num_drawn
                 samples.append(Sample(i, sample.seq_id, num_logits))
         return ScheduledRows(new, scheduled, samples)
 
     def _take(self, group: SequenceGroup, seq: Sequence, new: list[NewSequence]) -> BatchSlot:
         """Gives a sequence a batch slot; appends to `new` what the executor has to know of it."""
-        tables, params, beams = self._manager.block_tables[seq], group.sampling_params, group.beam_params
+        tables = self._manager.block_tables[seq]
         self._manager.changed.pop(seq, None)
         former_id, seq.seq_id = seq.seq_id, next(self._ids)
         slot = BatchSlot(group, seq, tables, list(map(len, tables)))
         self._slots[seq] = self.by_id[seq.seq_id] = slot
         entry = NewSequence(
             seq_id=seq.seq_id,
-            request_id=group.request_id,
-            prompt_token_ids=seq.prompt_token_ids,
+            request=group.request,
             output_token_ids=list(seq.output_token_ids),
-            sampling_params=params,
             seed=seq.seed,
             end_token_ids=self._stop_conditions.end_token_ids(group),
-            num_top_logprobs=2 * beams.beam_width if beams else params.logprobs,
-            logprob_temperature=(beams.temperature if beams else 0) or 1.0,
-            num_encoder_tokens=len(group.encoder_token_ids),
             block_tables=[list(table) for table in tables],
             num_dropped_tokens=seq.num_dropped_tokens,
             former_id=former_id,
-            adapter_slot=self._adapters.place(group.adapter) if self._adapters and group.adapter else 0,
-            prompt_embeds=group.prompt_embeds,
-            stand_ins=seq.stand_ins,
+            adapter_slot=0 if self.adapters is None else self.adapters.slot_of(group.request),
         )
         new.append(entry)
         return slot
+
+
+def _planned_row(
+    planned: PlannedRows, seq: Sequence, token_ids: list[int], num_tokens: int
+) -> tuple[list[int], int, int]:
+    """Returns the tokens that a planned row computes, its rows of logits, and the tokens that are pending."""
+    if planned.is_multi_step:
+        return token_ids, 1, num_tokens
+    drafts = planned.drafts.get(seq, [])
+    return token_ids + drafts, 1 + len(drafts), 1

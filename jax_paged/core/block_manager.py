@@ -7,8 +7,8 @@ from jax_paged.core.kv_cache.block_pool import NULL_BLOCK, BlockPool, distinct, 
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.kv_cache.prefix_cache import CachedPrefix, PinnedPrefix, PrefixCache
 from jax_paged.core.kv_cache.state_slots import StateSlots
+from jax_paged.core.request import Sequence
 from jax_paged.core.scheduler_output import BlockTables, Copies
-from jax_paged.core.sequence import Sequence
 from jax_paged.errors import ArgumentError, check_int
 
 
@@ -111,7 +111,7 @@ class BlockManager:
         """
         if self.pool.num_free - num_reserved < 1 or not self.states.has_room:
             return False  # at least one block is new; saves the walk along a long prefix
-        prefix = self._shared_prefix(seq, salt, use_cache)
+        prefix = self._cached_prefix(seq, salt, use_cache)
         num_new = self._num_new(seq, prefix.num_blocks, num_encoder_tokens)
         if self._num_taken(num_new, prefix.blocks) > self.pool.num_free - num_reserved:
             return False
@@ -129,7 +129,7 @@ class BlockManager:
         self, seq: Sequence, salt: str, *, use_cache: bool, num_encoder_tokens: int
     ) -> tuple[int, CachedPrefix]:
         """Returns what `allocate` needs: how many free blocks, and the cached ones that it would share."""
-        prefix = self._shared_prefix(seq, salt, use_cache)
+        prefix = self._cached_prefix(seq, salt, use_cache)
         num_new = self._num_new(seq, prefix.num_blocks, num_encoder_tokens)
         return self._num_taken(num_new, prefix.blocks), prefix
 
@@ -358,7 +358,7 @@ class BlockManager:
         slots = [prefix.slot for prefix in self.pinned.values() if prefix.slot]
         self.states.check_integrity(set(self.block_tables), set(self.swapped_tables), slots)
 
-    def _shared_prefix(self, seq: Sequence, salt: str, use_cache: bool) -> CachedPrefix:
+    def _cached_prefix(self, seq: Sequence, salt: str, use_cache: bool) -> CachedPrefix:
         if use_cache and self.enable_prefix_caching:
             return self.prefixes.longest(seq, salt)
         return CachedPrefix(0, [[] for _ in self.groups], [])

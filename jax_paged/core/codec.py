@@ -1,58 +1,69 @@
-"""Requests as values that JSON can hold, and back."""
+"""Requests as values that JSON can hold, and back: the form of snapshots and recordings.
+
+Messages to workers are pickled: they may hold what JSON cannot, such as functions, vectors and images.
+"""
 
 import dataclasses
 from typing import Any
 
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
+from jax_paged.core.request import Request, RequestFeatures
 from jax_paged.errors import ArgumentError
 from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jax_paged.structured_outputs import StructuredOutputsParams
 
+# Changes with the form of the values. Files of another format cannot be read.
+FORMAT = 2
 
-def values_of_request(group: SequenceGroup) -> dict[str, Any]:
-    """Returns a request as it was added: its prompt and parameters, and nothing that has happened since."""
-    params = dataclasses.asdict(group.sampling_params)
+
+def check_format(name: str, found: Any) -> None:
+    """Checks the format number of a snapshot or a recording; `name` is the argument that holds it.
+
+    Raises:
+        ValueError: If this version cannot read the format.
+    """
+    if found != FORMAT:
+        remedy = (
+            f". Make it again with this version, which writes format {FORMAT}, or read it with the old one"
+        )
+        raise ArgumentError(name, found, repr(FORMAT), aspect="the format of", remedy=remedy)
+
+
+def values_of_request(request: Request) -> dict[str, Any]:
+    """Returns a request as values that JSON can hold.
+
+    Raises:
+        ValueError: If the request has functions, vectors or images, which are not written down.
+    """
+    params, features = dataclasses.asdict(request.sampling_params), request.features
     if params["logits_processors"]:
         allowed = "None because functions can't be written down"
         raise ArgumentError("logits_processors", params["logits_processors"], allowed)
-    if group.prompt_embeds is not None:
+    if features is not None and features.prompt_embeds is not None:
         raise ArgumentError("prompt", "prompt_embeds", "tokens because embeddings are not written down")
-    if group.sequences[0].stand_ins:
+    if features is not None and features.stand_ins:
         raise ArgumentError("prompt", "images", "text alone because images are not written down")
     bias = params["logit_bias"]
     params["logit_bias"] = None if bias is None else list(bias.items())  # JSON's keys are strings
     params["output_kind"] = params["output_kind"].name
     return {
-        "request_id": group.request_id,
-        "prompt_token_ids": group.sequences[0].prompt_token_ids,
+        **{field.name: getattr(request, field.name) for field in dataclasses.fields(request)},
         "sampling_params": params,
-        "beam_params": group.beam_params and dataclasses.asdict(group.beam_params),
-        "arrival_time": group.metrics.arrival_time,
-        "cache_salt": group.cache_salt,
-        "priority": group.priority,
-        "encoder_token_ids": group.encoder_token_ids,
-        "adapter": group.adapter,
+        "features": features and dataclasses.asdict(features),
     }
 
 
-def request_of_values(values: dict[str, Any]) -> SequenceGroup:
-    """Returns a new request of what values_of_request returned, perhaps by way of JSON."""
-    given, beams = values["sampling_params"], values["beam_params"]
-    bias, form = given["logit_bias"], given.get("structured_outputs")
+def request_of_values(values: dict[str, Any]) -> Request:
+    """Returns the request of which values_of_request returned the values, perhaps by way of JSON."""
+    given, features = values["sampling_params"], values["features"]
+    bias, grammar = given["logit_bias"], given["structured_outputs"]
     changes = {
         "logit_bias": None if bias is None else dict(bias),
         "output_kind": RequestOutputKind[given["output_kind"]],
-        "structured_outputs": form and StructuredOutputsParams(**form),
+        "structured_outputs": grammar and StructuredOutputsParams(**grammar),
     }
+    if features is not None:
+        beams = features["beam_params"]
+        changed = {"beam_params": beams and BeamSearchParams(**beams), "stand_ins": ()}
+        features = RequestFeatures(**(features | changed))
     params = SamplingParams(**(given | changes))
-    return SequenceGroup(
-        values["request_id"],
-        [Sequence(values["prompt_token_ids"], seed=params.seed or 0)],
-        params,
-        RequestMetrics(values["arrival_time"]),
-        values["cache_salt"],
-        values["priority"],
-        beams and BeamSearchParams(**beams),
-        values["encoder_token_ids"],
-        adapter=values.get("adapter", ""),
-    )
+    return Request(**(values | {"sampling_params": params, "features": features}))

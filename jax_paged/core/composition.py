@@ -9,6 +9,9 @@
 Features that are always available are classes; a function returns None if its feature is switched off.
 """
 
+from collections.abc import Iterable, Mapping
+
+from jax_paged.core.batch_slots import BatchSlot
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.features import multi_step
 from jax_paged.core.features.beam_search import BeamSearch as BeamSearch
@@ -16,10 +19,14 @@ from jax_paged.core.features.interactive.request_edits import RequestEditor as R
 from jax_paged.core.features.interactive.step_edits import edit_step as edit_step
 from jax_paged.core.features.lora import AdapterSlots
 from jax_paged.core.features.multi_step import MultiStepPlanner
-from jax_paged.core.features.speculation import draft_planner
+from jax_paged.core.features.speculation import acceptance
 from jax_paged.core.features.speculation.draft_planner import DraftPlanner
+from jax_paged.core.model_runner_output import ModelRunnerOutput
+from jax_paged.core.request import SequenceGroup
 from jax_paged.core.request_queues import RequestQueues
-from jax_paged.core.sequence import SequenceGroup
+from jax_paged.core.result_updater import DrawnTokens
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.step_builder import StepPlanner
 from jax_paged.core.stop_conditions import StopConditions
 from jax_paged.speculation import Speculation
 
@@ -32,7 +39,7 @@ def build_adapter_slots(max_loras: int, queues: RequestQueues) -> AdapterSlots |
 def build_multi_step(
     block_manager: BlockManager, queues: RequestQueues, stop_conditions: StopConditions, num_steps: int
 ) -> MultiStepPlanner | None:
-    """Returns what plans multi-step decoding and reads its results."""
+    """Returns what plans multi-step decoding."""
     if num_steps == 1:
         return None
     return MultiStepPlanner(block_manager, queues, stop_conditions, num_steps=num_steps)
@@ -51,21 +58,22 @@ def build_draft_planner(
     return DraftPlanner(block_manager, queues, stop_conditions, speculation, max_num_batched_tokens)
 
 
-def set_request_flags(
-    group: SequenceGroup, stop_conditions: StopConditions, speculation: Speculation | None, num_steps: int
-) -> None:
+def read_planned(
+    output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int, BatchSlot]
+) -> DrawnTokens:
+    """Returns what was drawn in a multi-step, or in a step that verifies drafts."""
+    return multi_step.drawn(output, result, slots) if output.burst else acceptance.drawn(output, result)
+
+
+def set_request_flags(group: SequenceGroup, planners: Iterable[StepPlanner]) -> None:
     """Derives from the features that a request uses what the scheduler may do with it.
 
     `needs_tokens_on_host`: The next token is chosen on the host, or the host prepares the choice: beams are
     selected there, the tokens that a grammar allows or that would complete a bad word are found there, and
     logits processors in Python run there.
     """
-    params = group.sampling_params
-    group.needs_tokens_on_host = bool(
-        group.beam_params
-        or params.bad_words_token_ids
-        or params.structured_outputs
-        or params.logits_processors
-    )
-    group.allows_multi_step = num_steps > 1 and multi_step.is_allowed(group, stop_conditions)
-    group.allows_drafts = speculation is not None and draft_planner.is_allowed(group, speculation)
+    group.needs_tokens_on_host = group.sampling_params.needs_tokens_on_host
+    if group.request.features is not None:
+        group.needs_tokens_on_host |= group.beam_params is not None
+    for planner in planners:
+        planner.set_flag(group)

@@ -1,12 +1,13 @@
 """How running requests lose their blocks when these run out: recomputed, swapped out, or ended."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.request import SequenceGroup, SequenceStatus
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.result_updater import ResultUpdater
-from jax_paged.core.sequence import SequenceGroup, SequenceStatus
 from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.stop_conditions import HOST_TOO_SMALL, POOL_TOO_SMALL, StopConditions
 
@@ -88,7 +89,8 @@ class Preemption:
                 self.recompute(group)
                 continue
             # Beside its own: what its adapter and its hooks have computed is still no other's.
-            group.cache_salt = f"{kept_salt}\0{group.cache_salt}"
+            salt = f"{kept_salt}\0{group.cache_salt}"
+            group.request = dataclasses.replace(group.request, cache_salt=salt)
             for seq in group.unfinished:
                 seq.block_hashes.clear()
 

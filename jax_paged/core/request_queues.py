@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Iterable
 from typing import Any
 
-from jax_paged.core.sequence import SequenceGroup
+from jax_paged.core.request import SequenceGroup
 
 
 class RequestQueues:
@@ -56,8 +56,8 @@ class RequestQueues:
         self.running[group.request_id] = group
         self._batch_slots[group.request_id] = group.num_batch_slots
         self.num_batch_slots_taken += group.num_batch_slots
-        if group.adapter:
-            self.running_adapters[group.adapter] = self.running_adapters.get(group.adapter, 0) + 1
+        if group.request.features is not None:
+            self._count_features(group, 1)
         if last is not None and group.order < last.order:
             self.running = _in_order(self.running)
 
@@ -71,10 +71,8 @@ class RequestQueues:
         """Takes a request out of the queue that it is in, if any."""
         if self.running.pop(group.request_id, None) is not None:
             self.num_batch_slots_taken -= self._batch_slots.pop(group.request_id)
-            if group.adapter:
-                self.running_adapters[group.adapter] -= 1
-                if not self.running_adapters[group.adapter]:
-                    del self.running_adapters[group.adapter]
+            if group.request.features is not None:
+                self._count_features(group, -1)
         elif self.waiting.pop(group.request_id, None) is not None:
             if group in self._aside:
                 del self._aside[group]
@@ -122,6 +120,12 @@ class RequestQueues:
             self._push(group)
         self.num_changes_aside += len(self._aside)
         self._aside.clear()
+
+    def _count_features(self, group: SequenceGroup, change: int) -> None:
+        if adapter := group.adapter:
+            self.running_adapters[adapter] = self.running_adapters.get(adapter, 0) + change
+            if not self.running_adapters[adapter]:
+                del self.running_adapters[adapter]
 
     def _push(self, group: SequenceGroup) -> None:
         """Adds a request to the heap; if its key can't be compared with the others, the heap stays as it was.

@@ -1,20 +1,19 @@
 """What the tokens of a step do to sequences: they grow, fork, end, and give back their blocks."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jax_paged.core.batch_slots import BatchSlots
+from jax_paged.core.batch_slots import BatchSlot, BatchSlots
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.model_runner_output import NO_TOKEN, ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.request import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED, NON_FINITE, Ending, StopConditions
 
 if TYPE_CHECKING:
     from jax_paged.core.features.beam_search import BeamSearch
-    from jax_paged.core.features.multi_step import MultiStepPlanner
 
 _NO_TOKEN_LEFT: Ending = (SequenceStatus.FINISHED_ABORTED, NO_TOKEN_ALLOWED)
 
@@ -25,9 +24,8 @@ class DrawnTokens(NamedTuple):
     All lists have one entry per entry of SchedulerOutput.samples.
 
     Args:
-        token_ids: The tokens. A list may end with NO_TOKEN.
+        token_ids: The tokens, without those drawn after a wrong draft. A list may end with NO_TOKEN.
         logprobs: Log-probabilities of these tokens.
-        drafts: Draft tokens that the step has verified: token i was drawn after drafts[:i].
         num_computed: Tokens of the sequence that the step has computed, without drafts.
         num_drawn: Tokens that were pending for the sequence because of this step.
         failures: Requests that fail in the middle of a multi-step, with the stop reason.
@@ -35,10 +33,13 @@ class DrawnTokens(NamedTuple):
 
     token_ids: list[list[int]]
     logprobs: list[list[TokenLogprobs]]
-    drafts: list[list[int]]
     num_computed: list[int]
     num_drawn: list[int]
     failures: Mapping[SequenceGroup, str]
+
+
+# Returns what was drawn in a step that a StepPlanner has planned.
+ReadDrawn = Callable[[SchedulerOutput, ModelRunnerOutput, Mapping[int, BatchSlot]], DrawnTokens]
 
 
 class NewTokens(NamedTuple):
@@ -76,7 +77,9 @@ class _Changes:
     new_tokens: list[NewTokens] = dataclasses.field(default_factory=list)
     changed: dict[SequenceGroup, None] = dataclasses.field(default_factory=dict)
     ended: dict[SequenceGroup, None] = dataclasses.field(default_factory=dict)
-    beams: dict[SequenceGroup, list[tuple[Sequence, TokenLogprobs]]] = dataclasses.field(default_factory=dict)
+    candidates: dict[SequenceGroup, list[tuple[Sequence, TokenLogprobs]]] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 class ResultUpdater:
@@ -87,7 +90,7 @@ class ResultUpdater:
         queues: Owner of the requests; those that end are taken out.
         batch_slots: Maps ids to sequences.
         stop_conditions: Decides when a sequence ends.
-        multi_step: Reads the results of multi-steps; None if there are none.
+        read_planned: Returns what was drawn in a step that a StepPlanner has planned.
         beam_search: Selects the beams that go on.
     """
 
@@ -98,14 +101,14 @@ class ResultUpdater:
         batch_slots: BatchSlots,
         stop_conditions: StopConditions,
         *,
-        multi_step: "MultiStepPlanner | None",
+        read_planned: ReadDrawn,
         beam_search: "BeamSearch",
     ) -> None:
         self.block_manager = block_manager
         self.queues = queues
         self.batch_slots = batch_slots
         self.stop_conditions = stop_conditions
-        self._multi_step = multi_step
+        self._read_planned = read_planned
         self._beam_search = beam_search
         self._block_size = block_manager.block_size
 
@@ -133,10 +136,8 @@ class ResultUpdater:
         for group, reason in drawn.failures.items():
             self.end_group(group, SequenceStatus.FINISHED_ABORTED, now, reason)
             changes.ended[group] = None
-        for group, candidates in changes.beams.items():
-            if self._beam_search.advance(group, candidates):
-                self.end_group(group, SequenceStatus.FINISHED_LENGTH_CAPPED, now)
-                changes.ended[group] = None
+        if changes.candidates:
+            self._advance_beams(changes, now)
         new_tokens, changed, ended = changes.new_tokens, list(changes.changed), list(changes.ended)
         return StepUpdate(new_tokens, changed, ended, prompt_logprobs, captured)
 
@@ -144,9 +145,8 @@ class ResultUpdater:
         self, output: SchedulerOutput, result: ModelRunnerOutput, changes: _Changes, now: float
     ) -> None:
         errors = result.errors
-        if not output.burst and not all(result.is_finite):
-            bad = (i for i, is_finite in enumerate(result.is_finite) if not is_finite)
-            errors = dict.fromkeys(bad, NON_FINITE) | errors
+        if not all(result.is_finite):
+            errors = _non_finite_rows(output, result) | errors
         for i, reason in sorted(errors.items()):
             slot = self.batch_slots.by_id.get(output.scheduled[i].seq_id)
             if slot is not None and not slot.seq.status.is_finished:
@@ -186,18 +186,14 @@ class ResultUpdater:
                 self._note_computed(slot.group, slot.seq, row.start, row.start + row.num_tokens)
 
     def _drawn(self, output: SchedulerOutput, result: ModelRunnerOutput) -> DrawnTokens:
-        scheduled, samples, drafts = output.scheduled, output.samples, result.drafts
-        if output.burst and self._multi_step is not None:
-            return self._multi_step.drawn(output, result, self.batch_slots.by_id)
-        ones = [1] * len(samples)
-        if output.num_batched_tokens == len(scheduled):  # all rows have one token: there are no drafts
-            return DrawnTokens(result.token_ids, result.logprobs, [[]] * len(samples), ones, ones, {})
-        # Drafts are the last tokens of a row; they are not tokens of the sequence yet.
-        num_computed = [len(scheduled[row].token_ids) + 1 - num_logits for row, _, num_logits in samples]
-        if not drafts:
-            pairs = zip(samples, num_computed, strict=True)
-            drafts = [scheduled[sample.row].token_ids[n:] for sample, n in pairs]
-        return DrawnTokens(result.token_ids, result.logprobs, drafts, num_computed, ones, {})
+        scheduled, samples = output.scheduled, output.samples
+        has_longer_rows = output.num_batched_tokens > len(scheduled)
+        if output.burst or (has_longer_rows and any(num_logits > 1 for _, _, num_logits in samples)):
+            return self._read_planned(output, result, self.batch_slots.by_id)
+        num_computed = ones = [1] * len(samples)
+        if has_longer_rows:
+            num_computed = [len(scheduled[row].token_ids) for row, _, _ in samples]
+        return DrawnTokens(result.token_ids, result.logprobs, num_computed, ones, {})
 
     def _accept_all(self, output: SchedulerOutput, drawn: DrawnTokens, changes: _Changes, now: float) -> None:
         """Appends the tokens that were drawn to their sequences, and ends those that are done."""
@@ -206,12 +202,11 @@ class ResultUpdater:
             output.samples,
             drawn.token_ids,
             drawn.logprobs,
-            drawn.drafts,
             drawn.num_computed,
             drawn.num_drawn,
             strict=True,
         )
-        for (i, seq_id, _), token_ids, logprobs, drafts, num_computed, num_drawn in samples:
+        for (i, seq_id, _), token_ids, logprobs, num_computed, num_drawn in samples:
             slot = slots.get(seq_id)
             if slot is None or slot.seq.status is not SequenceStatus.RUNNING:
                 continue
@@ -221,16 +216,15 @@ class ResultUpdater:
             changes.changed[group] = None
             if group.metrics.first_token_time is None and token_ids[0] != NO_TOKEN:
                 group.metrics.first_token_time = now
-            if group.beam_params:
-                (top,) = logprobs
-                self._note_computed(group, seq, row.start, row.start + row.num_tokens)
-                changes.beams.setdefault(group, []).append((seq, top))
+            if group.request.features is not None and group.beam_params is not None:
+                self._note_computed(group, seq, row.start, row.start + len(row.token_ids))
+                changes.candidates.setdefault(group, []).append((seq, logprobs[0]))
                 continue
-            if len(token_ids) == 1 and not drafts and token_ids[0] != NO_TOKEN:  # nearly all samples
+            if len(token_ids) == 1 and token_ids[0] != NO_TOKEN:  # nearly all samples
                 seq.append(token_ids[0], logprobs[0].logprob)
                 ending = after_token(group, seq)
             else:
-                n, ending = self._accept(group, seq, token_ids, logprobs, drafts)
+                n, ending = self._accept(group, seq, token_ids, logprobs)
                 token_ids, logprobs = token_ids[:n], logprobs[:n]
             if seq_id == row.seq_id:
                 self._note_computed(group, seq, seq.num_computed_tokens, len(seq) - 1)
@@ -246,17 +240,9 @@ class ResultUpdater:
                 changes.new_tokens.append(NewTokens(group, seq, token_ids, logprobs))
 
     def _accept(
-        self,
-        group: SequenceGroup,
-        seq: Sequence,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs],
-        drafts: list[int],
+        self, group: SequenceGroup, seq: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs]
     ) -> tuple[int, Ending | None]:
-        """Appends the tokens of a step to a sequence, up to one that ends it or differs from its draft.
-
-        A token that was drawn after a draft counts only if that draft was drawn in its place: so the output
-        is what it would be without drafts.
+        """Appends the tokens of a step to a sequence, up to one that ends it.
 
         Returns:
             How many tokens the sequence has accepted, and how it ends then, if it does.
@@ -268,9 +254,15 @@ class ResultUpdater:
             seq.append(token_id, logprobs[n].logprob)
             n += 1
             ending = self.stop_conditions.after_token(group, seq)
-            if ending is not None or (n <= len(drafts) and drafts[n - 1] != token_id):
+            if ending is not None:
                 break
         return n, ending
+
+    def _advance_beams(self, changes: _Changes, now: float) -> None:
+        for group, candidates in changes.candidates.items():
+            if self._beam_search.advance(group, candidates):
+                self.end_group(group, SequenceStatus.FINISHED_LENGTH_CAPPED, now)
+                changes.ended[group] = None
 
     def _note_computed(self, group: SequenceGroup, seq: Sequence, start: int, stop: int) -> None:
         """Notes that keys and values of tokens [start, stop) are in the pool, and caches full blocks."""
@@ -311,3 +303,9 @@ class ResultUpdater:
             group.metrics.finished_time = now
         if group.beam_params and status is SequenceStatus.FINISHED_LENGTH_CAPPED:
             self._beam_search.finish(group, seqs)
+
+
+def _non_finite_rows(output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, str]:
+    """Returns the rows whose logits are not finite; in a multi-step, these end when tokens are accepted."""
+    rows = () if output.burst else enumerate(result.is_finite)
+    return {i: NON_FINITE for i, is_finite in rows if not is_finite}

@@ -15,10 +15,10 @@ from jax_paged.core.batch_slots import BatchSlots
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.preemption import Preemption, PreemptionMode
+from jax_paged.core.request import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.result_updater import ResultUpdater, StepUpdate
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.step_builder import StepBuilder, StepPlanner
 from jax_paged.core.stop_conditions import StopConditions
 from jax_paged.core.token_planner import TokenPlanner
@@ -152,7 +152,7 @@ class Scheduler:
             queues,
             self._batch_slots,
             stops,
-            multi_step=multi_step,
+            read_planned=composition.read_planned,
             beam_search=composition.BeamSearch(manager, stops),
         )
         self._preemption = Preemption(manager, queues, self._updater, self.preemption_mode)
@@ -186,8 +186,9 @@ class Scheduler:
     @property
     def can_run_ahead(self) -> bool:
         """True if the next step can be scheduled before the results of the steps in flight have arrived."""
-        waits_for_drafts = self.drafts is not None and self.drafts.waits
-        return self.has_unfinished and not self._is_short and not waits_for_drafts
+        if self.drafts is not None and self.drafts.waits:
+            return False
+        return self.has_unfinished and not self._is_short
 
     def find(self, seq_id: int) -> tuple[SequenceGroup, Sequence] | None:
         """Returns the sequence of an id, with its request; None if it has left its batch slot."""
@@ -205,14 +206,18 @@ class Scheduler:
         assert 0 < len(seq) <= self.max_model_len - room, f"prompt of {len(seq)} tokens"
         assert group.max_num_seqs <= self.max_num_seqs, f"{group.max_num_seqs} sequences"
         assert self.policy != "fcfs" or not group.priority, "a priority under fcfs"
-        assert not group.adapter or self.max_loras, "there is no slot for an adapter"
+        if group.request.features is not None:
+            self._check_features(group)
         self.derive_fields(group)
         self.queues.add(group)
+
+    def _check_features(self, group: SequenceGroup) -> None:
+        assert not group.adapter or self.max_loras, "there is no slot for an adapter"
 
     def derive_fields(self, group: SequenceGroup) -> None:
         """Sets the fields of a request that the scheduler derives: its key and the flags of features."""
         group.key = self.key_of(group)
-        composition.set_request_flags(group, self._stop_conditions, self.speculation, self.burst_size)
+        composition.set_request_flags(group, self._step_planners)
 
     def key_of(self, group: SequenceGroup) -> Any:
         """Returns the value that orders requests: those of a lower key go first."""
@@ -290,7 +295,7 @@ class Scheduler:
                     break
 
         output = self._build(step)
-        if output.scheduled and output.scheduled[-1].num_tokens > 1 and not step.drafts:
+        if step.longer_rows and step.planned is None:
             self._admission.note_prompt(now)
         return output
 
@@ -443,7 +448,7 @@ class Scheduler:
                 return AdmissionResult.STALLED
             self._preemption.recompute(group)
             return AdmissionResult.NO_ROOM
-        if not was_swapped:
+        if group.request.features is not None and not was_swapped:
             step.note_encoder_input(group, self.block_manager.block_tables.get(seq))
         if group.metrics.first_scheduled_time is None:
             group.metrics.first_scheduled_time = now
@@ -457,7 +462,7 @@ class Scheduler:
             samples: tuple[Sequence, ...] = ()
             if num_tokens == seq.num_new_tokens:
                 samples = (seq,)
-                if len(group.sequences) < group.max_num_seqs and group.beam_params is None:
+                if len(group.sequences) < group.max_num_seqs:
                     samples = self._token_planner.fork_samples(group, seq)
             step_rows = step.longer_rows if num_tokens > 1 else step.rows_of_one
             step_rows.append((group, seq, num_tokens, samples))

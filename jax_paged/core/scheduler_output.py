@@ -8,8 +8,7 @@ block tables (ScheduledSequence), and sequences that lose their batch slot (rele
 import dataclasses
 from typing import Any, NamedTuple
 
-from jax_paged.core.sequence import PromptEmbeds, StandIn
-from jax_paged.sampling_params import SamplingParams
+from jax_paged.core.request import Request
 
 # (from, to) block ids.
 Copies = list[tuple[int, int]]
@@ -24,42 +23,27 @@ class NewSequence(NamedTuple):
 
     Args:
         seq_id: Unique in the life of a scheduler.
-        request_id: Its request.
-        prompt_token_ids: Its prompt. Read-only.
+        request: Its request. Read-only.
         output_token_ids: What it has generated so far.
-        sampling_params: Of its request. Read-only.
         seed: Of its random choices; with a position it is the key of one draw.
         end_token_ids: Tokens that end it: the model's, unless ignored, and its stop_token_ids. Held back
             until min_tokens.
-        num_top_logprobs: How many most likely tokens to report with each token; None reports neither them
-            nor the rank.
-        logprob_temperature: Divides the logits before anything else; 1 but for beam searches.
-        num_encoder_tokens: Tokens that its groups of cross attention hold.
         block_tables: All of its blocks, at the time that this step computes. Read-only.
         num_dropped_tokens: By how much the slots of its tokens stand before their positions in the tables:
             tokens whose blocks a user has dropped.
         former_id: Its id in the batch slot that it had before; 0 if it had none.
         adapter_slot: The slot of its adapter; 0 if it has none.
-        prompt_embeds: What its first tokens are instead of vectors of the table; None if they are tokens.
-        stand_ins: What other tokens of its prompt are.
     """
 
     seq_id: int
-    request_id: str
-    prompt_token_ids: list[int]
+    request: Request
     output_token_ids: list[int]
-    sampling_params: SamplingParams
     seed: int
     end_token_ids: frozenset[int]
-    num_top_logprobs: int | None
-    logprob_temperature: float
-    num_encoder_tokens: int
     block_tables: BlockTables
     num_dropped_tokens: int = 0
     former_id: int = 0
     adapter_slot: int = 0
-    prompt_embeds: PromptEmbeds | None = None
-    stand_ins: tuple[StandIn, ...] = ()
 
 
 class ScheduledSequence(NamedTuple):

@@ -1,10 +1,11 @@
 """One step while it is scheduled, and how it becomes a SchedulerOutput."""
 
+import dataclasses
 from typing import Protocol
 
-from jax_paged.core.batch_slots import BatchSlots, Row
+from jax_paged.core.batch_slots import BatchSlots, PlannedRows, Row
+from jax_paged.core.request import SequenceGroup
 from jax_paged.core.scheduler_output import BlockTables, Copies, EncoderInput, SchedulerOutput
-from jax_paged.core.sequence import Sequence, SequenceGroup
 
 
 class StepBuilder:
@@ -22,11 +23,9 @@ class StepBuilder:
         self.is_short = False  # the next step needs the results of the steps in flight
         self._initial_budget = budget
         self.is_closed = False  # no other request is admitted
-        self.is_multi_step = False  # the token count of a row is the number of its decode steps
         self.rows_of_one: list[Row] = []  # that compute one token
         self.longer_rows: list[Row] = []
-        self.scores_drafts = False
-        self.drafts: dict[Sequence, list[int]] = {}  # tokens to compute after those that a sequence has
+        self.planned: PlannedRows | None = None  # set by a StepPlanner that takes the whole step
         self.swap_out: Copies = []
         self.swap_in: Copies = []
         self.copies: Copies = []
@@ -48,8 +47,8 @@ class StepBuilder:
         """Returns the step; assigns and releases batch slots."""
         released = batch_slots.release()
         rows = [*self.rows_of_one, *self.longer_rows]
-        new, scheduled, samples = batch_slots.rows(rows, is_multi_step=self.is_multi_step, drafts=self.drafts)
-        return SchedulerOutput(
+        new, scheduled, samples = batch_slots.rows(rows, self.planned)
+        output = SchedulerOutput(
             step_id=step_id,
             scheduled=tuple(scheduled),
             samples=tuple(samples),
@@ -58,23 +57,21 @@ class StepBuilder:
             blocks_to_swap_out=tuple(self.swap_out),
             blocks_to_swap_in=tuple(self.swap_in),
             blocks_to_copy=tuple(self.copies),
-            to_encode=tuple(
-                [
-                    EncoderInput(group.request_id, group.encoder_token_ids, [list(table) for table in tables])
-                    for group, tables in self.to_encode
-                ]
-            ),
+            to_encode=self._encoder_inputs() if self.to_encode else (),
             preempted=tuple(self.preempted),
             ended=tuple(self.ended),
             num_batched_tokens=self._initial_budget - self.budget,
-            num_logits_rows=len(samples)
-            + sum(map(len, self.drafts.values()))
-            + sum([not sampling for _, _, _, sampling in rows]),
+            num_logits_rows=len(samples) + sum([not sampling for _, _, _, sampling in rows]),
             ended_seq_ids=batch_slots.take_ended(),
-            scores_drafts=self.scores_drafts,
-            burst=tuple([num_tokens for _, _, num_tokens, _ in rows]) if self.is_multi_step else (),
-            adapter_loads=batch_slots.take_adapter_loads(),
+            adapter_loads=() if batch_slots.adapters is None else batch_slots.adapters.take_loads(),
             state_moves=batch_slots.take_state_moves(),
+        )
+        return output if self.planned is None else _with_planned(output, rows, self.planned)
+
+    def _encoder_inputs(self) -> tuple[EncoderInput, ...]:
+        return tuple(
+            EncoderInput(group.request_id, group.encoder_token_ids, [list(table) for table in tables])
+            for group, tables in self.to_encode
         )
 
 
@@ -84,3 +81,16 @@ class StepPlanner(Protocol):
     def plan(self, step: StepBuilder) -> bool:
         """Fills an empty step with rows of all running sequences, or leaves it empty and returns False."""
         ...
+
+    def set_flag(self, group: SequenceGroup) -> None:
+        """Notes in a new request whether its sequences may take part in such steps."""
+        ...
+
+
+def _with_planned(output: SchedulerOutput, rows: list[Row], planned: PlannedRows) -> SchedulerOutput:
+    return dataclasses.replace(
+        output,
+        num_logits_rows=output.num_logits_rows + sum(map(len, planned.drafts.values())),
+        scores_drafts=planned.scores_drafts,
+        burst=tuple(num_tokens for _, _, num_tokens, _ in rows) if planned.is_multi_step else (),
+    )

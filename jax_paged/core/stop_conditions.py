@@ -1,6 +1,6 @@
 """When and why sequences end."""
 
-from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from jax_paged.core.request import Sequence, SequenceGroup, SequenceStatus
 
 # Stop reasons of requests that ended without having finished.
 POOL_TOO_SMALL = "the pool has no room for it: a larger one has (kv_cache_memory_bytes)"

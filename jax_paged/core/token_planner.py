@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from jax_paged.core.admission import Admission
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.preemption import Preemption
+from jax_paged.core.request import Sequence, SequenceGroup
 from jax_paged.core.request_queues import RequestQueues
-from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.stop_conditions import StopConditions
 
@@ -107,7 +107,12 @@ class TokenPlanner:
         return rows
 
     def fork_samples(self, group: SequenceGroup, seq: Sequence) -> tuple[Sequence, ...]:
-        """Makes the other samples of a request whose prompt is computed in this step; returns all of them."""
+        """Makes the other samples of a request whose prompt is computed in this step; returns all of them.
+
+        Beams are not forked before tokens are known.
+        """
+        if group.beam_params is not None:
+            return (seq,)
         for index in range(1, group.max_num_seqs):
             sample = seq.fork(index, group.sampling_params.seed_of(index))
             self.block_manager.fork(seq, sample, len(seq))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from jax_paged.config.engine_args import EngineArgs, EngineConfig
 from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.request import SequenceGroup
 from jax_paged.core.scheduler import Scheduler
-from jax_paged.core.sequence import SequenceGroup
 from jax_paged.engine.engine_core import EngineCore, StepFeatures
 from jax_paged.engine.features.batch_invariance.backend_choice import begin_with_passing_backends
 from jax_paged.engine.features.batch_invariance.invariance import check_invariance

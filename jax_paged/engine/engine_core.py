@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput
+from jax_paged.core.request import SequenceStatus
 from jax_paged.core.result_updater import NewTokens
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import SequenceStatus
 from jax_paged.engine.errors import EngineAsleepError, EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.interrupt import deferred_interrupt

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.core.request import Sequence, SequenceGroup
 from jax_paged.engine.sample_output import OutputSettings
 from jax_paged.outputs import CompletionOutput, RequestOutput
 

@@ -10,7 +10,7 @@ from jax_paged.arguments.shown_values import Text
 from jax_paged.arguments.suggestions import suggestion
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.kv_cache.cache_group import blocks_of
-from jax_paged.core.sequence import PromptEmbeds, StandIn
+from jax_paged.core.request import Request, RequestFeatures
 from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, one_salt, with_soft_prompt
 from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.text.stop_strings import StopStrings
@@ -37,46 +37,55 @@ class CheckedRequest:
     """A prompt and parameters that the engine can run.
 
     Args:
-        prompt: The text of prompt_token_ids; None if they came without one.
-        prompt_token_ids: The prompt's tokens; of an encoder-decoder model, those of the decoder.
-        params: The engine's copy: max_tokens is filled in, -1 resolved, bad_words are token ids too.
-        cache_salt: Only requests of equal salt share cached prefixes.
-        priority: Requests of a lower value are served earlier.
-        stop: The stop strings of params, prepared; None if there are none.
+        request: The request, without an id. Of its parameters, max_tokens is filled in, -1 is resolved, and
+            bad_words are token ids too.
+        prompt: The text of the prompt; None if it came without one.
+        stop: The stop strings of the parameters, prepared; None if there are none.
         encoder_prompt: The text for the encoder; None if there is none.
-        encoder_token_ids: Tokens for the encoder; empty for a decoder.
-        beam_params: A copy too, if the request is a beam search.
-        grammar: The compiled structured_outputs of params; None if there are none.
+        grammar: The compiled structured_outputs of the parameters; None if there are none.
         adapter: The adapter of its lora_request; None if there is none.
-        embeds: Vectors in place of the first tokens of the prompt, which are placeholders then.
-        stand_ins: The images of the prompt, in order; their tokens are placeholders.
         prior_outputs: Outputs that another engine has begun, each with a token or more; empty if it is new.
     """
 
+    request: Request
     prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    cache_salt: str = ""
-    priority: int = 0
     stop: StopStrings | None = dataclasses.field(default=None, compare=False)
     encoder_prompt: str | None = None
-    encoder_token_ids: list[int] = dataclasses.field(default_factory=list)
-    beam_params: BeamSearchParams | None = None
     grammar: "Grammar | None" = dataclasses.field(default=None, compare=False)
     adapter: "Adapter | None" = None
-    embeds: PromptEmbeds | None = None
-    stand_ins: tuple[StandIn, ...] = ()
     prior_outputs: tuple[PriorOutput, ...] = ()
 
     @property
-    def adapter_key(self) -> str:
-        """A hash of what the adapter does; "" without one. A soft prompt has no key: it is vectors alone."""
-        return self.adapter.key if self.adapter and self.adapter.pairs else ""
+    def params(self) -> SamplingParams:
+        """The engine's copy of the sampling parameters."""
+        return self.request.sampling_params
 
     @property
-    def num_seqs(self) -> int:
-        """Sequences that the request grows to at most."""
-        return self.beam_params.beam_width if self.beam_params else self.params.best_of or self.params.n
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt's tokens; for an encoder-decoder model, those of the decoder."""
+        return self.request.prompt_token_ids
+
+    def with_params(self, params: SamplingParams) -> "CheckedRequest":
+        """Returns the request with other sampling parameters."""
+        request = dataclasses.replace(self.request, sampling_params=params)
+        return dataclasses.replace(self, request=request)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """The parts of a request before they are combined.
+
+    Args:
+        params: The parameters that were passed.
+        encoder: The prompt for the encoder; None without an encoder.
+        decoder: The prompt, without the vectors of the adapter.
+        adapter: The adapter; None without an adapter.
+    """
+
+    params: RequestParams
+    encoder: TokenizedPrompt | None
+    decoder: TokenizedPrompt
+    adapter: "Adapter | None"
 
 
 # Text before a word that tokenizers keep apart from it.
@@ -155,51 +164,55 @@ class InputProcessor:
         problems.raise_if_any()
         assert checked_params is not None, "there was no problem"
         assert prompts is not None, "there was no problem"
+        inputs = _Inputs(params, *prompts, adapter)
         encoder, decoder = prompts
-        is_plain = _is_sampling(params) and adapter is None and decoder.is_plain
+        is_plain = adapter is None and encoder is None and decoder.is_plain and _is_sampling(params)
         if not is_plain:
-            decoder = self._combined(checked_params, params, adapter, encoder, decoder)
+            decoder = self._combined(checked_params, inputs)
         num_tokens = checked_params.truncate_prompt_tokens
-        if num_tokens is not None and checked_params.pooling is None:
-            most = self._config.max_model_len - 1
-            del (encoder or decoder).token_ids[: -(most if num_tokens == -1 else num_tokens)]
+        if num_tokens is not None:
+            self._truncate(num_tokens, checked_params, (encoder or decoder).token_ids)
         self._fit_max_tokens(len(decoder.token_ids), checked_params)
-        request = CheckedRequest(
+        salt = one_salt(cache_salt, encoder, decoder)
+        checked = CheckedRequest(
+            request=Request("", decoder.token_ids, checked_params, salt, priority),
             prompt=decoder.text,
-            prompt_token_ids=decoder.token_ids,
-            params=checked_params,
-            cache_salt=one_salt(cache_salt, encoder, decoder),
-            priority=priority,
             # Prepared here because the engine's thread must not wait for it.
             stop=StopStrings(checked_params.stop_strings) if checked_params.stop_strings else None,
         )
-        if not is_plain or encoder is not None or checked_params.structured_outputs is not None:
-            request = self._with_features(request, params, adapter, encoder, decoder)
-        self._check_length(request)
-        return request
+        if not is_plain or checked_params.structured_outputs is not None:
+            checked = self._with_features(checked, inputs, decoder)
+        self._check_length(checked.request)
+        return checked
+
+    def _truncate(self, num_tokens: int, params: SamplingParams, token_ids: list[int]) -> None:
+        """Keeps the last tokens of a prompt, all that fit if -1; pooled prompts are truncated already."""
+        if params.pooling is None:
+            del token_ids[: -(self._config.max_model_len - 1 if num_tokens == -1 else num_tokens)]
 
     def _with_features(
-        self,
-        request: CheckedRequest,
-        params: RequestParams,
-        adapter: "Adapter | None",
-        encoder: TokenizedPrompt | None,
-        decoder: TokenizedPrompt,
+        self, checked: CheckedRequest, inputs: _Inputs, decoder: TokenizedPrompt
     ) -> CheckedRequest:
         """Returns a request with everything that a request for plain text does not have."""
-        beams, max_tokens = None, request.params.max_tokens
-        if isinstance(params, BeamSearchParams):
+        beams, encoder, adapter, max_tokens = None, inputs.encoder, inputs.adapter, checked.params.max_tokens
+        if isinstance(inputs.params, BeamSearchParams):
             assert max_tokens is not None, "it was filled in"
-            beams = dataclasses.replace(params, max_tokens=max_tokens)
-        return dataclasses.replace(
-            request,
-            encoder_prompt=encoder.text if encoder else None,
-            encoder_token_ids=encoder.token_ids if encoder else [],
+            beams = dataclasses.replace(inputs.params, max_tokens=max_tokens)
+        features = RequestFeatures(
             beam_params=beams,
-            grammar=self.grammar_of(request.params),
-            adapter=adapter,
-            embeds=decoder.embeds,
+            encoder_token_ids=encoder.token_ids if encoder else [],
+            # A soft prompt has no key: it is vectors alone.
+            adapter=adapter.key if adapter and adapter.pairs else "",
+            prompt_embeds=decoder.embeds,
             stand_ins=decoder.stand_ins,
+        )
+        used = None if features == RequestFeatures() else features
+        return dataclasses.replace(
+            checked,
+            request=dataclasses.replace(checked.request, features=used),
+            encoder_prompt=encoder.text if encoder else None,
+            grammar=self.grammar_of(checked.params),
+            adapter=adapter,
         )
 
     def grammar_of(self, params: SamplingParams) -> "Grammar | None":
@@ -210,7 +223,9 @@ class InputProcessor:
         """
         structured_outputs = params.structured_outputs
         if structured_outputs is not None and self._grammars is None:
-            raise ArgumentError("structured_outputs", form, "None because the engine has no tokenizer")
+            raise ArgumentError(
+                "structured_outputs", structured_outputs, "None because the engine has no tokenizer"
+            )
         return structured_outputs and self._grammars and self._grammars.compile(structured_outputs)
 
     def _check_priority(self, priority: int) -> None:
@@ -222,12 +237,16 @@ class InputProcessor:
 
     def _read(self, prompt: Prompt, params: RequestParams) -> tuple[TokenizedPrompt | None, TokenizedPrompt]:
         """Returns what an encoder reads, None without one, and the decoder's prompt."""
-        if isinstance(params, PoolingParams):
-            prompt, is_truncated = self.pooling.prepared(prompt, params)
+        if _is_sampling(params):
+            is_truncated = (params or self._default_params).truncate_prompt_tokens is not None
         else:
-            params = self._default_params if params is None else params
-            is_truncated = getattr(params, "truncate_prompt_tokens", None) is not None
+            prompt, is_truncated = self._prepared(prompt, params)
         return self._prompts.read(prompt, is_truncated=is_truncated)
+
+    def _prepared(self, prompt: Prompt, params: RequestParams) -> tuple[Prompt, bool]:
+        """Returns a prompt that is not sampled from as it is read, and whether it is truncated."""
+        is_pooled = isinstance(params, PoolingParams)
+        return self.pooling.prepared(prompt, params) if is_pooled else (prompt, False)
 
     # The parameters.
 
@@ -269,7 +288,7 @@ class InputProcessor:
 
     def _resolve(self, params: SamplingParams) -> None:
         """Replaces what stands for something else; -1 of logprobs is replaced where it is checked."""
-        if params.hook_args is not None or params.extra_args is not None or params.logits_processors:
+        if params.uses_features:
             self._resolve_user_functions(params)
         else:
             params.skip_reading_prefix_cache = not params.reads_prefix_cache
@@ -326,15 +345,9 @@ class InputProcessor:
 
     # Both together.
 
-    def _combined(
-        self,
-        params: SamplingParams,
-        request_params: RequestParams,
-        adapter: "Adapter | None",
-        encoder: TokenizedPrompt | None,
-        decoder: TokenizedPrompt,
-    ) -> TokenizedPrompt:
+    def _combined(self, params: SamplingParams, inputs: _Inputs) -> TokenizedPrompt:
         """Checks what adapters and vectors in place of tokens exclude; returns the decoder's whole prompt."""
+        encoder, decoder, adapter = inputs.encoder, inputs.decoder, inputs.adapter
         if adapter is not None and params.pooling is not None:
             raise ArgumentError("lora_request", Text("some"), "None for pooling")
         if decoder.stand_ins:
@@ -351,7 +364,7 @@ class InputProcessor:
             return decoder
         problems, what = Problems(), "a soft prompt" if is_soft else "prompt_embeds"
         allowed = f"SamplingParams with {what} because beam search returns the tokens of prompts"
-        beams = request_params if isinstance(request_params, BeamSearchParams) else None
+        beams = inputs.params if isinstance(inputs.params, BeamSearchParams) else None
         problems.note(check, beams is None, "sampling_params", beams, allowed)
         for name, neutral in (
             ("prompt_logprobs", None),
@@ -376,17 +389,13 @@ class InputProcessor:
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
 
-    def _check_length(self, request: CheckedRequest) -> None:
-        config, n, num_seqs = self._config, len(request.prompt_token_ids), request.num_seqs
-        encoder_ids = request.encoder_token_ids
-        if len(encoder_ids) > config.max_model_len:
-            raise TooLongError(
-                len(encoder_ids), config.max_model_len, aspect="the number of encoder tokens of"
-            )
+    def _check_length(self, request: Request) -> None:
+        config, n, num_seqs = self._config, len(request.prompt_token_ids), request.max_num_seqs
+        encoder_len = 0 if request.features is None else self._checked_encoder_len(request.features)
         needed, usable, size = 0, config.num_blocks - 1, config.block_size
         for group in config.cache_groups:
-            needed += blocks_of(group, len(encoder_ids) if group.is_cross else n, size)
-            if num_seqs > 1 and request.params.max_tokens != 1 and not group.is_cross:
+            needed += blocks_of(group, encoder_len if group.is_cross else n, size)
+            if num_seqs > 1 and request.sampling_params.max_tokens != 1 and not group.is_cross:
                 # The sequences share full blocks, and each writes its tokens after those to its own block.
                 needed += num_seqs - (n % size > 0)
         if needed > usable:
@@ -399,6 +408,12 @@ class InputProcessor:
             )
             allowed, aspect = f"at most {usable}, the usable blocks of the pool", f"the blocks{several} for"
             raise ArgumentError("prompt", needed, allowed, aspect=aspect, remedy=remedy)
+
+    def _checked_encoder_len(self, features: RequestFeatures) -> int:
+        num_tokens, most = len(features.encoder_token_ids), self._config.max_model_len
+        if num_tokens > most:
+            raise TooLongError(num_tokens, most, aspect="the number of encoder tokens of")
+        return num_tokens
 
 
 def _is_sampling(params: RequestParams) -> TypeGuard[SamplingParams | None]:

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_paged.arguments.plain_values import plain
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
+from jax_paged.core.request import Request, Sequence, SequenceGroup, SequenceStatus
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.output_processor import RequestState
+from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.sample_output import OutputSettings
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import check
 from jax_paged.outputs import RequestOutput
-from jax_paged.sampling_params import SamplingParams
 
 _ENDED = {"stop": SequenceStatus.FINISHED_STOPPED, "length": SequenceStatus.FINISHED_LENGTH_CAPPED}
 
@@ -28,7 +28,7 @@ def with_seed(request: CheckedRequest, new_seed: Callable[[], int]) -> CheckedRe
         return request
     params = copy.copy(request.params)  # dataclasses.replace would check all values again
     params.seed = new_seed()
-    return dataclasses.replace(request, params=params)
+    return request.with_params(params)
 
 
 def request_state(
@@ -47,21 +47,13 @@ def request_state(
         new_seed: Returns a seed for a request that has none.
         tokenizer: The engine's; None if it has none.
     """
-    params, cache_salt = with_seed(request, new_seed).params, request.cache_salt
-    if request.encoder_token_ids or params.hook_args or request.adapter or request.embeds:
-        cache_salt = _extended_salt(request)
-    group = SequenceGroup(
-        request_id,
-        _sequences(request, params),
-        params,
-        RequestMetrics(arrival_time),
-        cache_salt,
-        request.priority,
-        beam_params=request.beam_params,
-        encoder_token_ids=request.encoder_token_ids,
-        adapter=request.adapter_key,
-        prompt_embeds=request.embeds,
-    )
+    values = dataclasses.replace(with_seed(request, new_seed).request, request_id=request_id)
+    if not values.is_plain:
+        values = dataclasses.replace(values, cache_salt=_extended_salt(values))
+    group = SequenceGroup.of(values, arrival_time)
+    if request.prior_outputs:
+        group.sequences = _continued(values, request.prior_outputs)
+    params = values.sampling_params
     settings = OutputSettings(tokenizer if params.detokenize else None, request.stop, request.grammar)
     state = RequestState(group, request.prompt, settings, request.encoder_prompt)
     state.adapter = request.adapter
@@ -70,34 +62,32 @@ def request_state(
     return state
 
 
-def _extended_salt(request: CheckedRequest) -> str:
+def _extended_salt(request: Request) -> str:
     """Returns a salt under which a request shares blocks only with requests that compute the same."""
     cache_salt = request.cache_salt
     if request.encoder_token_ids:
         # The decoder's blocks depend on the encoder's output.
         cache_salt += hashlib.sha256(array("q", request.encoder_token_ids).tobytes()).hexdigest()
-    if request.params.hook_args:
-        cache_salt += f"\0{sorted(request.params.hook_args.items())}"
-    if request.adapter_key:
-        cache_salt += f"\0adapter {request.adapter_key}"
-    if request.embeds:
-        cache_salt += f"\0embeds {hashlib.sha256(request.embeds.data).hexdigest()}"
+    if request.sampling_params.hook_args:
+        cache_salt += f"\0{sorted(request.sampling_params.hook_args.items())}"
+    if request.adapter:
+        cache_salt += f"\0adapter {request.adapter}"
+    if request.prompt_embeds:
+        cache_salt += f"\0embeds {hashlib.sha256(request.prompt_embeds.data).hexdigest()}"
     return cache_salt
 
 
-def _sequences(request: CheckedRequest, params: SamplingParams) -> list[Sequence]:
-    """Returns the sequences of a request: one that is new, or those that another engine has begun.
+def _continued(request: Request, prior_outputs: tuple[PriorOutput, ...]) -> list[Sequence]:
+    """Returns the sequences of a request that another engine has begun.
 
     Prior outputs are computed again as those of a preempted request. Each draw depends on the seed and the
     position alone, and prior tokens count as output, so the sequences continue as they would have there.
     """
-    if not request.prior_outputs:
-        return [Sequence(request.prompt_token_ids, seed=params.seed or 0, stand_ins=request.stand_ins)]
     return [
         Sequence(
             request.prompt_token_ids,
             index,
-            params.seed_of(index),
+            request.sampling_params.seed_of(index),
             list(prior.token_ids),
             SequenceStatus.WAITING if prior.finish_reason is None else _ENDED[prior.finish_reason],
             stop_reason=prior.stop_reason,
@@ -105,7 +95,7 @@ def _sequences(request: CheckedRequest, params: SamplingParams) -> list[Sequence
             cumulative_logprobs=[0.0] * len(prior.token_ids),
             stand_ins=request.stand_ins,
         )
-        for index, prior in enumerate(request.prior_outputs)
+        for index, prior in enumerate(prior_outputs)
     ]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.core.request import Sequence, SequenceGroup
 from jax_paged.engine.feature_outputs import FeatureOutputs
 from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.sample_output import (

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
-from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from jax_paged.core.request import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
 from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.text.detokenizer import Detokenizer

@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.kv_cache.block_pool import NULL_BLOCK
-from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.core.request import Sequence, SequenceGroup
 
 ENTRY_DTYPE = np.dtype(
     [

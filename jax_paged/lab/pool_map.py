@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
-from jax_paged.core.sequence import SequenceGroup
+from jax_paged.core.request import SequenceGroup
 
 BLOCK_DTYPE = np.dtype(
     [("block_id", "i4"), ("state", "U6"), ("group", "i4"), ("ref_count", "i4"), ("num_tokens", "i4")]

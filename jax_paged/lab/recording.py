@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from jax_paged.arguments.shown_values import shown
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.codec import request_of_values, values_of_request
+from jax_paged.core.codec import FORMAT, check_format, request_of_values, values_of_request
 from jax_paged.core.features.interactive.request_edits import DropBlocks, Fork, RequestEdit, Rollback
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.request import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.result_updater import StepUpdate
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.errors import ArgumentError, check
 from jax_paged.lab.what_if import Replay, ReplayedRun, arguments_of, step_row, what_if
 
@@ -47,12 +47,12 @@ class RecordedScheduler(Scheduler):
             sink(json.dumps({"event": event, **values}) + "\n")
 
         settings = _settings(like)
-        note("start", **settings)
+        note("start", format=FORMAT, **settings)
         super().__init__(**arguments_of(settings, lambda **kwargs: _RecordedBlockManager(note, **kwargs)))
         self._note = note
 
     def add(self, group: SequenceGroup) -> None:
-        self._note("add", **values_of_request(group))
+        self._note("add", arrival_time=group.metrics.arrival_time, **values_of_request(group.request))
         super().add(group)
 
     def abort(self, request_id: str) -> SequenceGroup | None:
@@ -144,7 +144,10 @@ def decisions(output: SchedulerOutput) -> dict[str, Any]:
         The fields of SchedulerOutput, with named tuples as lists. A new sequence is reduced to its ids, seed,
         output tokens and blocks: the rest was recorded when its request was added.
     """
-    new = [[s.seq_id, s.request_id, s.seed, s.output_token_ids, s.block_tables] for s in output.new_sequences]
+    new = [
+        [s.seq_id, s.request.request_id, s.seed, s.output_token_ids, s.block_tables]
+        for s in output.new_sequences
+    ]
     fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
     return json.loads(json.dumps(fields | {"new_sequences": new}))
 
@@ -205,7 +208,7 @@ def replay_events(
 
     Raises:
         ValueError: If a decision or a token differs; the message names the first such step, and what differs.
-            Also if the first line is not the start of a recording.
+            Also if the first line is not the start of a recording, or if the recording has an older format.
     """
     replayer = _Replayer(device, observe)
     for line in lines:
@@ -250,6 +253,7 @@ class _Replayer:
     def handle(self, event: str, **values: Any) -> None:
         """Replays one event."""
         if event == "start":
+            check_format("lines", values.get("format", 1))
             self._scheduler = Scheduler(**arguments_of(values))
             self._pending, self._clock = {}, 0.0
             return
@@ -262,8 +266,8 @@ class _Replayer:
         else:
             getattr(self, f"_{event}")(scheduler, **values)
 
-    def _add(self, scheduler: Scheduler, **request: Any) -> None:
-        group = request_of_values(request)
+    def _add(self, scheduler: Scheduler, arrival_time: float, **request: Any) -> None:
+        group = SequenceGroup.of(request_of_values(request), arrival_time)
         self._keep(group)
         scheduler.add(group)
 

@@ -13,10 +13,11 @@ import numpy as np
 
 from jax_paged.arguments.plain_values import make_plain
 from jax_paged.arguments.suggestions import suggests_fields
+from jax_paged.core import request as core
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.request import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.errors import check, check_int, check_number
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
@@ -277,14 +278,16 @@ def _group(index: int, request: Request, scheduler: Scheduler) -> SequenceGroup:
     # A prompt that is given by its length has tokens that no other request has.
     prompt = request.prompt if isinstance(request.prompt, list) else [-1 - index] * request.prompt
     params, beams = _params(request.n, request.beam_width, request.output_len)
-    metrics = RequestMetrics(request.arrival_s)
-    return SequenceGroup(str(index), [Sequence(prompt)], params, metrics, "", request.priority, beams)
+    features = None if beams is None else core.RequestFeatures(beams)
+    values = core.Request(str(index), prompt, params, priority=request.priority, features=features)
+    return SequenceGroup.of(values, request.arrival_s)
 
 
 @functools.lru_cache(maxsize=1 << 14)  # checking parameters takes longer than everything else about a request
 def _params(n: int, width: int | None, length: int) -> tuple[SamplingParams, BeamSearchParams | None]:
     beams = None if width is None else BeamSearchParams(width, max_tokens=length, ignore_eos=True)
-    return SamplingParams(n=n, max_tokens=length, ignore_eos=True, seed=0), beams
+    num_logprobs = None if width is None else 2 * width
+    return SamplingParams(n=n, max_tokens=length, ignore_eos=True, seed=0, logprobs=num_logprobs), beams
 
 
 def _step_row(

@@ -118,7 +118,7 @@ def _lanes(outputs: Sequence[SchedulerOutput]) -> tuple[dict[str, _Lane], int]:
     ids: dict[int, str] = {}
     lanes: dict[str, _Lane] = defaultdict(_Lane)
     for step, output in enumerate(outputs):
-        ids |= {new.seq_id: new.request_id for new in output.new_sequences}
+        ids |= {new.seq_id: new.request.request_id for new in output.new_sequences}
         for request_id in output.preempted:
             lanes[request_id].preempted.append(step)
         for row in output.scheduled:

@@ -12,9 +12,9 @@ from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.codec import request_of_values
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.request import SequenceGroup, SequenceStatus
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import SequenceGroup, SequenceStatus
 from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.speculation import Speculation
 
@@ -241,7 +241,8 @@ class _WhatIf:
             if scheduler.queues.find(request_id) is not None:  # an earlier one of this id still runs
                 values["request_id"] = f"{request_id} ({len(self.new.groups)})"
             self.current[request_id] = values["request_id"]
-            group, policy = request_of_values(values), scheduler.policy
+            arrival_time, policy = values.pop("arrival_time"), scheduler.policy
+            group = SequenceGroup.of(request_of_values(values), arrival_time)
             name, length = f"requests[{request_id!r}]", len(group.sequences[0])
             check_int(name, length, 1, scheduler.max_model_len - 1, aspect="the length of")
             aspect = "the number of sequences of"

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import orjson
 
-from jax_paged.core.sequence import RequestMetrics
+from jax_paged.core.request import RequestMetrics
 from jax_paged.engine.async_engine.request_stream import RequestStream
 from jax_paged.engine.errors import NOT_RUNNING, EngineAsleepError, EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
@@ -151,9 +151,9 @@ class RequestRunner:
             ApiError: If too many wait, or the engine has stopped, or stops before they have ended.
         """
         running: list[_RunningRequest] = []
-        num_seqs = sum(request.num_seqs for request in call.requests)
+        num_seqs = sum(request.request.max_num_seqs for request in call.requests)
         start = time.monotonic()
-        turn = call.client, call.requests[0].priority
+        turn = call.client, call.requests[0].request.priority
         async with self._waiting_queue.admission(num_seqs, *turn, has_begun=call.has_begun):
             waited_s = time.monotonic() - start
             try:
@@ -428,7 +428,7 @@ class _RunningRequest:
             times,
             times.num_cached_tokens,
             checked.encoder_prompt,
-            checked.encoder_token_ids or None,
+            checked.request.encoder_token_ids or None,
         )
 
 

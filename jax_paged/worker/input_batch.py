@@ -4,17 +4,18 @@ A sequence takes a batch slot with its NewSequence and keeps it until it is rele
 has changed, and the builder gathers the rows of a step from the batch slots.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jax_paged.core.scheduler_output import MAX_END_TOKENS, NewSequence, ScheduledSequence, SchedulerOutput
-from jax_paged.core.sequence import StandIn
-from jax_paged.sampling_params import LogitsFunction, SamplingParams
+from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.packed_buffer import NUM_SAMPLING_COLUMNS, pack_sampling
 from jax_paged.worker.sampling.token_rules import KnownTokens, TokenRules
+
+if TYPE_CHECKING:
+    from jax_paged.worker.features.feature_rows import FeatureRows
 
 
 class TokenCountReset(NamedTuple):
@@ -23,19 +24,6 @@ class TokenCountReset(NamedTuple):
     batch_slot: int
     prompt_token_ids: list[int]
     output_token_ids: list[int]
-
-
-class SlotChanges(NamedTuple):
-    """What a step changes in the batch slots, for arrays that the device keeps by batch slot.
-
-    Args:
-        resets: The sequences whose token counts have to be written before the step runs.
-        released_processors: Sequences with logits processors that the step releases: their ids, and the
-            batch slots that they had.
-    """
-
-    resets: list[TokenCountReset]
-    released_processors: list[tuple[int, int]]
 
 
 class InputBatch:
@@ -47,15 +35,12 @@ class InputBatch:
         max_blocks_per_seq: Columns of block tables, M.
         num_blocks: Blocks of the pool.
         vocab_size: Tokens of a mask.
-        hooks: How many numbers each hook of the model takes, by name.
-        processors: How many numbers each logits processor takes, by name.
+        features: State of the sequences that use features.
         is_cross: Whether the layers of each cache group attend to an encoder's output; None for none.
-        mrope_positions: Returns the rotary positions of a prompt with images; None if they are those of text.
 
     Attributes (indexed by batch slot; not to be changed from outside):
         block_tables: int32 [G, S, M], padded with the null block.
         num_table_blocks: int32 [G, S], how many entries of each table are a sequence's.
-        num_encoder_tokens: int32 [S], tokens that groups of cross attention hold.
         num_dropped: int32 [S], by how much slots stand before positions: tokens of dropped blocks.
         sampling: int32 [S, 12], the field of the same name of the packed buffer.
         end_tokens: int32 [S, MAX_END_TOKENS], padded with -1; of sequences with more of them, not all.
@@ -63,20 +48,7 @@ class InputBatch:
         num_top_logprobs: int32 [S], how many most likely tokens to report; -1 for no log-probabilities.
         token_rules: The sequences of which some tokens get a bias, or are forbidden.
         known_tokens: Of sequences whose tokens the host has to know, as bad words do.
-        functions: Of sequences with logits processors in Python.
         forced_tokens: Of sequences whose output is given, the length of the prompt, and the output.
-        hooks_on: The names of the hooks of each sequence, by its id.
-        hook_args: float32 [S, A], whether each hook is on, and its arguments.
-        processor_args: float32 [S, P], whether each logits processor is on, and its arguments.
-        adapter_slots: int32 [S], the slot of each sequence's adapter, 0 for none.
-        embeds: Of the sequences whose prompts have vectors, by the position of the first of each run of
-            them, in order: float32 [tokens, E]. Those of stand-ins come when a step first needs them.
-        stand_ins: Of the sequences whose prompts have some, these.
-        mrope: Of those of a model with M-RoPE, the rotary positions up to the end of the last image.
-        mrope_stops: int32 [S], how many these are; 0 of other sequences.
-        mrope_offsets: int32 [S], how far the rotary positions behind them stand from those in the text.
-        new_slots: Batch slots of sequences with logits processors that nothing was drawn for yet.
-        pooling: Of the sequences whose prompt is pooled, SamplingParams.pooling and the prompt's length.
         prompts: Of the sequences whose prompt gets log-probabilities, the prompt and how many most likely
             tokens to report.
     """
@@ -89,15 +61,11 @@ class InputBatch:
         max_blocks_per_seq: int,
         num_blocks: int,
         vocab_size: int,
-        hooks: Mapping[str, int] = MappingProxyType({}),
-        processors: Mapping[str, int] = MappingProxyType({}),
+        features: "FeatureRows",
         is_cross: Sequence[bool] | None = None,
-        mrope_positions: Callable[[tuple[StandIn, ...]], tuple[np.ndarray, int]] | None = None,
     ) -> None:
-        self._hooks, self.processors = hooks, processors
+        self.features = features
         self.is_cross = tuple(is_cross or [False] * num_groups)
-        self._mrope_positions = mrope_positions
-        self.hooks_on: dict[int, frozenset[str]] = {}
         self._num_blocks, self._vocab_size = num_blocks, vocab_size
         self._batch_slots: dict[int, int] = {}
         self._free = list(reversed(range(max_num_seqs)))
@@ -105,7 +73,6 @@ class InputBatch:
         self._changed_places: list[int] = []
         self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks_per_seq), np.int32)
         self.num_table_blocks = np.zeros((num_groups, max_num_seqs), np.int32)
-        self.num_encoder_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_dropped = np.zeros(max_num_seqs, np.int32)
         self.sampling = np.zeros((max_num_seqs, NUM_SAMPLING_COLUMNS), np.int32)
         self.end_tokens = np.full((max_num_seqs, MAX_END_TOKENS), -1, np.int32)
@@ -113,21 +80,13 @@ class InputBatch:
         self.num_top_logprobs = np.full(max_num_seqs, -1, np.int32)
         self.token_rules: dict[int, TokenRules] = {}
         self.known_tokens: dict[int, KnownTokens] = {}
-        self.functions: dict[int, list[LogitsFunction]] = {}
         self.forced_tokens: dict[int, tuple[int, list[int]]] = {}
-        self.hook_args = np.zeros((max_num_seqs, sum(1 + n for n in hooks.values())), np.float32)
-        self.processor_args = np.zeros((max_num_seqs, sum(1 + n for n in processors.values())), np.float32)
-        self.adapter_slots = np.zeros(max_num_seqs, np.int32)
-        self.embeds: dict[int, dict[int, np.ndarray]] = {}
-        self.stand_ins: dict[int, tuple[StandIn, ...]] = {}
-        self.mrope: dict[int, np.ndarray] = {}
-        self.mrope_stops, self.mrope_offsets = np.zeros((2, max_num_seqs), np.int32)
-        self.new_slots: set[int] = set()
         self.prompts: dict[int, tuple[list[int], int]] = {}
-        self.pooling: dict[int, tuple[str, int]] = {}
         self._by_slot: tuple[dict[int, Any], ...] = (
-            *(self.token_rules, self.known_tokens, self.functions),
-            *(self.prompts, self.forced_tokens, self.pooling, self.embeds, self.stand_ins, self.mrope),
+            self.token_rules,
+            self.known_tokens,
+            self.prompts,
+            self.forced_tokens,
         )
 
     @property
@@ -135,53 +94,25 @@ class InputBatch:
         """S."""
         return len(self.count_slots)
 
-    def has_adapters(self, output: SchedulerOutput) -> bool:
-        """Returns whether a row of a step has an adapter."""
-        return bool(self.adapter_slots[self.slots_of(row.seq_id for row in output.scheduled)].any())
-
-    def has_embeds(self, output: SchedulerOutput) -> bool:
-        """Returns whether a step computes a token that is a vector."""
-        if not self.embeds:
-            return False
-        found = ((row, self.embeds.get(self._batch_slots[row.seq_id])) for row in output.scheduled)
-        return any(
-            given is not None
-            and row.start < (last := next(reversed(given))) + len(given[last])  # most rows are behind them
-            and any(i < row.start + row.num_tokens and row.start < i + len(x) for i, x in given.items())
-            for row, given in found
-        )
-
-    def missing_stand_ins(self, output: SchedulerOutput) -> list[tuple[int, StandIn]]:
-        """Returns the images of a step that have no vectors yet, each with its batch slot."""
-        missing: list[tuple[int, StandIn]] = []
-        for row in output.scheduled if self.stand_ins else ():
-            batch_slot = self._batch_slots[row.seq_id]
-            own, known = self.stand_ins.get(batch_slot, ()), self.embeds.get(batch_slot, {})
-            if own and row.start < own[-1].stop:  # most rows are behind them
-                stop = row.start + row.num_tokens
-                needed = (s for s in own if s.start < stop and row.start < s.stop)
-                missing += [(batch_slot, s) for s in needed if s.start not in known]
-        return missing
-
     def slots_of(self, seq_ids: Iterable[int]) -> np.ndarray:
         """Returns the batch slots of sequences, int64."""
         return np.array([self._batch_slots[seq_id] for seq_id in seq_ids], np.int64)
 
-    def update(self, output: SchedulerOutput) -> SlotChanges:
+    def update(self, output: SchedulerOutput) -> list[TokenCountReset]:
         """Takes in a step: who leaves, who sits down, and what has changed of the rows' block tables.
 
         Args:
             output: The step. With step 0, the first of a scheduler, all batch slots are empty: another
                 scheduler may have gone before.
+
+        Returns:
+            The sequences whose token counts have to be written before the step runs.
         """
         if output.step_id == 0:
             for seq_id in list(self._batch_slots):
                 self._release(seq_id)
-        released: list[tuple[int, int]] = []
         for seq_id in output.released_seq_ids:
-            batch_slot = self._release(seq_id)
-            if self.processors and self.processor_args[batch_slot].any():
-                released.append((seq_id, batch_slot))
+            self._release(seq_id)
         resets = [reset for new in output.new_sequences if (reset := self._take_slot(new)) is not None]
         for row in output.scheduled:
             if any(row.new_blocks) or row.replaced_blocks:
@@ -190,7 +121,7 @@ class InputBatch:
             for row in output.scheduled:
                 if (tokens := self.known_tokens.get(self._batch_slots[row.seq_id])) is not None:
                     tokens.record(row.start, row.token_ids)
-        return SlotChanges(resets, released)
+        return resets
 
     def take_table_changes(self) -> np.ndarray:
         """Returns what has changed in block tables since the last call.
@@ -218,20 +149,20 @@ class InputBatch:
         assert (self.block_tables < self._num_blocks).all(), "a block id is out of the pool"
         for batch_slots in self._by_slot:
             assert batch_slots.keys() <= set(taken), "a free batch slot has something"
+        self.features.check_integrity(set(taken))
 
-    def _release(self, seq_id: int) -> int:
+    def _release(self, seq_id: int) -> None:
         assert seq_id in self._batch_slots, f"sequence {seq_id} has no batch slot to lose"
         batch_slot = self._batch_slots.pop(seq_id)
-        del self.hooks_on[seq_id]
         for g, n in enumerate(self.num_table_blocks[:, batch_slot].tolist()):
             self.block_tables[g, batch_slot, :n] = 0
         self.num_table_blocks[:, batch_slot] = 0
         self.count_slots[batch_slot] = self.num_batch_slots
-        self.adapter_slots[batch_slot] = self.mrope_stops[batch_slot] = self.mrope_offsets[batch_slot] = 0
+        if seq_id in self.features.slots:
+            self.features.release(seq_id)
         for batch_slots in self._by_slot:
             batch_slots.pop(batch_slot, None)
         self._free.append(batch_slot)
-        return batch_slot
 
     def _take_slot(self, new: NewSequence) -> TokenCountReset | None:
         assert new.seq_id not in self._batch_slots, f"sequence {new.seq_id} has a batch slot"
@@ -239,50 +170,32 @@ class InputBatch:
         batch_slot = self._batch_slots[new.seq_id] = self._free.pop()
         for g, table in enumerate(new.block_tables):
             self._write(g, batch_slot, 0, table)
-        params = new.sampling_params
-        self.num_encoder_tokens[batch_slot] = new.num_encoder_tokens
+        request, params = new.request, new.request.sampling_params
         self.num_dropped[batch_slot] = new.num_dropped_tokens
-        self.num_top_logprobs[batch_slot] = -1 if new.num_top_logprobs is None else new.num_top_logprobs
+        self.num_top_logprobs[batch_slot] = -1 if params.logprobs is None else params.logprobs
         self.sampling[batch_slot] = pack_sampling(
             params,
             seed=new.seed,
-            wants_logprobs=new.num_top_logprobs is not None,
-            logprob_temperature=new.logprob_temperature,
+            wants_logprobs=params.logprobs is not None,
+            logprob_temperature=1.0 if request.features is None else request.features.logprob_temperature,
         )
         end_token_ids = sorted(new.end_token_ids)[:MAX_END_TOKENS]
         self.end_tokens[batch_slot] = end_token_ids + [-1] * (MAX_END_TOKENS - len(end_token_ids))
         tokens = KnownTokens(new)
         if params.bad_words_token_ids or params.logits_processors:
             self.known_tokens[batch_slot] = tokens
-        if params.logits_processors:
-            self.functions[batch_slot] = params.logits_processors
         if TokenRules.are_needed(new):
             self.token_rules[batch_slot] = TokenRules(new, tokens, self._vocab_size)
-        self.hooks_on[new.seq_id] = frozenset(params.hook_args or ())
-        self.hook_args[batch_slot] = _row(self._hooks, params.hook_args or {})
-        self.processor_args[batch_slot] = _row(self.processors, params.extra_args or {})
-        self.new_slots.discard(batch_slot)
-        if params.extra_args and not new.output_token_ids:
-            self.new_slots.add(batch_slot)
-        self.adapter_slots[batch_slot] = new.adapter_slot
-        if new.prompt_embeds is not None:
-            given = np.frombuffer(new.prompt_embeds.data, "<f4")
-            self.embeds[batch_slot] = {0: given.reshape(new.prompt_embeds.num_tokens, -1)}
-        if new.stand_ins:
-            self.stand_ins[batch_slot] = new.stand_ins
-        if new.stand_ins and self._mrope_positions is not None:
-            self.mrope[batch_slot], self.mrope_offsets[batch_slot] = self._mrope_positions(new.stand_ins)
-            self.mrope_stops[batch_slot] = self.mrope[batch_slot].shape[1]
+        if not request.is_plain:
+            self.features.add(batch_slot, new)
         if params.forced_token_ids is not None:
-            self.forced_tokens[batch_slot] = len(new.prompt_token_ids), params.forced_token_ids
-        if params.pooling is not None:
-            self.pooling[batch_slot] = params.pooling, len(new.prompt_token_ids)
+            self.forced_tokens[batch_slot] = len(request.prompt_token_ids), params.forced_token_ids
         if params.prompt_logprobs is not None:
-            self.prompts[batch_slot] = new.prompt_token_ids, params.prompt_logprobs
+            self.prompts[batch_slot] = request.prompt_token_ids, params.prompt_logprobs
         if not has_penalty(params):
             return None
         self.count_slots[batch_slot] = batch_slot
-        return TokenCountReset(batch_slot, new.prompt_token_ids, new.output_token_ids)
+        return TokenCountReset(batch_slot, request.prompt_token_ids, new.output_token_ids)
 
     def _change_tables(self, row: ScheduledSequence) -> None:
         batch_slot = self._batch_slots[row.seq_id]
@@ -312,14 +225,6 @@ class InputBatch:
         place = self._place(g, batch_slot, first)
         self._changed_places.extend(range(place, place + len(blocks)))
         self.num_table_blocks[g, batch_slot] = stop
-
-
-def _row(functions: Mapping[str, int], args: dict[str, Any]) -> list[float]:
-    """Returns which functions a request asks for, and with which numbers."""
-    row: list[float] = []
-    for name, num_args in functions.items():
-        row += [1.0, *args[name]] if name in args else [0.0] * (1 + num_args)
-    return row
 
 
 def has_penalty(params: SamplingParams) -> bool:

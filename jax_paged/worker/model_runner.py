@@ -22,7 +22,7 @@ from jax_paged.worker.compilation.buckets import Bucket, StepVariant
 from jax_paged.worker.compilation.compiler import trim_heap
 from jax_paged.worker.compilation.programs import DeviceInputs, StepResult, StepState, TraceContext
 from jax_paged.worker.distributed.process_group import OneProcess, ProcessGroup
-from jax_paged.worker.input_batch import InputBatch, SlotChanges
+from jax_paged.worker.input_batch import InputBatch, TokenCountReset
 from jax_paged.worker.loading.caller_parts import NO_PARTS, CallerParts
 from jax_paged.worker.pipeline.own_stage import OwnStage
 from jax_paged.worker.pipeline.stages import state_shapes
@@ -32,7 +32,7 @@ from jax_paged.worker.step_features import (
     Device,
     RunnerFeatures,
     StepFields,
-    mrope_positions,
+    make_feature_rows,
     plan_shared_prefixes,
 )
 from jax_paged.worker.step_result import PendingStep
@@ -125,13 +125,15 @@ class ModelRunner:
         Only swapping out waits for the device, which runs the steps that are dispatched in order.
         """
         batch = self._input_batch
-        changes = batch.update(output)
-        uses_features = self.features.are_on or batch.prompts or batch.functions or output.scores_drafts
+        resets = batch.update(output)
+        uses_features = (
+            self.features.are_on or batch.prompts or batch.features.functions or output.scores_drafts
+        )
         device = Device(self._run, self.compiled, self._weights)
         self._move_blocks(output)
         if uses_features:
-            self._state = self.features.prepare(device, self._state, output, changes)
-        self._reset_token_counts(changes)
+            self._state = self.features.prepare(device, self._state, output)
+        self._reset_token_counts(resets)
         if not output.scheduled:
             return self._pending.append(PendingStep.empty(output.step_id))
         plan = self.features.plan(output, has_mixed=self._has_mixed) if uses_features else None
@@ -231,10 +233,10 @@ class ModelRunner:
                 kv_cache = mover.move(self._run, kv_cache, output)
             self._state = dataclasses.replace(self._state, kv_cache=kv_cache)
 
-    def _reset_token_counts(self, changes: SlotChanges) -> None:
+    def _reset_token_counts(self, resets: list[TokenCountReset]) -> None:
         """Writes the token counts of sequences with penalties that take a batch slot."""
-        if changes.resets:
-            counts = reset_token_counts(self._run, self._state.token_counts, changes.resets)
+        if resets:
+            counts = reset_token_counts(self._run, self._state.token_counts, resets)
             self._state = dataclasses.replace(self._state, token_counts=counts)
 
     def _smallest_ready(self, output: SchedulerOutput, variant: StepVariant | None) -> Bucket:
@@ -297,10 +299,8 @@ def _make_input_batch(config: EngineConfig, context: TraceContext) -> InputBatch
         max_blocks_per_seq=context.max_blocks_per_seq,
         num_blocks=config.num_blocks,
         vocab_size=config.vocab_size,
-        hooks=config.hooks,
-        processors=config.logits_processors,
+        features=make_feature_rows(config, context),
         is_cross=[group.is_cross for group in groups],
-        mrope_positions=mrope_positions if context.features.has_mrope else None,
     )
 
 

@@ -22,6 +22,7 @@ from jax_paged.worker.compilation.feature_set import FeatureSet
 from jax_paged.worker.compilation.programs import DeviceInputs, StepResult, StepState, TraceContext
 from jax_paged.worker.features import cascade, multi_step, prompt_embeds
 from jax_paged.worker.features.encoder_decoder import encode, fill_encoder_lens, plan_encoders
+from jax_paged.worker.features.feature_rows import FeatureRows
 from jax_paged.worker.features.lora import AdapterArrays
 from jax_paged.worker.features.multimodal.image_encoder import ImageEncoder
 from jax_paged.worker.features.multimodal.mrope import fill_mrope, mrope_positions
@@ -36,10 +37,8 @@ from jax_paged.worker.features.state_slots import fill_state_slots
 from jax_paged.worker.features.user_functions import host_processors
 from jax_paged.worker.features.user_functions.hook_captures import PendingCaptures, plan_captures
 from jax_paged.worker.features.user_functions.processor_states import KeptStates, fill_processor_args
-from jax_paged.worker.input_batch import InputBatch, SlotChanges
+from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.step_rows import LogitsRows, ScheduledRows
-
-__all__ = ["mrope_positions"]
 
 
 def has_step_features(features: FeatureSet, config: EngineConfig) -> bool:
@@ -98,19 +97,29 @@ class StepFields:
         if self.has_mrope:
             positions = view["mrope_positions"][:, : len(rows.positions)]
             fill_mrope(positions, batch, rows.token_batch_slots, rows.positions)
-        if batch.hook_args.size:
-            view["hook_args"][:n] = batch.hook_args[rows.batch_slots].view(np.int32)
-        if batch.processor_args.size:
+        if batch.features.hook_args.size:
+            view["hook_args"][:n] = batch.features.hook_args[rows.batch_slots].view(np.int32)
+        if batch.features.processor_args.size:
             fill_processor_args(view["processor_args"], batch, sample_slots)
         if bucket.num_drafts and logits_rows.num_drafts is not None:
             view["num_drafts"][: len(sample_slots)] = logits_rows.num_drafts
         if bucket.num_steps > 1:
             multi_step.fill(view, batch, rows.batch_slots, rows.start, output.burst, self.block_size)
         if bucket.has_adapters:
-            view["adapter_slots"][:n] = batch.adapter_slots[rows.batch_slots]
+            view["adapter_slots"][:n] = batch.features.adapter_slots[rows.batch_slots]
         if not bucket.has_embeds:
             return None
         return prompt_embeds.step_embeds(batch, view["has_embeds"], output, self.embeds_size)
+
+
+def make_feature_rows(config: EngineConfig, context: TraceContext) -> FeatureRows:
+    """Returns the owner of what features keep for each sequence."""
+    return FeatureRows(
+        config.max_num_seqs,
+        hooks=config.hooks,
+        processors=config.logits_processors,
+        mrope_positions=mrope_positions if context.features.has_mrope else None,
+    )
 
 
 def plan_shared_prefixes(
@@ -196,12 +205,10 @@ class RunnerFeatures:
         """The adapter arrays."""
         return [] if self.adapters is None else self.adapters.arrays
 
-    def prepare(
-        self, device: Device, state: StepState[Array], output: SchedulerOutput, changes: SlotChanges
-    ) -> StepState[Array]:
+    def prepare(self, device: Device, state: StepState[Array], output: SchedulerOutput) -> StepState[Array]:
         """Runs what comes before a step: processor states, encoders, images, adapters; returns the state."""
         if self._processors is not None:
-            states = self._processors.move(output, changes, self._batch, state.processor_states, self._place)
+            states = self._processors.move(output, self._batch, state.processor_states, self._place)
             state = dataclasses.replace(state, processor_states=states)
         if output.to_encode:
             pool = encode(device.run, self._encoders, output, self._config, device.weights, state.kv_cache)
@@ -219,15 +226,15 @@ class RunnerFeatures:
             output: The step.
             has_mixed: Whether the engine has buckets of mixed steps. Hidden states are read from these.
         """
-        batch, config = self._batch, self._config
+        batch, rows, config = self._batch, self._batch.features, self._config
         targets, pooling = row_targets(output, batch), plan_pooling(output, batch, self._context)
-        has_functions, has_embeds = bool(batch.functions), batch.has_embeds(output)
+        has_functions, has_embeds = bool(rows.functions), rows.has_embeds(output)
         reads_all_rows = bool(targets or pooling or has_functions or has_embeds)
         is_mixed = has_mixed and (reads_all_rows or output.num_batched_tokens > len(output.scheduled))
         if config.batch_invariant:  # one program serves all
             has_embeds = self._context.features.embed_size > 0 and (is_mixed or not has_mixed)
         has_adapters = self.adapters is not None and (
-            config.batch_invariant or has_embeds or batch.has_adapters(output)
+            config.batch_invariant or has_embeds or rows.has_adapters(output)
         )
         num_drafts = 0
         if config.speculation and output.num_drafts:

@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 from helpers.scheduling import EOS, make_group, make_scheduler, result_of, rows, step
 
+from jax_paged.core.request import SequenceGroup
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import SequenceGroup
 
 
 def adapted(index: int, adapter: str, prompt_len: int = 4, **values: Any) -> SequenceGroup:
-    group = make_group(index, [index] * prompt_len, salt=adapter, **values)
-    group.adapter = adapter
-    return group
+    return make_group(index, [index] * prompt_len, salt=adapter, adapter=adapter, **values)
 
 
 def running(sched: Scheduler) -> list[str]:
@@ -39,7 +37,7 @@ class SlotMirror:
             assert all(taken != slot for _, taken in self.seats.values()), "somebody uses the slot"
             self.slots[slot] = adapter
         for new in output.new_sequences:
-            self.seats[new.seq_id] = adapters[new.request_id], new.adapter_slot
+            self.seats[new.seq_id] = adapters[new.request.request_id], new.adapter_slot
         for row in output.scheduled:
             adapter, slot = self.seats[row.seq_id]
             assert self.slots.get(slot, "") == adapter if slot else not adapter

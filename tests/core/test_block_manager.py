@@ -11,7 +11,7 @@ from jax_paged.core.kv_cache import block_pool, prefix_cache
 from jax_paged.core.kv_cache.block_pool import NO_PARENT, NULL_BLOCK, block_hash
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.kv_cache.prefix_cache import PinnedPrefix
-from jax_paged.core.sequence import Sequence
+from jax_paged.core.request import Sequence
 
 FULL, CROSS = CacheGroup(), CacheGroup(is_cross=True)
 

@@ -10,9 +10,9 @@ from jax_paged.core.kv_cache.block_pool import BlockPool
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.kv_cache.prefix_cache import STATE, CachedPrefix, PrefixCache
 from jax_paged.core.kv_cache.state_slots import StateSlots
+from jax_paged.core.request import Sequence, SequenceStatus
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.scheduler import Scheduler
-from jax_paged.core.sequence import Sequence, SequenceStatus
 from jax_paged.core.stop_conditions import POOL_TOO_SMALL
 from jax_paged.sampling_params import BeamSearchParams
 

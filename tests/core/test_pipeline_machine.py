@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.replicas.router import ReplicaRouter
+from jax_paged.core.request import Request, SequenceGroup, SequenceStatus
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
 from jax_paged.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 60
@@ -112,8 +112,7 @@ class PipelineMachine(RuleBasedStateMachine):
         assert loads[place] == min(loads)
         params = SamplingParams(max_tokens=max_tokens, seed=number)
         prompt = [i % 3 for i in range(shared)] + own
-        sequence = Sequence(prompt, seed=params.seed_of(0))
-        group = SequenceGroup(f"r{number}", [sequence], params, RequestMetrics(self.now))
+        group = SequenceGroup.of(Request(f"r{number}", prompt, params), self.now)
         self.groups[group.request_id] = group
         self.placed[group.request_id] = place
         self.engines[place].scheduler.add(group)

@@ -10,9 +10,9 @@ from helpers.value_device import ValueDevice
 from test_scheduler_simulation import CROSS, FULL, MAX_MODEL_LEN, WINDOW, Simulation, root_of, total
 
 from jax_paged.core.model_runner_output import NO_TOKEN
+from jax_paged.core.request import SequenceStatus
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import SequenceStatus
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED, NON_FINITE
 from jax_paged.sampling_params import BeamSearchParams
 

@@ -22,8 +22,8 @@ from hypothesis.stateful import (
 )
 
 from jax_paged.core.model_runner_output import TokenLogprobs
+from jax_paged.core.request import SequenceGroup, SequenceStatus
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import SequenceGroup, SequenceStatus
 from jax_paged.sampling_params import BeamSearchParams
 
 MAX_MODEL_LEN = 24
@@ -99,8 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 values["n"] = 1
             if self.sched.policy == "priority":
                 values["priority"] = priority
-            group = make_group(len(self.groups), prompt, salt=adapter, **values)
-            group.adapter = adapter
+            group = make_group(len(self.groups), prompt, salt=adapter, adapter=adapter, **values)
             self.groups.append(group)
             self.sched.add(group)
 

@@ -20,9 +20,9 @@ from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.kv_cache import block_pool, prefix_cache
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.model_runner_output import TokenLogprobs
+from jax_paged.core.request import Request, RequestFeatures, Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.speculation import Speculation
 
@@ -145,17 +145,18 @@ class Simulation:
             )
             params = SamplingParams(max_tokens=beams.max_tokens, ignore_eos=beams.ignore_eos, seed=0)
         encoder = [rng.randrange(3) for _ in range(rng.choice([1, 4, 9]))] if CROSS in setup.groups else []
-        group = SequenceGroup(
+        if beams is not None:  # as the engine does it
+            params.logprobs = 2 * beams.beam_width
+        request = Request(
             f"r{index}",
-            [Sequence(prompt, seed=params.seed_of(0))],
+            prompt,
             params,
-            RequestMetrics(self.now),
             # Of an encoder-decoder model, the decoder's keys and values depend on the encoder's text.
             rng.choice(["", "", "", "salt"]) + "".join(map(str, encoder)),
             rng.choice([0, 0, 1, 2]) if setup.policy == "priority" else 0,
-            beams,
-            encoder,
+            RequestFeatures(beams, encoder) if beams or encoder else None,
         )
+        group = SequenceGroup.of(request, self.now)
         self.groups.append(group)
         self.sched.add(group)
         return group

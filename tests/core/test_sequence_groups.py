@@ -11,9 +11,9 @@ from helpers.toy_device import EOS, VOCAB_SIZE, ToyDevice, reference_beams, root
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.features import beam_search
 from jax_paged.core.model_runner_output import TokenLogprobs
+from jax_paged.core.request import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.sampling_params import BeamSearchParams
 
 NO_EOS: frozenset[int] = frozenset()

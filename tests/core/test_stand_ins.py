@@ -4,7 +4,7 @@ import pytest
 
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.kv_cache.prefix_cache import PrefixCache
-from jax_paged.core.sequence import Sequence, StandIn
+from jax_paged.core.request import Sequence, StandIn
 
 TOKENS = [*range(10), *[99] * 8, *range(20, 30)]  # blocks of 4; the placeholders are at 10 to 17
 

@@ -25,13 +25,20 @@ from jax_paged.core.features.interactive.request_edits import (
 )
 from jax_paged.core.kv_cache.block_pool import NULL_BLOCK
 from jax_paged.core.kv_cache.cache_group import CacheGroup
+from jax_paged.core.request import Request, RequestFeatures, RequestMetrics, Sequence, SequenceGroup
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.scheduler_output import ScheduledSequence
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.sampling_params import SamplingParams
 
 FULL, CROSS = CacheGroup(), CacheGroup(is_cross=True)
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+
+
+def group_of(seq, encoder=()):
+    """Returns a request without an id, with one sequence."""
+    features = RequestFeatures(encoder_token_ids=list(encoder)) if encoder else None
+    request = Request("", seq.prompt_token_ids, SamplingParams(), features=features)
+    return SequenceGroup(request, [seq], RequestMetrics(0.0))
 
 
 class Recomputing:
@@ -167,9 +174,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         num_revived = sum(b != NULL_BLOCK and not counts[b] for b in shared)
         assert num_needed + num_revived <= num_free - num_reserved
         if family.encoder:
-            group = SequenceGroup(
-                "", [seq], SamplingParams(), RequestMetrics(0.0), encoder_token_ids=family.encoder
-            )
+            group = group_of(seq, family.encoder)
             self.device.encode(group, tables)
         return True
 
@@ -326,7 +331,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return
         tables = self.manager.block_tables if family.place == "device" else self.manager.swapped_tables
         before, num_free = [list(table) for table in tables[seq]], self.manager.num_free_blocks
-        group = SequenceGroup("", [seq], SamplingParams(), RequestMetrics(0.0))
+        group = group_of(seq)
         queues = RequestQueues()
         queues.add(group)
         edit = Rollback("", data.draw(st.integers(1, most)))
@@ -355,7 +360,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if n < 2 or not seq.num_computed_tokens:
             return
         kept = sorted({*data.draw(st.sets(st.integers(0, n - 1))), n - 1})
-        group = SequenceGroup("", [seq], SamplingParams(), RequestMetrics(0.0))
+        group = group_of(seq)
         queues = RequestQueues()
         queues.add(group)
         positions = [seq.block_place(i) for i in kept]

@@ -19,9 +19,9 @@ from helpers.scheduling import (
 
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.model_runner_output import NO_TOKEN, TokenLogprobs
+from jax_paged.core.request import SequenceGroup, SequenceStatus
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import SequenceGroup, SequenceStatus
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED, NON_FINITE
 from jax_paged.sampling_params import BeamSearchParams
 
@@ -42,8 +42,7 @@ def test_a_step_survives_pickling() -> None:
 
 def test_a_step_does_not_change_after_it_was_scheduled() -> None:
     sched = make_scheduler(groups=(CacheGroup(), CacheGroup(is_cross=True)), block_size=2)
-    group = make_group(0, [1] * 3)
-    group.encoder_token_ids = [5, 6, 7]
+    group = make_group(0, [1] * 3, encoder_token_ids=[5, 6, 7])
     sched.add(group)
     output = sched.schedule(0.0)
     as_scheduled = pickle.dumps(output)
@@ -60,14 +59,16 @@ def test_what_the_executor_is_told_of_a_sequence() -> None:
     sched.add(make_group(2, [3] * 3, beams=BeamSearchParams(2, max_tokens=4, temperature=2.0)))
     output = sched.schedule(0.0)
     first, second, other, beams = output.new_sequences
-    assert [s.request_id for s in output.new_sequences] == ["r0", "r0", "r1", "r2"]
-    assert first.prompt_token_ids == [1] * 9
+    assert [s.request.request_id for s in output.new_sequences] == ["r0", "r0", "r1", "r2"]
+    assert first.request.prompt_token_ids == [1] * 9
     assert first.end_token_ids == {EOS, 7}
-    assert (first.num_top_logprobs, first.logprob_temperature) == (3, 1.0)
+    assert (first.request.sampling_params.logprobs, first.request.features) == (3, None)
     assert second.seed != first.seed
     assert second.block_tables == first.block_tables
-    assert (other.end_token_ids, other.num_top_logprobs) == (frozenset(), None)
-    assert (beams.num_top_logprobs, beams.logprob_temperature) == (4, 2.0)
+    assert (other.end_token_ids, other.request.sampling_params.logprobs) == (frozenset(), None)
+    assert beams.request.sampling_params.logprobs == 4
+    assert beams.request.features is not None
+    assert beams.request.features.logprob_temperature == 2.0
     assert [(s.row, s.seq_id) for s in output.samples] == [
         (0, first.seq_id),
         (0, second.seq_id),
@@ -99,7 +100,7 @@ def test_seats_are_given_up_by_those_that_end_or_lose_their_blocks() -> None:
     sched = make_scheduler(num_blocks=7, block_size=2, caching=False)
     for index in range(3):
         sched.add(make_group(index, [index] * 3, max_tokens=4))
-    ids = {s.request_id: s.seq_id for s in step(sched).new_sequences}
+    ids = {s.request.request_id: s.seq_id for s in step(sched).new_sequences}
     step(sched)
     output = step(sched)
     assert output.preempted == ("r2",)
@@ -108,7 +109,7 @@ def test_seats_are_given_up_by_those_that_end_or_lose_their_blocks() -> None:
     output = step(sched)
     assert output.released_seq_ids == (ids["r1"],)
     (back,) = output.new_sequences
-    assert back.request_id == "r2"
+    assert back.request.request_id == "r2"
     assert back.seq_id not in ids.values()
     assert back.output_token_ids == [5, 5]
 

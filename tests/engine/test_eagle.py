@@ -103,7 +103,7 @@ class Watched(WrappedExecutor):
         self._prompts: dict[int, list[int]] = {}
 
     def _note(self, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
-        self._prompts |= {new.seq_id: new.prompt_token_ids for new in output.new_sequences}
+        self._prompts |= {new.seq_id: new.request.prompt_token_ids for new in output.new_sequences}
         self.num_bursts += bool(output.burst)
         for i, sample in enumerate(output.samples):
             if sample.num_logits > 1:

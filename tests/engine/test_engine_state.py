@@ -387,7 +387,7 @@ def test_mistakes_are_errors(engines: tuple[LLMEngine, LLMEngine], tmp_path: Pat
         first.load_state(state)
     with pytest.raises(ValueError, match=r"state\.json is not the state of an engine"):
         second.load_state(tmp_path)
-    with pytest.raises(ValueError, match="the format of `state` must be 1, got 99"):
+    with pytest.raises(ValueError, match="the format of `state` must be 2, got 99"):
         second.load_state(EngineState(state.values | {"format": 99}, state.arrays))
     settings = state.values["settings"] | {"num_blocks": 61}
     with pytest.raises(ValueError, match="num_blocks in `state` must be that of the engine, 60, got 61"):

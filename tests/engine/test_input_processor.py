@@ -75,9 +75,9 @@ def test_forms_of_prompts(processor: InputProcessor, tokenizer: Tokenizer) -> No
     ]
     for prompt, text, salt in forms:
         request = processor.check(prompt, None)
-        assert (request.prompt, request.prompt_token_ids, request.cache_salt) == (text, ids, salt)
+        assert (request.prompt, request.prompt_token_ids, request.request.cache_salt) == (text, ids, salt)
         assert all(type(i) is int for i in request.prompt_token_ids)
-        assert (request.encoder_prompt, request.encoder_token_ids) == (None, [])
+        assert (request.encoder_prompt, request.request.encoder_token_ids) == (None, [])
     assert processor.check(ids, None).prompt_token_ids is not ids
 
 
@@ -107,7 +107,7 @@ def test_bad_prompts(processor: InputProcessor, prompt: Any, message: str) -> No
 
 
 def test_salts_must_agree(processor: InputProcessor) -> None:
-    assert processor.check({"prompt": "a", "cache_salt": "s"}, None, "s").cache_salt == "s"
+    assert processor.check({"prompt": "a", "cache_salt": "s"}, None, "s").request.cache_salt == "s"
     with pytest.raises(ValueError, match=r"`cache_salt` must be .*got \['s', 't'\]"):
         processor.check({"prompt": "a", "cache_salt": "s"}, None, "t")
 
@@ -129,7 +129,7 @@ def test_prompts_for_encoders(encoding: InputProcessor, tokenizer: Tokenizer) ->
     ]
     for prompt, encoder_text, text, token_ids in forms:
         request = encoding.check(prompt, None)
-        assert (request.encoder_prompt, request.encoder_token_ids) == (encoder_text, ab)
+        assert (request.encoder_prompt, request.request.encoder_token_ids) == (encoder_text, ab)
         assert (request.prompt, request.prompt_token_ids) == (text, token_ids)
     with pytest.raises(
         ValueError, match=r"`prompt` must be a dict with the keys \['decoder_prompt', 'encoder_prompt'\]"
@@ -145,7 +145,8 @@ def test_max_tokens_is_cut_to_the_room_that_is_left(processor: InputProcessor) -
     cut = processor.check([5] * 35, SamplingParams(max_tokens=20, min_tokens=10)).params
     assert (cut.max_tokens, cut.min_tokens) == (5, 5)
     beams = processor.check([5] * 35, BeamSearchParams(2, max_tokens=20))
-    assert (beams.beam_params and beams.beam_params.max_tokens, beams.params.max_tokens) == (5, 5)
+    assert beams.request.beam_params is not None
+    assert (beams.request.beam_params.max_tokens, beams.params.max_tokens) == (5, 5)
     for params in (SamplingParams(max_tokens=1), SamplingParams(max_tokens=None), BeamSearchParams(2)):
         with pytest.raises(ValueError, match=r"must be at most 39 \(max_model_len - 1\), got 40"):
             processor.check([5] * 40, params)
@@ -164,7 +165,7 @@ def test_the_engine_works_on_its_own_copy(processor: InputProcessor) -> None:
     beams = BeamSearchParams(2)
     request = processor.check("abc", beams)
     beams.beam_width = 0
-    assert request.beam_params == BeamSearchParams(2)
+    assert request.request.beam_params == BeamSearchParams(2)
     with pytest.raises(ValueError, match=r"`beam_width` must be .*got 0"):
         processor.check("abc", beams)
 
@@ -277,7 +278,7 @@ def test_prompts_are_truncated_from_the_left(processor: InputProcessor, encoding
         assert processor.check(ids, params).prompt_token_ids == expected
     assert len(ids) == 60
     request = encoding.check(ids, SamplingParams(truncate_prompt_tokens=5))
-    assert (request.encoder_token_ids, request.prompt_token_ids) == (ids[-5:], [START])
+    assert (request.request.encoder_token_ids, request.prompt_token_ids) == (ids[-5:], [START])
 
 
 def test_all_problems_of_a_request_are_listed(processor: InputProcessor) -> None:

@@ -14,8 +14,8 @@ import pytest
 from helpers.scripted_engine import ScriptedExecutor, no_block_lost
 
 from jax_paged import LLM, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
+from jax_paged.core.request import SequenceGroup
 from jax_paged.core.scheduler import Scheduler
-from jax_paged.core.sequence import SequenceGroup
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.list_runner import ListRunner
 

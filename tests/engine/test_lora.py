@@ -216,7 +216,7 @@ def test_the_test_notices_a_missing_salt(engine: LLMEngine, monkeypatch: pytest.
 
     def without_salt(*args: Any) -> Any:
         state = make(*args)
-        state.group.cache_salt = ""
+        state.group.request = dataclasses.replace(state.group.request, cache_salt="")
         return state
 
     monkeypatch.setattr(engine_core, "request_state", without_salt)

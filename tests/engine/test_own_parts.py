@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from jax_paged import LLM, SamplingParams
+from jax_paged.core.request import SequenceGroup
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import SequenceGroup
 from jax_paged.worker.sampling.sampler import SamplingBatch
 
 pytestmark = pytest.mark.thorough

@@ -17,13 +17,14 @@ from helpers.real_model import TOLERANCE, drain, make_engine, make_executor, res
 from jax_paged import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from jax_paged.config.multimodal import ImageSettings
 from jax_paged.core.kv_cache.prefix_cache import PrefixCache
-from jax_paged.core.sequence import StandIn
+from jax_paged.core.request import StandIn
+from jax_paged.core.scheduler_output import NewSequence
 from jax_paged.engine.features.multimodal import image_reader
 from jax_paged.engine.features.multimodal.image_reader import ImageReader
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.models.families.qwen3_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from jax_paged.models.image_inputs import MAX_PATCHES, ImageSpec, Patches, PatchSpec
-from jax_paged.worker import input_batch
+from jax_paged.worker.features.feature_rows import FeatureRows
 from jax_paged.worker.features.multimodal.image_encoder import (
     EncodePatchesProgram,
     _encode_patches,
@@ -365,7 +366,13 @@ def test_wrong_sharing_and_wrong_positions_are_noticed(
         hashed = image_reader.hashlib.sha256
         monkeypatch.setattr(image_reader.hashlib, "sha256", lambda data: hashed(data.partition(b")")[2]))
     else:  # rows and columns that later blocks do not see
-        monkeypatch.setattr(input_batch, "mrope_positions", lambda stand_ins: (np.zeros((3, 0), int), 0))
+        add = FeatureRows.add
+
+        def add_without_positions(self: FeatureRows, batch_slot: int, new: NewSequence) -> None:
+            add(self, batch_slot, new)
+            self.mrope_stops[batch_slot] = self.mrope_offsets[batch_slot] = 0
+
+        monkeypatch.setattr(FeatureRows, "add", add_without_positions)
     with pytest.raises(AssertionError):
         look_for_faults(engine)
 

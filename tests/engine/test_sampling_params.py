@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jax_paged.core.features import beam_search
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
+from jax_paged.core.request import Request, RequestFeatures, RequestMetrics, Sequence, SequenceGroup
 from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 GOOD: list[dict[str, Any]] = [
@@ -340,6 +340,7 @@ def test_good_beam_search_params() -> None:
 def test_scores_of_long_hypotheses_neither_overflow_nor_vanish(penalty):
     params = BeamSearchParams(2, length_penalty=penalty)
     seqs = [Sequence([0] * 2**20, output_token_ids=[1], cumulative_logprobs=[-x]) for x in (1.0, 2.0)]
-    group = SequenceGroup("r", seqs[:1], SamplingParams(), RequestMetrics(0.0), beam_params=params)
+    request = Request("r", [0] * 2**20, SamplingParams(), features=RequestFeatures(params))
+    group = SequenceGroup(request, seqs[:1], RequestMetrics(0.0))
     best, other = (beam_search.score(group, seq, frozenset()) for seq in seqs)
     assert -math.inf < other < best < 0

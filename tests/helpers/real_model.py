@@ -18,9 +18,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jax_paged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
 from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.request import Sequence, SequenceGroup
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.models.weights import load_model
 from jax_paged.outputs import RequestOutput
 from jax_paged.worker.compilation import plan_steps
@@ -179,7 +179,8 @@ def add(engine: LLMEngine, requests: list[Request], prefix: str = "") -> None:
             request.prompt, request.beams or request.params, cache_salt=request.salt
         )
         # The policy may be one that the test has given the scheduler.
-        engine.add_request(f"{prefix}{i}", dataclasses.replace(checked, priority=request.priority))
+        values = dataclasses.replace(checked.request, priority=request.priority)
+        engine.add_request(f"{prefix}{i}", dataclasses.replace(checked, request=values))
 
 
 def drain(engine: LLMEngine) -> dict[str, RequestOutput]:

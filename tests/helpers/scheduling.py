@@ -6,10 +6,10 @@ from typing import Any
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.request import Request, RequestFeatures, Sequence, SequenceGroup
 from jax_paged.core.result_updater import StepUpdate
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import BlockTables, SchedulerOutput
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 EOS = 2
@@ -24,12 +24,19 @@ def make_group(
     priority: int = 0,
     arrival: float = 0.0,
     beams: BeamSearchParams | None = None,
+    encoder_token_ids: Items[int] = (),
+    adapter: str = "",
     **values: Any,
 ) -> SequenceGroup:
     """Returns a request "r{index}" of at most 8 output tokens, unless `values` (SamplingParams) say else."""
+    features = None
+    if beams is not None or encoder_token_ids or adapter:
+        features = RequestFeatures(beams, list(encoder_token_ids), adapter)
+    if beams is not None:  # as the engine does it
+        values["logprobs"] = 2 * beams.beam_width
     params = SamplingParams(**{"max_tokens": 8, "seed": 0, **values})
-    metrics = RequestMetrics(arrival)
-    return SequenceGroup(f"r{index}", [Sequence(prompt)], params, metrics, salt, priority, beams)
+    request = Request(f"r{index}", prompt, params, salt, priority, features)
+    return SequenceGroup.of(request, arrival)
 
 
 def make_scheduler(

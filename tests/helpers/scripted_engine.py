@@ -82,7 +82,7 @@ class ScriptedExecutor:
             self.num_steps += 1
             self.during_step(output)
         token_ids = [self._next(output.scheduled[sample.row]) for sample in output.samples]
-        request_ids = [self._seats[row.seq_id].request_id for row in output.scheduled]
+        request_ids = [self._seats[row.seq_id].request.request_id for row in output.scheduled]
         return ModelRunnerOutput(
             step_id=output.step_id,
             token_ids=token_ids,
@@ -146,11 +146,11 @@ class ScriptedExecutor:
         for new in output.new_sequences:
             assert new.seq_id not in self._seats, "a seat taken twice"
             self._seats[new.seq_id] = new
-            assert new.sampling_params.seed is not None, "the engine gives every request a seed"
-            self.seeds[new.request_id] = new.sampling_params.seed
+            assert new.request.sampling_params.seed is not None, "the engine gives every request a seed"
+            self.seeds[new.request.request_id] = new.request.sampling_params.seed
 
     def _next(self, row: ScheduledSequence) -> list[int]:
-        prompt = self._seats[row.seq_id].prompt_token_ids
+        prompt = self._seats[row.seq_id].request.prompt_token_ids
         first = row.start + row.num_tokens - len(prompt)
         answer = [*prompt[:-1], *[EOS] * self._num_tokens]
         return answer[min(first, len(prompt) - 1) :][: self._num_tokens]
@@ -162,9 +162,12 @@ class ScriptedExecutor:
 
     def _prompt(self, row: ScheduledSequence) -> list[TokenLogprobs]:
         seat = self._seats[row.seq_id]
-        if seat.sampling_params.prompt_logprobs is None:
+        if seat.request.sampling_params.prompt_logprobs is None:
             return []
-        return [self._entry(t) for t in seat.prompt_token_ids[row.start + 1 : row.start + row.num_tokens + 1]]
+        return [
+            self._entry(t)
+            for t in seat.request.prompt_token_ids[row.start + 1 : row.start + row.num_tokens + 1]
+        ]
 
 
 def run(engine: LLMEngine) -> dict[str, RequestOutput]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax_paged.core.model_runner_output import ModelRunnerOutput
+from jax_paged.core.request import Request, RequestFeatures, StandIn
 from jax_paged.core.scheduler_output import (
     BlockTables,
     EncoderInput,
@@ -12,7 +13,7 @@ from jax_paged.core.scheduler_output import (
     ScheduledSequence,
     SchedulerOutput,
 )
-from jax_paged.sampling_params import SamplingParams
+from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 
 def new_sequence(
@@ -25,23 +26,24 @@ def new_sequence(
     num_top_logprobs: int | None = None,
     logprob_temperature: float = 1.0,
     num_encoder_tokens: int = 0,
+    stand_ins: tuple[StandIn, ...] = (),
     **params: Any,
 ) -> NewSequence:
     """A sequence that takes a seat; the parameters are those of SamplingParams, greedy by default."""
+    if num_top_logprobs is not None:
+        params["logprobs"] = num_top_logprobs
     settings = SamplingParams(**({"temperature": 0.0, "seed": 0, "max_tokens": None} | params))
-    if num_top_logprobs is None:
-        num_top_logprobs = settings.logprobs
+    features = None
+    if logprob_temperature != 1 or num_encoder_tokens or stand_ins:
+        beams = BeamSearchParams(1, max_tokens=1, temperature=logprob_temperature)
+        beams = beams if logprob_temperature != 1 else None
+        features = RequestFeatures(beams, [0] * num_encoder_tokens, stand_ins=stand_ins)
     return NewSequence(
         seq_id=seq_id,
-        request_id=f"r{seq_id}",
-        prompt_token_ids=prompt,
+        request=Request(f"r{seq_id}", prompt, settings, features=features),
         output_token_ids=list(output),
-        sampling_params=settings,
         seed=settings.seed or 0,
         end_token_ids=frozenset(end_token_ids),
-        num_top_logprobs=num_top_logprobs,
-        logprob_temperature=logprob_temperature,
-        num_encoder_tokens=num_encoder_tokens,
         block_tables=tables,
     )
 

@@ -14,9 +14,9 @@ from helpers.scheduling import TableMirror, found
 
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.kv_cache.block_pool import NULL_BLOCK
+from jax_paged.core.request import Sequence, SequenceGroup
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import BlockTables, ScheduledSequence, SchedulerOutput
-from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.sampling_params import BeamSearchParams
 
 VOCAB_SIZE = 15

@@ -15,6 +15,7 @@ from jax_paged.core.kv_cache.block_pool import NULL_BLOCK
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.model_runner_output import NO_TOKEN, TokenLogprobs
 from jax_paged.core.scheduler_output import BlockTables, NewSequence, SchedulerOutput
+from jax_paged.sampling_params import SamplingParams
 
 
 class ValueDevice:
@@ -52,6 +53,9 @@ class ValueDevice:
         self.drafts: list[list[int]] = []  # of the last step, by sample; empty if the host has made them
         self._rng = random.Random(0)
 
+    def params_of(self, seq_id: int) -> SamplingParams:
+        return self.sequences[seq_id].request.sampling_params
+
     def execute(self, output: SchedulerOutput) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
         """Runs a step; returns the tokens of its samples, and what a beam search needs to know of them."""
         if output.step_id == 0:
@@ -62,7 +66,7 @@ class ValueDevice:
             assert new.seq_id not in self.sequences
             self.sequences[new.seq_id] = new
             self.tables[new.seq_id] = [list(table) for table in new.block_tables]
-            self.texts[new.seq_id] = [*new.prompt_token_ids, *new.output_token_ids]
+            self.texts[new.seq_id] = [*new.request.prompt_token_ids, *new.output_token_ids]
         for pairs, source, target in (
             (output.blocks_to_swap_out, self.cells, self.host),
             (output.blocks_to_swap_in, self.host, self.cells),
@@ -107,7 +111,7 @@ class ValueDevice:
                     continue
                 assert start == len(text) - 1, "the token that was drawn last is computed next"
                 token_ids = text[-1:]
-            elif self.sequences[seq_id].num_top_logprobs:  # of a beam search: the host has chosen
+            elif self.params_of(seq_id).logprobs:  # of a beam search: the host has chosen
                 text[start:] = token_ids
             assert text[start : start + len(token_ids)] == token_ids
             self._write(seq_id, start, start + len(token_ids))
@@ -137,7 +141,8 @@ class ValueDevice:
                 continue
             chain = self._chain(row.seq_id, stop - 1)
             tokens.append(next_token(chain, new.seed))
-            top = top_logprobs(chain, new.num_top_logprobs) if new.num_top_logprobs else ([], [])
+            params = new.request.sampling_params
+            top = top_logprobs(chain, params.logprobs) if params.logprobs else ([], [])
             logprobs.append(TokenLogprobs(0.0, 0, *top))
             assert len(self.texts[sample.seq_id]) == stop, "a token is drawn after the last one"
             self.texts[sample.seq_id].append(tokens[-1])
@@ -194,8 +199,8 @@ class ValueDevice:
     def _has_ended(self, seq_id: int) -> bool:
         """Whether an end token was drawn last: it is forbidden before min_tokens, but this model draws it."""
         new, text = self.sequences[seq_id], self.texts[seq_id]
-        num_output_tokens = len(text) - len(new.prompt_token_ids)
-        is_due = num_output_tokens >= max(1, new.sampling_params.min_tokens)
+        num_output_tokens = len(text) - len(new.request.prompt_token_ids)
+        is_due = num_output_tokens >= max(1, new.request.sampling_params.min_tokens)
         return is_due and text[-1] in new.end_token_ids
 
     def _spoil(self, seq_id: int, positions: range) -> None:
@@ -214,7 +219,7 @@ class ValueDevice:
         return [g for g, group in enumerate(self.groups) if group.is_cross]
 
     def _chain(self, seq_id: int, position: int) -> int:
-        root = self.root_of(self.sequences[seq_id].request_id)
+        root = self.root_of(self.sequences[seq_id].request.request_id)
         return chain_of(root, self.texts[seq_id][: position + 1])
 
     def _write(self, seq_id: int, start: int, stop: int) -> None:
@@ -236,7 +241,7 @@ class ValueDevice:
 
     def _check(self, seq_id: int, start: int, stop: int) -> None:
         """Asserts that the tokens at [start, stop) find all that they attend to."""
-        chain, chains = self.root_of(self.sequences[seq_id].request_id), []
+        chain, chains = self.root_of(self.sequences[seq_id].request.request_id), []
         for token_id in self.texts[seq_id][:stop]:
             chain = extend(chain, token_id)
             chains.append(chain)

@@ -7,7 +7,7 @@ import pytest
 from jax_paged import BeamSearchParams, SamplingParams
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.kv_cache.cache_group import CacheGroup
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
+from jax_paged.core.request import Request, RequestFeatures, RequestMetrics, Sequence, SequenceGroup
 from jax_paged.lab.pool_map import pool_map
 
 SIZE = 4
@@ -24,7 +24,9 @@ class Pool:
         seq = Sequence(list(token_ids))
         name = name or f"r{len(self.requests)}"
         params = SamplingParams(n=n, seed=0)
-        request = SequenceGroup(name, [seq], params, RequestMetrics(0.0), encoder_token_ids=list(encoder))
+        features = RequestFeatures(encoder_token_ids=list(encoder)) if encoder else None
+        values = Request(name, seq.prompt_token_ids, params, features=features)
+        request = SequenceGroup(values, [seq], RequestMetrics(0.0))
         request.arrival = len(self.requests)
         self.requests.append(request)
         settings = {"use_cache": True, "num_reserved": 0}

@@ -275,6 +275,9 @@ def test_a_real_run_replays_and_what_differs_is_named(engine: LLMEngine, tmp_pat
         replay(map(json.dumps, events))
     with pytest.raises(ValueError, match="the first event of `lines` must be 'start', got 'add'"):
         replay(line for line in recorded if '"add"' in line)
+    older = [line.replace('"format": 2, ', "") for line in recorded]
+    with pytest.raises(ValueError, match=r"the format of `lines` must be 2, got 1\. Make it again"):
+        replay(older)
 
 
 def test_recording_begins_with_an_idle_engine(engine: LLMEngine) -> None:

@@ -66,7 +66,7 @@ def test_a_recording_is_drawn_step_by_step(lines: list[str]) -> None:
     assert (every.get_data().values == steps["num_tokens"]).all()
     assert (of_one.get_data().values == steps["num_tokens"] - steps["num_prefill_tokens"]).all()
     assert (queues.patches[0].get_data().values == steps["num_seqs"]).all()
-    names = {s.seq_id: s.request_id for o in result.outputs for s in o.new_sequences}
+    names = {s.seq_id: s.request.request_id for o in result.outputs for s in o.new_sequences}
     assert lanes(figure) == list(map(short_name, NAMES))
     for y, name in enumerate(NAMES):
         _, one, several = requests.collections[3 * y : 3 * y + 3]

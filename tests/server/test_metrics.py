@@ -10,7 +10,7 @@ from helpers.metric_values import metric_values
 from prometheus_client.parser import text_string_to_metric_families
 
 from jax_paged import AsyncLLMEngine, CompletionOutput, RequestOutput, SamplingParams
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
+from jax_paged.core.request import Request, RequestMetrics, Sequence, SequenceGroup
 from jax_paged.engine.async_engine.statistics import Distribution, EngineStatistics
 from jax_paged.server.observability.metrics import Metrics
 
@@ -210,7 +210,9 @@ def test_bounds_belong_to_the_interval_below():
 
 def group(*lengths, prompt=5):
     sequences = [Sequence([1] * prompt, output_token_ids=[2] * n) for n in lengths]
-    return SequenceGroup("a", sequences, SamplingParams(), RequestMetrics(0.0, num_cached_tokens=3))
+    return SequenceGroup(
+        Request("a", [1] * prompt, SamplingParams()), sequences, RequestMetrics(0.0, num_cached_tokens=3)
+    )
 
 
 def test_statistics_count_tokens_and_the_time_between_them():

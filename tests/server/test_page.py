@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from jax_paged import AsyncLLMEngine, SamplingParams
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
+from jax_paged.core.request import Request, RequestMetrics, Sequence, SequenceGroup
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.http.api_keys import with_all_keys
 from jax_paged.server.launch.options import ServerOptions
@@ -149,7 +149,8 @@ def test_the_state_while_requests_run_names_who_holds_what_and_no_text(served, s
 def test_a_beam_search_may_be_without_a_beam_for_a_moment():
     ended = Sequence([1, 2, 3])
     for completed, num_prompt_tokens in (([ended], 3), ([], 0)):
-        group = SequenceGroup("a", [], SamplingParams(), RequestMetrics(0.0), completed=completed)
+        request = Request("a", [1, 2, 3], SamplingParams())
+        group = SequenceGroup(request, [], RequestMetrics(0.0), completed=completed)
         shown = _request(group, "running", 1.0)
         assert (shown["num_prompt_tokens"], shown["num_sequences"]) == (num_prompt_tokens, 0)
 

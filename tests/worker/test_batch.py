@@ -23,6 +23,7 @@ from jax_paged.worker.batch_builder import BatchBuilder, StepInputs
 from jax_paged.worker.block_tables import tables_of, write_changes
 from jax_paged.worker.compilation.buckets import Bucket, plan_buckets, plan_multi_step
 from jax_paged.worker.features.encoder_decoder import build_encoder_inputs
+from jax_paged.worker.features.feature_rows import FeatureRows
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.packed_buffer import BufferOptions, layout, sampling_batch, unpack
 from jax_paged.worker.sampling.token_rules import pack_token_mask
@@ -48,6 +49,7 @@ class Worker:
             max_blocks_per_seq=MAX_BLOCKS_PER_SEQ,
             num_blocks=NUM_BLOCKS,
             vocab_size=VOCAB_SIZE,
+            features=FeatureRows(NUM_BATCH_SLOTS),
             is_cross=[group.is_cross for group in groups],
         )
         self.builder = BatchBuilder(
@@ -197,7 +199,7 @@ def test_every_token_stands_where_it_belongs(bucket: Bucket, groups: tuple[Cache
             if not text.samples:
                 unsampled.append(i - 1)
             for g, group in enumerate(groups):
-                context_len = text.new.num_encoder_tokens if group.is_cross else stop
+                context_len = len(text.new.request.encoder_token_ids) if group.is_cross else stop
                 assert fields["context_lens"][g, b] == context_len
                 table = text.new.block_tables[g]
                 num_longer += len(table) > -(-context_len // BLOCK_SIZE)

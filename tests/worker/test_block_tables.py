@@ -21,6 +21,7 @@ from jax_paged.worker.block_tables import (
 )
 from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.compilation.programs import Program
+from jax_paged.worker.features.feature_rows import FeatureRows
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.packed_buffer import BufferOptions, num_step_changes, unpack
 from jax_paged.worker.step_rows import plan_logits_rows
@@ -67,7 +68,12 @@ def test_a_long_table_takes_its_seat_and_grows() -> None:
     """As long as a prompt of 131,072 tokens that is cached but for its last token; then it decodes."""
     num_blocks, max_blocks, full = 20_000, 8_300, CacheGroup(None, False)
     batch = InputBatch(
-        max_num_seqs=3, num_groups=1, max_blocks_per_seq=max_blocks, num_blocks=num_blocks, vocab_size=9
+        max_num_seqs=3,
+        num_groups=1,
+        max_blocks_per_seq=max_blocks,
+        num_blocks=num_blocks,
+        vocab_size=9,
+        features=FeatureRows(3),
     )
     builder = BatchBuilder(batch, block_size=16, num_blocks=num_blocks, groups=(full,), vocab_size=9)
     bucket, table = Bucket(True, 2, 2), [*range(1, 8_193)]

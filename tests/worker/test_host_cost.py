@@ -16,6 +16,7 @@ from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.worker.batch_builder import BatchBuilder
 from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.features.feature_rows import FeatureRows
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.step_rows import plan_logits_rows
 
@@ -77,6 +78,7 @@ class Host:
             max_blocks_per_seq=-(-MAX_MODEL_LEN // BLOCK_SIZE),
             num_blocks=NUM_BLOCKS,
             vocab_size=1000,
+            features=FeatureRows(NUM_SEQS),
         )
         self.builder = BatchBuilder(
             self.batch_slots,

@@ -1,6 +1,5 @@
 """What is encoded and what is kept, beside an encoder that is a function of NumPy's."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,10 +7,11 @@ import pytest
 from helpers.steps import make_output, make_row, new_sequence
 
 from jax_paged.core.kv_cache.cache_group import CacheGroup
-from jax_paged.core.sequence import StandIn
+from jax_paged.core.request import StandIn
 from jax_paged.models.image_inputs import Tile
 from jax_paged.worker.batch_builder import BatchBuilder
 from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.features.feature_rows import FeatureRows
 from jax_paged.worker.features.multimodal.image_encoder import EncodeImagesProgram, ImageEncoder
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.step_features import StepFields
@@ -32,8 +32,12 @@ class Encoder:
         return np.broadcast_to(values[:, None, None], (len(tiles), 3, 2)).astype(np.float32)
 
 
-class Batch(SimpleNamespace):
+class Batch:
     """Batch slots in which all that is needed is missing."""
+
+    def __init__(self, embeds: dict[int, dict[int, np.ndarray]]) -> None:
+        self.features = self
+        self.embeds = embeds
 
     def missing_stand_ins(self, needed: list[tuple[int, StandIn]]) -> list[tuple[int, StandIn]]:
         return needed
@@ -48,7 +52,7 @@ def needs(batch_slot: int, *values: int) -> list[tuple[int, StandIn]]:
 def vectors(batch: Batch) -> dict[int, dict[int, float]]:
     return {
         batch_slot: {i: float(x[0, 0]) for i, x in given.items()}
-        for batch_slot, given in batch.embeds.items()
+        for batch_slot, given in batch.features.embeds.items()
     }
 
 
@@ -109,7 +113,14 @@ def test_an_invariant_engine_has_one_size() -> None:
 
 
 def test_a_chunk_encodes_what_it_computes_and_no_more() -> None:
-    batch = InputBatch(max_num_seqs=4, num_groups=1, max_blocks_per_seq=8, num_blocks=50, vocab_size=100)
+    batch = InputBatch(
+        max_num_seqs=4,
+        num_groups=1,
+        max_blocks_per_seq=8,
+        num_blocks=50,
+        vocab_size=100,
+        features=FeatureRows(4),
+    )
     sizes = {"block_size": 4, "num_blocks": 50, "groups": (CacheGroup(),), "vocab_size": 100}
     features = StepFields(input_batch=batch, block_size=4, embeds_size=2)
     builder = BatchBuilder(batch, **sizes, features=features)  # pyright: ignore[reportArgumentType]
@@ -118,7 +129,7 @@ def test_a_chunk_encodes_what_it_computes_and_no_more() -> None:
     ids = list(range(20))
     expected = np.zeros((20, 2))
     expected[3:6], expected[8:11] = 5, 11
-    new = new_sequence(1, ids, tables=[[1, 2, 3, 4, 5]])._replace(stand_ins=stand_ins)
+    new = new_sequence(1, ids, tables=[[1, 2, 3, 4, 5]], stand_ins=stand_ins)
     beside = new_sequence(2, ids, tables=[[6, 7, 8, 9, 10]])
     for (start, stop), num_calls in zip(
         ((0, 2), (2, 5), (5, 10), (10, 12), (12, 20)), (0, 1, 2, 2, 2), strict=True
@@ -129,7 +140,7 @@ def test_a_chunk_encodes_what_it_computes_and_no_more() -> None:
         encoder.encode(run, [], output, batch)
         assert len(run.sizes) == num_calls
         has_some = bool(expected[start:stop].any())
-        assert batch.has_embeds(output) == has_some
+        assert batch.features.has_embeds(output) == has_some
         inputs, n = builder.build(output, plan_logits_rows(output), bucket), stop - start
         assert inputs.embeds is not None
         assert not inputs.embeds[:n].any()

@@ -8,6 +8,7 @@ import pytest
 from helpers.steps import make_output, make_row, new_sequence
 
 from jax_paged.core.scheduler_output import BlockTables, NewSequence, ScheduledSequence
+from jax_paged.worker.features.feature_rows import FeatureRows
 from jax_paged.worker.input_batch import InputBatch, TokenCountReset
 from jax_paged.worker.sampling.token_rules import KnownTokens, TokenRules, pack_token_mask
 
@@ -21,6 +22,7 @@ def make_batch() -> InputBatch:
         max_blocks_per_seq=MAX_BLOCKS,
         num_blocks=NUM_BLOCKS,
         vocab_size=VOCAB_SIZE,
+        features=FeatureRows(NUM_BATCH_SLOTS),
     )
 
 
@@ -95,7 +97,7 @@ def test_deltas_add_up_to_the_true_tables(seed: int) -> None:
         num_new = rng.randint(0, NUM_BATCH_SLOTS - len(old))
         new = [scheduler.arrive() for _ in range(num_new)]
         rows = [scheduler.change(seq_id) for seq_id in old if rng.random() < 0.7]
-        resets, _ = batch.update(make_output(rows, new=new, released=released))
+        resets = batch.update(make_output(rows, new=new, released=released))
         batch.check_integrity()
         if rng.random() < 0.7:  # not every step of a scheduler reaches the device
             places, blocks = batch.take_table_changes()
@@ -126,7 +128,7 @@ def test_a_sequence_may_come_back_in_the_step_it_is_released() -> None:
     tables = [[3, 4], [5], []]
     batch.update(make_output(new=[new_sequence(1, [1], tables=[[9, 8, 7], [1, 1], [2]])]))
     again = new_sequence(1, [1], [5], tables=tables, frequency_penalty=1.0)
-    (reset,), _ = batch.update(make_output(released=[1], new=[again]))
+    (reset,) = batch.update(make_output(released=[1], new=[again]))
     batch.check_integrity()
     (batch_slot,) = batch.slots_of([1]).tolist()
     assert reset == TokenCountReset(batch_slot, [1], [5])

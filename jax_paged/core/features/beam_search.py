@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.model_runner_output import TokenLogprobs
-from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from jax_paged.core.request import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.stop_conditions import StopConditions
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jax_paged.core.request import Request, SequenceGroup
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.scheduler_output import AdapterLoad
-from jax_paged.core.sequence import SequenceGroup
 
 
 class AdapterSlots:
@@ -124,6 +124,10 @@ class AdapterSlots:
             self._loads.append(AdapterLoad(slot, adapter))
         self._slots[adapter] = slot
         return slot
+
+    def slot_of(self, request: Request) -> int:
+        """Returns the slot of the adapter of a running request; 0 without an adapter."""
+        return self.place(request.adapter) if request.adapter else 0
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:
         """Returns the adapters that were assigned a slot since the last call, to be loaded in this step."""

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jax_paged.core.batch_slots import BatchSlot, Row
+from jax_paged.core.batch_slots import BatchSlot, PlannedRows, Row
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.model_runner_output import NO_TOKEN, ModelRunnerOutput
+from jax_paged.core.request import SequenceGroup, SequenceStatus
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.result_updater import DrawnTokens
 from jax_paged.core.scheduler_output import MAX_END_TOKENS, SchedulerOutput
-from jax_paged.core.sequence import SequenceGroup, SequenceStatus
 from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED, NON_FINITE, StopConditions
 
@@ -29,7 +29,7 @@ class Failure(NamedTuple):
 
 
 class MultiStepPlanner:
-    """Plans multi-steps, with the blocks of all their tokens, and reads their results.
+    """Plans multi-steps, with the blocks of all their tokens.
 
     A sequence that does not end in a multi-step uses all of these blocks. A sequence that ends frees them,
     and they are held back while the step is in flight. So another step may be scheduled before the result
@@ -81,49 +81,48 @@ class MultiStepPlanner:
         copies = self._manager.append_slots([(seq, num_tokens) for _, seq, num_tokens, _ in rows])
         if copies is None:
             return False
-        step.is_multi_step = True
+        step.planned = PlannedRows(is_multi_step=True)
         step.rows_of_one += rows
         step.copies += copies
         step.budget -= len(rows)
         return True
 
-    def drawn(
-        self, output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int, BatchSlot]
-    ) -> DrawnTokens:
-        """Returns what a multi-step has drawn, for each request up to its failure."""
-        token_ids, logprobs, num_tokens = result.token_ids, result.logprobs, list(output.burst)
-        failures = self._failures(output, result, slots)
-        if failures:
-            token_ids = list(token_ids)
-            for i, sample in enumerate(output.samples):
-                slot = slots.get(sample.seq_id)
-                failure = None if slot is None else failures.get(slot.group)
-                if failure is not None:
-                    token_ids[i] = token_ids[i][: failure.num_steps + (i < failure.num_samples)]
-            logprobs = [entries[: len(ids)] for ids, entries in zip(token_ids, logprobs, strict=True)]
-        reasons = {group: failure.reason for group, failure in failures.items()}
-        return DrawnTokens(token_ids, logprobs, [[]] * len(token_ids), num_tokens, num_tokens, reasons)
+    def set_flag(self, group: SequenceGroup) -> None:
+        """Notes whether the device alone can choose the next token of a request and tell the last one."""
+        params = group.sampling_params
+        num_end_tokens = len(self._stop_conditions.eos_of(group)) + len(params.stop_token_ids or ())
+        group.allows_multi_step = num_end_tokens <= MAX_END_TOKENS and not group.needs_tokens_on_host
 
-    def _failures(
-        self, output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int, BatchSlot]
-    ) -> dict[SequenceGroup, Failure]:
-        """Returns the requests that end as a whole in a step: no token is allowed, or logits are NaN."""
-        failures: dict[SequenceGroup, Failure] = {}
-        drawn = zip(output.samples, result.token_ids, result.is_finite, strict=True)
-        for i, (sample, token_ids, is_finite) in enumerate(drawn):
-            if is_finite and (not token_ids or token_ids[-1] != NO_TOKEN):
-                continue
+
+def drawn(output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int, BatchSlot]) -> DrawnTokens:
+    """Returns what a multi-step has drawn, for each request up to its failure."""
+    token_ids, logprobs, num_tokens = result.token_ids, result.logprobs, list(output.burst)
+    failures = _failures(output, result, slots)
+    if failures:
+        token_ids = list(token_ids)
+        for i, sample in enumerate(output.samples):
             slot = slots.get(sample.seq_id)
-            if slot is not None and slot.seq.status is SequenceStatus.RUNNING:
-                failure = Failure(len(token_ids) - 1, i, NO_TOKEN_ALLOWED)
-                if not is_finite:
-                    failure = Failure(len(token_ids), -1, NON_FINITE)
-                failures[slot.group] = min(failures.get(slot.group, failure), failure)
-        return failures
+            failure = None if slot is None else failures.get(slot.group)
+            if failure is not None:
+                token_ids[i] = token_ids[i][: failure.num_steps + (i < failure.num_samples)]
+        logprobs = [entries[: len(ids)] for ids, entries in zip(token_ids, logprobs, strict=True)]
+    reasons = {group: failure.reason for group, failure in failures.items()}
+    return DrawnTokens(token_ids, logprobs, num_tokens, num_tokens, reasons)
 
 
-def is_allowed(group: SequenceGroup, stop_conditions: StopConditions) -> bool:
-    """Returns whether the device alone can choose the next token of a request and tell the last one."""
-    params = group.sampling_params
-    num_end_tokens = len(stop_conditions.eos_of(group)) + len(params.stop_token_ids or ())
-    return num_end_tokens <= MAX_END_TOKENS and not group.needs_tokens_on_host
+def _failures(
+    output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int, BatchSlot]
+) -> dict[SequenceGroup, Failure]:
+    """Returns the requests that end as a whole in a step: no token is allowed, or logits are NaN."""
+    failures: dict[SequenceGroup, Failure] = {}
+    drawn = zip(output.samples, result.token_ids, result.is_finite, strict=True)
+    for i, (sample, token_ids, is_finite) in enumerate(drawn):
+        if is_finite and (not token_ids or token_ids[-1] != NO_TOKEN):
+            continue
+        slot = slots.get(sample.seq_id)
+        if slot is not None and slot.seq.status is SequenceStatus.RUNNING:
+            failure = Failure(len(token_ids) - 1, i, NO_TOKEN_ALLOWED)
+            if not is_finite:
+                failure = Failure(len(token_ids), -1, NON_FINITE)
+            failures[slot.group] = min(failures.get(slot.group, failure), failure)
+    return failures

@@ -11,9 +11,9 @@ from typing import Any
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.codec import request_of_values, values_of_request
 from jax_paged.core.kv_cache.prefix_cache import PinnedPrefix
+from jax_paged.core.request import Request, RequestMetrics, Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import BlockTables
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
 
 _TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "finished_time")
 _OF_SEQUENCE = (
@@ -43,7 +43,8 @@ def values_of_group(scheduler: Scheduler, group: SequenceGroup) -> dict[str, Any
     """Returns a request as it stands, and where."""
     manager = scheduler.block_manager
     queues = ((name, getattr(scheduler.queues, name)) for name in _QUEUES)
-    return values_of_request(group) | {
+    return {
+        "request": values_of_request(group.request),
         "queue": next((name for name, queue in queues if queue.get(group.request_id) is group), None),
         "arrival": group.arrival,
         "metrics": dataclasses.asdict(group.metrics),
@@ -60,14 +61,17 @@ def restore_group(scheduler: Scheduler, values: dict[str, Any], shift_s: float) 
         values: What values_of_group returned.
         shift_s: Is added to the times at which something happened.
     """
-    group, manager = request_of_values(values), scheduler.block_manager
+    request, manager = request_of_values(values["request"]), scheduler.block_manager
     times = {name: values["metrics"][name] for name in _TIMES}
     shifted = {name: None if time is None else time + shift_s for name, time in times.items()}
-    group.metrics = RequestMetrics(**(values["metrics"] | shifted))
-    prompt = group.sequences[0].prompt_token_ids
-    group.sequences = [_sequence_of_values(prompt, entry, manager) for entry in values["sequences"]]
-    group.completed = [_sequence_of_values(prompt, entry, manager) for entry in values["completed"]]
-    group.arrival, queues = values["arrival"], scheduler.queues
+    group = SequenceGroup(
+        request,
+        [_sequence_of_values(request, entry, manager) for entry in values["sequences"]],
+        RequestMetrics(**(values["metrics"] | shifted)),
+        arrival=values["arrival"],
+        completed=[_sequence_of_values(request, entry, manager) for entry in values["completed"]],
+    )
+    queues = scheduler.queues
     scheduler.derive_fields(group)
     puts = {"running": queues.run, "waiting": queues.wait, "swapped": queues.swap}
     if values["queue"] is not None:
@@ -109,10 +113,11 @@ def _values_of_sequence(seq: Sequence, manager: BlockManager) -> dict[str, Any]:
     }
 
 
-def _sequence_of_values(prompt: list[int], values: dict[str, Any], manager: BlockManager) -> Sequence:
+def _sequence_of_values(request: Request, values: dict[str, Any], manager: BlockManager) -> Sequence:
     kept = {name: values[name] for name in _OF_SEQUENCE}
     places = tuple(values["block_places"])
-    seq = Sequence(prompt, status=SequenceStatus[values["status"]], block_places=places, **kept)
+    status = SequenceStatus[values["status"]]
+    seq = Sequence(request.prompt_token_ids, status=status, block_places=places, **kept)
     for tables, name in ((manager.block_tables, "tables"), (manager.swapped_tables, "swapped_tables")):
         if values[name] is not None:
             tables[seq] = values[name]

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from jax_paged.core.request import Sequence
 from jax_paged.core.scheduler_output import BlockTables, Copies
-from jax_paged.core.sequence import Sequence
 
 NULL_BLOCK = 0  # pads block tables on the device; never handed out
 NO_PARENT = bytes(hashlib.sha256().digest_size)

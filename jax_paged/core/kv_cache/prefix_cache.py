@@ -6,8 +6,8 @@ from typing import NamedTuple
 from jax_paged.core.kv_cache.block_pool import NO_PARENT, NULL_BLOCK, BlockContent, BlockPool, block_hash
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.kv_cache.state_slots import StateSlots
+from jax_paged.core.request import Sequence
 from jax_paged.core.scheduler_output import BlockTables
-from jax_paged.core.sequence import Sequence
 
 STATE = -1  # BlockContent.group of a checkpoint: its slot is of another pool than blocks are
 
@@ -192,8 +192,9 @@ class PrefixCache:
 
     def _salt(self, seq: Sequence, i: int, salt: str) -> str:
         """Returns the salt of a sequence's i-th block: placeholders are equal, whatever they stand for."""
-        if not seq.stand_ins:
-            return salt
-        start = i * self.block_size
-        own = (s for s in seq.stand_ins if s.start < start + self.block_size and start < s.stop)
-        return "\0".join([salt, *(f"{s.start - start} {s.digest}" for s in own)])
+        return _salt_of_stand_ins(seq, i * self.block_size, self.block_size, salt) if seq.stand_ins else salt
+
+
+def _salt_of_stand_ins(seq: Sequence, start: int, block_size: int, salt: str) -> str:
+    own = (s for s in seq.stand_ins if s.start < start + block_size and start < s.stop)
+    return "\0".join([salt, *(f"{s.start - start} {s.digest}" for s in own)])

@@ -8,8 +8,8 @@ blocks: it is found by the hash of the tokens before it, as blocks are, and evic
 from collections import Counter
 
 from jax_paged.core.kv_cache.block_pool import BlockContent, BlockPool, distinct, move_tables
+from jax_paged.core.request import Sequence
 from jax_paged.core.scheduler_output import BlockTables, StateMoves
-from jax_paged.core.sequence import Sequence
 
 
 class StateSlots:

@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 from collections.abc import Sequence
 
-from jax_paged.core.sequence import SequenceGroup
+from jax_paged.core.request import SequenceGroup
 
 # Upper bounds of the intervals between two tokens, in seconds; the last interval has none.
 INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)

@@ -1,6 +1,6 @@
 """Prefixes that stay in the pool until they are unpinned."""
 
-from jax_paged.core.sequence import SequenceStatus
+from jax_paged.core.request import SequenceStatus
 from jax_paged.engine.feature import EngineFeature
 from jax_paged.errors import ArgumentError
 from jax_paged.inputs import Prompt
@@ -47,8 +47,9 @@ class PinnedPrefixes(EngineFeature):
                 "an encoder-decoder model has no prefixes to pin: each encoder output is one request's"
             )
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-        request = self.input_processor.check(prompt, params, cache_salt)
-        if request.embeds is not None:
+        checked = self.input_processor.check(prompt, params, cache_salt)
+        request = checked.request
+        if request.prompt_embeds is not None:
             raise ArgumentError("prompt", "prompt_embeds", "tokens because embeddings are not pinned")
         if request.stand_ins:
             raise ArgumentError("prompt", "multi_modal_data", "text alone because images are not pinned")
@@ -56,7 +57,7 @@ class PinnedPrefixes(EngineFeature):
             allowed = f"at least {manager.block_size} (block_size) because only full blocks are shared"
             num_tokens, aspect = len(request.prompt_token_ids), "the number of tokens of"
             raise ArgumentError("prompt", num_tokens, allowed, aspect=aspect)
-        (state,) = self._core.run_to_end({name: request})
+        (state,) = self._core.run_to_end({name: checked})
         seq = state.group.sequences[0]
         if not seq.output_token_ids or seq.status is SequenceStatus.FINISHED_ABORTED:
             num_free, num_usable = manager.num_free_blocks, manager.num_usable_blocks

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from jax_paged.config.engine_args import EngineConfig
+from jax_paged.core.codec import check_format
 from jax_paged.engine.engine_core import EngineCore
 from jax_paged.engine.feature import EngineFeature
 from jax_paged.errors import check, check_int
@@ -60,6 +61,7 @@ class Recordings(EngineFeature):
         lines = list(lines)
         for event in map(json.loads, lines):
             if event["event"] == "start":
+                check_format("lines", event.get("format", 1))
                 _check_fits(event, core.config)
             elif event["event"] == "add":
                 _check_replayable(event)
@@ -75,7 +77,8 @@ def _check_idle(core: EngineCore) -> None:
 
 
 def _check_replayable(request: dict) -> None:
-    adapter, grammar = request.get("adapter"), request["sampling_params"].get("structured_outputs")
+    features, grammar = request["features"], request["sampling_params"]["structured_outputs"]
+    adapter = features and features["adapter"]
     allowed = "None because adapters are not recorded"
     check(not adapter, "lines", adapter, allowed, aspect="each adapter in")
     allowed, aspect = "None because masks are not recorded", "structured_outputs of each request in"

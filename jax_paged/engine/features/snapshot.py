@@ -13,6 +13,7 @@ import ml_dtypes  # noqa: F401
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from jax_paged.core.codec import FORMAT, check_format
 from jax_paged.core.features.snapshot import (
     kept_blocks,
     restore_group,
@@ -27,7 +28,7 @@ from jax_paged.engine.features.recording import check_not_recorded
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.errors import ArgumentError, check
 
-_FORMAT, _FILE = 1, "state.json"
+_FILE = "state.json"
 # Settings that blocks and requests of one engine need in another.
 _SETTINGS = (
     *("architecture", "dtype", "vocab_size", "max_model_len", "block_size", "num_blocks", "num_swap_blocks"),
@@ -87,7 +88,7 @@ class EngineState:
         file = Path(path) / _FILE
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-            _check_format(values)
+            check_format("state", values.get("format"))
             return cls(values, load_file(file.parent / values.pop("arrays")))
         except (OSError, KeyError, json.JSONDecodeError) as error:
             raise ValueError(f"{file} is not the state of an engine: {error!r}") from error
@@ -117,7 +118,7 @@ class Snapshots(EngineFeature):
         requests = [values_of_group(scheduler, s.group) | {"text": s.values()} for s in states]
         fingerprint, packing = core.executor.fingerprint()
         values = {
-            "format": _FORMAT,
+            "format": FORMAT,
             "args": dataclasses.asdict(self.args) | {"num_gpu_blocks_override": config.num_blocks},
             "settings": _settings(core, core.make_scheduler()),
             "weights": {"fingerprint": fingerprint, "packing": packing, "by_value": weights},
@@ -146,7 +147,7 @@ class Snapshots(EngineFeature):
         core.check_open()
         state = EngineState.of(state)
         values = state.values
-        _check_format(values)
+        check_format("state", values.get("format"))
         check_not_recorded(core)
         if core.has_unfinished or core.scheduler.block_manager.pinned:
             raise RuntimeError("requests are running or prefixes pinned; load a state before them")
@@ -191,12 +192,12 @@ def _check_fits(core: EngineCore, states: list[RequestState]) -> None:
     names = [name for state in states for name in state.group.sampling_params.extra_args or ()]
     found = sorted(config.stateful & set(names))
     check(not found, "extra_args", found, allowed, aspect="the stateful logits processors in")
-    found = [s.group.request_id for s in states if s.group.adapter or s.group.prompt_embeds]
+    found = [s.group.request_id for s in states if s.group.adapter or s.group.request.prompt_embeds]
     aspect = "the running requests with"
     check(not found, "lora_request", found, allowed, aspect=f"{aspect} `prompt_embeds` or")
     why = "an engine state does not hold them"
     core.check_not_recurrent("state()", config.architecture, why)
-    found = [s.group.request_id for s in states if s.group.sequences[0].stand_ins]
+    found = [s.group.request_id for s in states if s.group.request.stand_ins]
     check(not found, "multi_modal_data", found, allowed, aspect=aspect)
 
 
@@ -209,11 +210,6 @@ def _settings(core: EngineCore, scheduler: Scheduler) -> dict[str, Any]:
         "scheduler": [type(scheduler).__name__, getattr(policy, "__name__", policy)],
     }
     return json.loads(json.dumps({name: values[name] for name in _SETTINGS} | special))
-
-
-def _check_format(values: dict[str, Any]) -> None:
-    if values.get("format") != _FORMAT:
-        raise ArgumentError("state", values.get("format"), repr(_FORMAT), aspect="the format of")
 
 
 def _check_weights(kept: dict[str, Any], fingerprint: str, packing: str) -> None:

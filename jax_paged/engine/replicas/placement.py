@@ -61,10 +61,10 @@ class Placement:
             self._router.count(str(replica), num_waiting, num_running)
         return [(self._replica_of(request), self._with_seed(request)) for request in requests]
 
-    def _replica_of(self, request: CheckedRequest) -> int:
-        adapter = request.adapter.key if request.adapter else ""
+    def _replica_of(self, checked: CheckedRequest) -> int:
+        request, adapter = checked.request, checked.adapter.key if checked.adapter else ""
         tokens = request.encoder_token_ids or request.prompt_token_ids
-        if request.embeds or request.stand_ins:  # the same placeholders stand for all of them
+        if request.prompt_embeds or request.stand_ins:  # the same placeholders stand for all of them
             tokens = []
         return int(
             self._router.choose(self._conversations.key_of(tokens, f"{request.cache_salt}\0{adapter}"))

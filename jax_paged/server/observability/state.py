@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.sequence import SequenceGroup
+from jax_paged.core.request import SequenceGroup
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
 from jax_paged.server.observability.metrics import Latency, Metrics
 

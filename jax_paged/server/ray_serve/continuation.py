@@ -139,9 +139,9 @@ class Journal:
             digest = hashlib.sha256(f"{self.progress.seed} prompt {i}".encode()).digest()
             params.seed = int.from_bytes(digest[:8]) >> 1
         if not any(output.token_ids for output in given):
-            return dataclasses.replace(request, params=params)
+            return request.with_params(params)
         params.prompt_logprobs = None  # they stood in the first event
-        return dataclasses.replace(request, params=params, prior_outputs=given)
+        return dataclasses.replace(request.with_params(params), prior_outputs=given)
 
 
 @dataclasses.dataclass(frozen=True)

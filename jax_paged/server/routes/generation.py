@@ -227,7 +227,7 @@ def check_all(
     """
     more = {"cache_salt": body.cache_salt or "", "priority": body.priority or 0, "lora_request": adapter}
     requests = [engine.engine.check_request(prompt, params, **more) for prompt in prompts]
-    if getattr(body, "echo", None) and any(request.embeds for request in requests):
+    if getattr(body, "echo", None) and any(request.request.prompt_embeds for request in requests):
         raise ArgumentError("echo", True, "False with a soft prompt, whose tokens have no text")
     for request in requests:
         # The engine has cut what the client asks for.

@@ -112,4 +112,4 @@ def fill_encoder_lens(context_lens: np.ndarray, batch: InputBatch, batch_slots: 
     """Fills the field context_lens of groups with cross attention: the tokens of the encoder."""
     for g, is_cross in enumerate(batch.is_cross):
         if is_cross:
-            context_lens[g, : len(batch_slots)] = batch.num_encoder_tokens[batch_slots]
+            context_lens[g, : len(batch_slots)] = batch.features.num_encoder_tokens[batch_slots]

@@ -50,7 +50,7 @@ def step_embeds(batch: InputBatch, has_embeds: np.ndarray, output: SchedulerOutp
     embeds, first = np.zeros((len(has_embeds), size), np.float32), 0
     batch_slots = batch.slots_of(row.seq_id for row in output.scheduled).tolist()
     for row, batch_slot in zip(output.scheduled, batch_slots, strict=True):
-        for position, vectors in batch.embeds.get(batch_slot, {}).items():
+        for position, vectors in batch.features.embeds.get(batch_slot, {}).items():
             start = max(row.start, position)
             stop = min(row.start + row.num_tokens, position + len(vectors))
             if start < stop:

@@ -16,7 +16,7 @@ class KnownTokens:
     """
 
     def __init__(self, new: NewSequence) -> None:
-        self._prompt, self._output = new.prompt_token_ids, list(new.output_token_ids)
+        self._prompt, self._output = new.request.prompt_token_ids, list(new.output_token_ids)
 
     def record(self, start: int, token_ids: list[int]) -> None:
         """Takes in the tokens of a row, in place of what it knew from position `start` on."""
@@ -49,9 +49,9 @@ class TokenRules:
     """
 
     def __init__(self, new: NewSequence, tokens: KnownTokens, vocab_size: int) -> None:
-        params = new.sampling_params
+        params = new.request.sampling_params
         self.bias, banned = params.split_bias()
-        self._num_prompt = len(new.prompt_token_ids)
+        self._num_prompt = len(new.request.prompt_token_ids)
         self._min_position = self._num_prompt + params.min_tokens
         self._mask: np.ndarray | None = None
         if params.allowed_token_ids is not None or banned:
@@ -68,7 +68,7 @@ class TokenRules:
     @staticmethod
     def are_needed(new: NewSequence) -> bool:
         """Returns whether a sequence has any at any position."""
-        params = new.sampling_params
+        params = new.request.sampling_params
         allowed = params.allowed_token_ids is not None
         return bool(allowed or params.logit_bias or params.min_tokens or params.bad_words_token_ids)
 

@@ -89,8 +89,8 @@ REQUEST_EDITS = [
     ),
     Mutation(
         "core/batch_slots.py",
-        "token_ids = token_ids + drafts[seq]",
-        "token_ids = drafts[seq]",
+        "return token_ids + drafts, 1 + len(drafts), 1",
+        "return drafts, 1 + len(drafts), 1",
         "a draft without the token before it",
     ),
     Mutation(

@@ -116,15 +116,15 @@ SCHEDULING = [
         "blocks are told twice",
     ),
     Mutation(
-        "core/result_updater.py",
-        "(n <= len(drafts) and drafts[n - 1] != token_id)",
-        "(n < len(drafts) and drafts[n - 1] != token_id)",
+        "core/features/speculation/acceptance.py",
+        "pairs = zip(token_ids, drafts, strict=False)",
+        "pairs = zip(token_ids, drafts[:-1], strict=False)",
         "a token after a wrong draft is accepted",
     ),
     Mutation(
         "core/result_updater.py",
         "self._note_computed(group, seq, seq.num_computed_tokens, len(seq) - 1)",
-        "self._note_computed(group, seq, seq.num_computed_tokens, len(seq) - 1 + len(drafts))",
+        "self._note_computed(group, seq, seq.num_computed_tokens, row.start + len(row.token_ids))",
         "blocks of rejected drafts cached",
     ),
     Mutation(
@@ -146,8 +146,8 @@ SCHEDULING = [
         "preempted for one that does not fit",
     ),
     Mutation(
-        "core/batch_slots.py",
-        "(beams.temperature if beams else 0) or 1.0",
+        "core/request.py",
+        "(self.beam_params.temperature if self.beam_params else 0) or 1.0",
         "1.0",
         "temperature of beams forgotten",
     ),
@@ -158,9 +158,9 @@ SCHEDULING = [
         "a sample is forked from a prompt that is in flight",
     ),
     Mutation(
-        "core/composition.py",
-        "        or params.bad_words_token_ids\n",
-        "",
+        "sampling_params.py",
+        "bool(self.bad_words_token_ids or self.structured_outputs",
+        "bool(self.structured_outputs",
         "bad words are looked for without the last token",
     ),
     Mutation(
@@ -213,7 +213,7 @@ SCHEDULING = [
     ),
     Mutation(
         "core/batch_slots.py",
-        "sample.num_pending += num_tokens if is_multi_step else 1",
+        "sample.num_pending += num_drawn",
         "sample.num_pending += 1",
         "a burst in flight is taken for a single step",
     ),
@@ -225,8 +225,8 @@ SCHEDULING = [
     ),
     Mutation(
         "core/features/multi_step.py",
-        "[[]] * len(token_ids), num_tokens, num_tokens, reasons)",
-        "[[]] * len(token_ids), [1] * len(token_ids), num_tokens, reasons)",
+        "(token_ids, logprobs, num_tokens, num_tokens, reasons)",
+        "(token_ids, logprobs, [1] * len(token_ids), num_tokens, reasons)",
         "tokens of a burst stay in flight",
     ),
     Mutation(
@@ -327,8 +327,8 @@ SCHEDULING = [
     ),
     Mutation(
         "core/request_queues.py",
-        "                    del self.running_adapters[group.adapter]",
-        "                    pass",
+        "                del self.running_adapters[adapter]",
+        "                pass",
         "an adapter keeps its slot after its last request",
     ),
 ]

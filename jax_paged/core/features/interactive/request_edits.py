@@ -3,10 +3,11 @@
 import copy
 import dataclasses
 
+from jax_paged.core.batch_slots import PlannedRows
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.preemption import Preemption
+from jax_paged.core.request import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.request_queues import RequestQueues
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.step_builder import StepBuilder
 
 
@@ -115,7 +116,7 @@ class RequestEditor:
         if copies is None:
             return False
         step.copies += copies
-        step.drafts[seq], step.scores_drafts = token_ids, True
+        step.planned = PlannedRows(drafts={seq: token_ids}, scores_drafts=True)
         step.longer_rows.append((group, seq, 1, (seq,)))
         step.budget -= 1 + len(token_ids)
         return True
@@ -130,13 +131,8 @@ class RequestEditor:
         child = seq.fork(0, edit.seed)
         params = copy.copy(group.sampling_params)
         params.seed = edit.seed
-        new = dataclasses.replace(
-            group,
-            request_id=edit.new_id,
-            sequences=[child],
-            sampling_params=params,
-            metrics=RequestMetrics(edit.now),
-        )
+        request = dataclasses.replace(group.request, request_id=edit.new_id, sampling_params=params)
+        new = dataclasses.replace(group, request=request, sequences=[child], metrics=RequestMetrics(edit.now))
         shares = self._has_batch_slot(group) and self._manager.fork(seq, child, seq.num_computed_tokens)
         self._queues.add(new)
         if shares:

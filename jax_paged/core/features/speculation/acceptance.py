@@ -4,8 +4,9 @@ from jax_paged.core.features.speculation.ngram_index import NgramIndex
 from jax_paged.core.features.speculation.num_drafts import Acceptance
 from jax_paged.core.features.speculation.probing import begins_span
 from jax_paged.core.model_runner_output import ModelRunnerOutput
+from jax_paged.core.request import Sequence
+from jax_paged.core.result_updater import DrawnTokens
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import Sequence
 from jax_paged.speculation import Speculation
 
 # A step with drafts that are accepted less often than this never pays.
@@ -106,3 +107,27 @@ def num_equal(drafts: list[int], token_ids: list[int]) -> int:
     """Returns how many tokens equal their drafts, up to the first that differs."""
     pairs = zip(drafts, token_ids, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafts), len(token_ids)))
+
+
+def drawn(output: SchedulerOutput, result: ModelRunnerOutput) -> DrawnTokens:
+    """Returns what a step with drafts has drawn, for each sample up to the first token unlike its draft.
+
+    A token that was drawn after a draft counts only if that draft was drawn in its place. So the output is
+    what it would be without drafts.
+    """
+    # Drafts are the last tokens of a row; they are not tokens of the sequence yet.
+    token_ids, logprobs, num_computed = [], [], []
+    for i, (row, _, num_logits) in enumerate(output.samples):
+        computed = output.scheduled[row].token_ids
+        num_computed.append(len(computed) + 1 - num_logits)
+        drafts = result.drafts[i] if result.drafts else computed[num_computed[-1] :]
+        n = num_accepted(result.token_ids[i], drafts)
+        token_ids.append(result.token_ids[i][:n])
+        logprobs.append(result.logprobs[i][:n])
+    return DrawnTokens(token_ids, logprobs, num_computed, [1] * len(num_computed), {})
+
+
+def num_accepted(token_ids: list[int], drafts: list[int]) -> int:
+    """Returns how many tokens count: those up to the first that differs from its draft."""
+    pairs = zip(token_ids, drafts, strict=False)
+    return next((i + 1 for i, (token_id, draft) in enumerate(pairs) if token_id != draft), len(token_ids))

@@ -4,16 +4,17 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
+from jax_paged.core.batch_slots import PlannedRows
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.features.speculation.acceptance import MIN_RATE, DraftState, num_equal, verified_drafts
 from jax_paged.core.features.speculation.num_drafts import chosen_drafts, chosen_length
 from jax_paged.core.features.speculation.probing import ProbingPolicy, has_turn, is_few
 from jax_paged.core.features.speculation.step_times import StepTimes
 from jax_paged.core.model_runner_output import NO_TOKEN, ModelRunnerOutput
+from jax_paged.core.request import Sequence, SequenceGroup
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.result_updater import NewTokens
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.stop_conditions import StopConditions
 from jax_paged.speculation import Speculation
@@ -104,12 +105,23 @@ class DraftPlanner:
             return False
         step.copies += copies
         step.is_short = True  # the next step needs to know which drafts are accepted
-        for (group, seq, drafts, _), n in zip(decoding, chosen, strict=True):
-            if n:
-                step.drafts[seq] = drafts[:n]
+        pairs = list(zip(decoding, chosen, strict=True))
+        step.planned = PlannedRows(drafts={seq: drafts[:n] for (_, seq, drafts, _), n in pairs if n})
+        for (group, seq, _, _), n in pairs:
             (step.longer_rows if n else step.rows_of_one).append((group, seq, 1, (seq,)))
             step.budget -= 1 + n
         return True
+
+    def set_flag(self, group: SequenceGroup) -> None:
+        """Notes whether drafts may be verified for a request.
+
+        Beams are forked at each token; bad words, logits processors and hooks follow the tokens one by one; a
+        grammar's masks depend on the drafts, which only the device knows if a model makes them.
+        """
+        params = group.sampling_params
+        needs_single_tokens = params.bad_words_token_ids or params.logits_processors or params.extra_args
+        is_excluded = group.beam_params or needs_single_tokens or params.hook_args or params.pooling
+        group.allows_drafts = not is_excluded and (self._is_ngram or not params.structured_outputs)
 
     def expect(self, group: SequenceGroup, index: int, token_ids: list[int]) -> None:
         """Takes in the tokens that the grammar of a running request forces next for a sequence."""
@@ -251,16 +263,3 @@ class DraftPlanner:
             return chosen
         # A probe with drafts assumes the expected cost: the measured times may be those of a bad moment.
         return [0] * num_seqs if any(chosen) else best(self._times.expected)
-
-
-def is_allowed(group: SequenceGroup, speculation: Speculation) -> bool:
-    """Returns whether drafts may be verified for a request.
-
-    Beams are forked at each token; bad words, logits processors and hooks follow the tokens one by one; a
-    grammar's masks depend on the drafts, which only the device knows if a model makes them.
-    """
-    params = group.sampling_params
-    needs_single_tokens = params.bad_words_token_ids or params.logits_processors or params.extra_args
-    if group.beam_params or needs_single_tokens or params.hook_args or params.pooling:
-        return False
-    return speculation.method == "ngram" or not params.structured_outputs

@@ -1,6 +1,6 @@
 """When the draft planner decides anew whether drafts pay, and when a step tries the other way."""
 
-from jax_paged.core.sequence import Sequence
+from jax_paged.core.request import Sequence
 
 # Looking for drafts costs time. While drafts do not pay, a sequence is examined during its first tokens, and
 # then for _SPAN tokens in turns: one of _TURNS if few sequences decode, otherwise about _FEW of all.

@@ -9,8 +9,8 @@ import numpy as np
 
 from jax_paged.arguments.plain_values import plain
 from jax_paged.core.features.interactive.request_edits import DropBlocks
+from jax_paged.core.request import Sequence
 from jax_paged.core.scheduler_output import InspectionInput
-from jax_paged.core.sequence import Sequence
 from jax_paged.engine.feature import EngineFeature
 from jax_paged.engine.features.interactive.request_edits import decoding_sequence, settled
 from jax_paged.engine.output_processor import RequestState
@@ -103,7 +103,7 @@ class KVAccess(EngineFeature):
         core.check_not_recurrent("request_id", request_id, why)
         allowed = f"that of a request with one token to compute (it has {seq.num_new_tokens})"
         check(seq.num_new_tokens == 1, "request_id", request_id, allowed)
-        is_plain = not (state.group.adapter or state.group.prompt_embeds or seq.stand_ins)
+        is_plain = not (state.group.adapter or state.group.request.prompt_embeds or seq.stand_ins)
         allowed = "that of a request without an adapter, images and prompt_embeds"
         check(is_plain, "request_id", request_id, allowed)
         manager = core.scheduler.block_manager

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jax_paged.core.features.interactive.request_edits import Fork, Rollback, most_taken_back
-from jax_paged.core.sequence import Sequence, SequenceStatus
+from jax_paged.core.request import Sequence, SequenceStatus
 from jax_paged.engine.engine_core import EngineCore
 from jax_paged.engine.feature import EngineFeature
 from jax_paged.engine.output_processor import RequestState

@@ -7,8 +7,8 @@ from typing import Self
 
 from jax_paged.arguments.shown_values import Text, shown
 from jax_paged.core.features.interactive.step_edits import with_rows
+from jax_paged.core.request import Sequence, SequenceGroup
 from jax_paged.core.scheduler_output import ScheduledSequence, SchedulerOutput
-from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.engine.feature import EngineFeature
 from jax_paged.engine.output_processor import outputs_of
 from jax_paged.errors import ArgumentError, check

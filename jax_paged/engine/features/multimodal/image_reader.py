@@ -21,7 +21,7 @@ import numpy as np
 
 from jax_paged.arguments.shown_values import Text
 from jax_paged.config.multimodal import ImageSettings
-from jax_paged.core.sequence import StandIn
+from jax_paged.core.request import StandIn
 from jax_paged.engine.features.multimodal.image_fetch import fetched
 from jax_paged.engine.prompt_reader import TokenizedPrompt
 from jax_paged.engine.text.tokenizer import Tokenizer

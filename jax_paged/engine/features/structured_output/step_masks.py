@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 
+from jax_paged.core.request import Sequence, SequenceGroup
 from jax_paged.core.result_updater import NewTokens
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.engine.features.structured_output.grammars import Matcher, token_masks
 from jax_paged.engine.output_processor import RequestState
 

@@ -200,7 +200,7 @@ class ImageEncoder:
             Error messages by the batch slots of sequences that an image could not be encoded for: they have
             to end. What the step computes for them means nothing.
         """
-        needed = batch.missing_stand_ins(output)
+        needed = batch.features.missing_stand_ins(output)
         if not needed:
             return {}
         found = {s.digest: self._kept[s.digest] for _, s in needed if s.digest in self._kept}
@@ -217,7 +217,7 @@ class ImageEncoder:
             if stand_in.digest in failed:
                 errors[batch_slot] = failed[stand_in.digest]
             else:
-                batch.embeds.setdefault(batch_slot, {})[stand_in.start] = found[stand_in.digest]
+                batch.features.embeds.setdefault(batch_slot, {})[stand_in.start] = found[stand_in.digest]
         self._keep(found)
         return errors
 

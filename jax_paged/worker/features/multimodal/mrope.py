@@ -6,7 +6,7 @@ Source: Wang et al., Qwen2-VL, 2024.
 import numpy as np
 from jaxtyping import Int
 
-from jax_paged.core.sequence import StandIn
+from jax_paged.core.request import StandIn
 from jax_paged.worker.input_batch import InputBatch
 
 
@@ -47,8 +47,8 @@ def fill_mrope(
         token_batch_slots: The batch slot of each token row.
         positions: The position of each token in its sequence.
     """
-    filled[:] = positions + batch.mrope_offsets[token_batch_slots]
-    is_known = positions < batch.mrope_stops[token_batch_slots]  # none in steps that decode
+    filled[:] = positions + batch.features.mrope_offsets[token_batch_slots]
+    is_known = positions < batch.features.mrope_stops[token_batch_slots]  # none in steps that decode
     for batch_slot in np.unique(token_batch_slots[is_known]).tolist():
         rows = np.flatnonzero(is_known & (token_batch_slots == batch_slot))
-        filled[:, rows] = batch.mrope[batch_slot][:, positions[rows]]
+        filled[:, rows] = batch.features.mrope[batch_slot][:, positions[rows]]

@@ -216,7 +216,7 @@ class EncoderRunner:
         tokens = np.zeros((len(rows), program.num_tokens), np.int32)
         texts, kinds = np.zeros((3, len(rows)), np.int32), []
         for j, i in enumerate(rows):
-            n, params = scheduled[i].num_tokens, self._texts[scheduled[i].seq_id].sampling_params
+            n, params = scheduled[i].num_tokens, self._texts[scheduled[i].seq_id].request.sampling_params
             kinds.append(params.pooling)
             tokens[j, :n] = scheduled[i].token_ids
             place = {"LAST": n - 1, "CLS": 0}.get(params.pooling or "", -1)

@@ -137,7 +137,7 @@ class PlannedPooling:
 
 def plan_pooling(output: SchedulerOutput, batch: InputBatch, context: TraceContext) -> PlannedPooling | None:
     """Returns what is pooled of a step, by the requests that are in `batch`; None for nothing."""
-    if not batch.pooling:
+    if not batch.features.pooling:
         return None
     packed = np.zeros((2, context.max_num_batched_tokens), np.int32)
     packed[0] = context.max_num_seqs
@@ -146,7 +146,7 @@ def plan_pooling(output: SchedulerOutput, batch: InputBatch, context: TraceConte
     whole: dict[int, tuple[int, int]] = {}
     batch_slots = batch.slots_of([row.seq_id for row in output.scheduled]).tolist()
     for i, (row, batch_slot) in enumerate(zip(output.scheduled, batch_slots, strict=True)):
-        kind, prompt_len = batch.pooling.get(batch_slot, (None, 0))
+        kind, prompt_len = batch.features.pooling.get(batch_slot, (None, 0))
         end = first + row.num_tokens
         rows = slice(first, end)
         first = end

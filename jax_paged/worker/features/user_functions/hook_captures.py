@@ -72,7 +72,7 @@ def plan_captures(
         return None
     rows, first = dict[int, tuple[int, int, list[str]]](), 0
     for i, row in enumerate(output.scheduled):
-        if found := batch.hooks_on[row.seq_id] & names:
+        if found := batch.features.hooks_on.get(row.seq_id, frozenset()) & names:
             rows[i] = first, row.num_tokens, sorted(found)
         first += row.num_tokens
     return PendingCaptures(captured, rows)

@@ -7,7 +7,7 @@ from jaxtyping import Array
 
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.worker.features.user_functions.logits_processors import BEGINS
-from jax_paged.worker.input_batch import InputBatch, SlotChanges
+from jax_paged.worker.input_batch import InputBatch
 
 
 class KeptStates:
@@ -20,7 +20,6 @@ class KeptStates:
     def move(
         self,
         output: SchedulerOutput,
-        changes: SlotChanges,
         batch: InputBatch,
         states: list[Array],
         place: Callable[..., tuple[Array, ...]],
@@ -29,7 +28,6 @@ class KeptStates:
 
         Args:
             output: The step.
-            changes: What the step has changed in the batch slots.
             batch: The batch slots, which have taken in the step.
             states: [S, ...] each, as the steps before have left them.
             place: Copies host arrays to all devices.
@@ -39,9 +37,12 @@ class KeptStates:
         """
         if output.step_id == 0:
             self._by_id.clear()
+            batch.features.released_processors.clear()  # of another scheduler
         for seq_id in output.ended_seq_ids:
             self._by_id.pop(seq_id, None)
-        left = [x for x in changes.released_processors if x[0] not in output.ended_seq_ids]
+        released = batch.features.released_processors
+        left = [x for x in released if x[0] not in output.ended_seq_ids]
+        released.clear()
         if states and left:
             rows = [np.asarray(leaf)[[batch_slot for _, batch_slot in left]] for leaf in states]
             self._by_id |= {seq_id: [leaf[i] for leaf in rows] for i, (seq_id, _) in enumerate(left)}
@@ -81,10 +82,11 @@ def fill_processor_args(filled: np.ndarray, batch: InputBatch, batch_slots: np.n
         batch: The batch slots; those of `batch slots` are not new any more.
         batch_slots: The batch slot of each drawn row.
     """
-    args = batch.processor_args[batch_slots]
-    if batch.new_slots:
-        is_new = np.array([batch_slot in batch.new_slots for batch_slot in batch_slots.tolist()], bool)
-        modes = np.cumsum([0, *(1 + n for n in batch.processors.values())])[:-1]
+    features = batch.features
+    args = features.processor_args[batch_slots]
+    if features.new_slots:
+        is_new = np.array([batch_slot in features.new_slots for batch_slot in batch_slots.tolist()], bool)
+        modes = np.cumsum([0, *(1 + n for n in features.processors.values())])[:-1]
         args[np.ix_(is_new, modes)] *= BEGINS
-        batch.new_slots.difference_update(batch_slots.tolist())
+        features.new_slots.difference_update(batch_slots.tolist())
     filled[: len(batch_slots)] = args.view(np.int32)

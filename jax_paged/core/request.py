@@ -1,4 +1,7 @@
-"""A request as the scheduler sees it: a SequenceGroup of Sequences, plain Python and no arrays."""
+"""Requests: what was passed and checked (Request), and its state in the scheduler (SequenceGroup, Sequence).
+
+Plain Python and no arrays.
+"""
 
 import dataclasses
 import enum
@@ -6,6 +9,119 @@ import itertools
 from typing import Any, NamedTuple
 
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+
+
+class StandIn(NamedTuple):
+    """Data in place of some tokens of a prompt, such as a part of an image.
+
+    Args:
+        start: Position of the first of these tokens.
+        stop: Position after the last of them.
+        digest: Hash of the data. Equal digests mean equal data.
+        data: The data, which only the executor reads.
+    """
+
+    start: int
+    stop: int
+    digest: str
+    data: Any
+
+
+class PromptEmbeds(NamedTuple):
+    """Vectors in place of the first tokens of a prompt.
+
+    Args:
+        num_tokens: Number of vectors; prompt_token_ids has as many placeholders.
+        data: float32, little-endian, [num_tokens, hidden_size].
+    """
+
+    num_tokens: int
+    data: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestFeatures:
+    """What a plain request does not use.
+
+    Args:
+        beam_params: Parameters of a beam search; None for sampling.
+        encoder_token_ids: Tokens for the encoder of an encoder-decoder model; empty without an encoder.
+        adapter: Hash of what the LoRA adapter does; "" without an adapter.
+        prompt_embeds: Vectors in place of the first tokens of the prompt; None without vectors.
+        stand_ins: Data in place of other tokens of the prompt, in order of position.
+    """
+
+    beam_params: BeamSearchParams | None = None
+    encoder_token_ids: list[int] = dataclasses.field(default_factory=list)
+    adapter: str = ""
+    prompt_embeds: PromptEmbeds | None = None
+    stand_ins: tuple[StandIn, ...] = ()
+
+    @property
+    def logprob_temperature(self) -> float:
+        """Divides the logits before log-probabilities are taken; 1 except for beam searches."""
+        return (self.beam_params.temperature if self.beam_params else 0) or 1.0
+
+    def num_seqs(self, num_samples: int) -> int:
+        """Returns the maximum number of sequences: beams, or samples."""
+        return num_samples if self.beam_params is None else self.beam_params.beam_width
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A request: its prompt, its parameters, and the features that it uses.
+
+    Args:
+        request_id: Unique among unfinished requests; "" until the engine has accepted the request.
+        prompt_token_ids: The prompt; for an encoder-decoder model, the prompt of the decoder. Read-only.
+        sampling_params: Sampling parameters of all sequences. Read-only.
+        cache_salt: Only requests of equal salt share blocks.
+        priority: Lower values are served earlier under the "priority" policy.
+        features: What a plain request does not use; None if the request uses none of it.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    cache_salt: str = ""
+    priority: int = 0
+    features: RequestFeatures | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the request uses nothing but sampling."""
+        return self.features is None and not self.sampling_params.uses_features
+
+    @property
+    def beam_params(self) -> BeamSearchParams | None:
+        """Parameters of a beam search; None for sampling."""
+        return self.features and self.features.beam_params
+
+    @property
+    def encoder_token_ids(self) -> list[int]:
+        """Tokens for the encoder; empty without an encoder."""
+        return [] if self.features is None else self.features.encoder_token_ids
+
+    @property
+    def adapter(self) -> str:
+        """Hash of what the LoRA adapter does; "" without an adapter."""
+        return "" if self.features is None else self.features.adapter
+
+    @property
+    def prompt_embeds(self) -> PromptEmbeds | None:
+        """Vectors in place of the first tokens of the prompt; None without vectors."""
+        return self.features and self.features.prompt_embeds
+
+    @property
+    def stand_ins(self) -> tuple[StandIn, ...]:
+        """Data in place of other tokens of the prompt, in order of position."""
+        return () if self.features is None else self.features.stand_ins
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Maximum number of sequences that run at a time."""
+        num_samples = self.sampling_params.best_of or self.sampling_params.n
+        return num_samples if self.features is None else self.features.num_seqs(num_samples)
 
 
 class SequenceStatus(enum.Enum):
@@ -59,7 +175,7 @@ class Sequence:
             table is its position less these.
         block_places: If blocks were dropped, where in the whole text each block stood that was kept then, in
             order; the blocks after them follow without a gap.
-        stand_ins: What some tokens of its prompt are instead; these are placeholders. In order.
+        stand_ins: Those of its request.
     """
 
     prompt_token_ids: list[int]
@@ -76,7 +192,7 @@ class Sequence:
     seq_id: int = 0
     num_dropped_tokens: int = 0
     block_places: tuple[int, ...] = ()
-    stand_ins: "tuple[StandIn, ...]" = ()
+    stand_ins: tuple[StandIn, ...] = ()
 
     @property
     def cumulative_logprob(self) -> float:
@@ -150,34 +266,6 @@ class Sequence:
         return self.prompt_token_ids[start:stop] + self.output_token_ids[: max(0, stop - p)]
 
 
-class StandIn(NamedTuple):
-    """What stands in place of some tokens of a prompt, such as a part of an image.
-
-    Args:
-        start: Position of the first of them.
-        stop: Position behind the last of them.
-        digest: What has the same digest is the same.
-        data: What it is; only the executor knows.
-    """
-
-    start: int
-    stop: int
-    digest: str
-    data: Any
-
-
-class PromptEmbeds(NamedTuple):
-    """Vectors that take the place of the first tokens of a prompt.
-
-    Args:
-        num_tokens: How many; in prompt_token_ids, placeholders stand for them.
-        data: float32, little-endian, hidden_size numbers for each.
-    """
-
-    num_tokens: int
-    data: bytes
-
-
 @dataclasses.dataclass
 class RequestMetrics:
     """Times of one request, in the engine's clock (seconds); None until it happened."""
@@ -196,50 +284,77 @@ class RequestMetrics:
 
 @dataclasses.dataclass(eq=False)
 class SequenceGroup:
-    """One request: its sequences, parameters and times. Scheduled and preempted as a whole.
+    """A request and its state: sequences and times. Scheduled and preempted as a whole.
 
     Args:
-        request_id: Unique among unfinished requests.
+        request: The prompt, the parameters, and the features that the request uses. Only `cache_salt` is
+            ever replaced.
         sequences: One at first; samples are forked from it when its prompt is computed, beams at every step.
-        sampling_params: Of all its sequences.
         metrics: When things happened.
-        cache_salt: Only groups of equal salt share blocks.
-        priority: Lower is served earlier, under the "priority" policy.
-        beam_params: What is searched, if it is a beam search; its sequences are then the beams.
-        encoder_token_ids: What the encoder of an encoder-decoder model reads; empty for a decoder.
         key: What the scheduler orders groups by; set by it.
         arrival: Its place in the order of arrival, which settles ties; set by the scheduler.
         completed: Of a beam search, the best hypotheses that ended; they hold no blocks.
-        adapter: A hash of what its adapter does; "" if it has none. It is a part of cache_salt, too.
-        prompt_embeds: What its first tokens are instead of vectors of the table; a hash of it is a part of
-            cache_salt. None if they are tokens.
         needs_tokens_on_host: True if its next token cannot be chosen before the host knows the previous one.
             The scheduler derives this and the next two when it adds the request.
         allows_multi_step: True if its sequences may take part in a multi-step.
         allows_drafts: True if draft tokens may be verified for its sequences.
     """
 
-    request_id: str
+    request: Request
     sequences: list[Sequence]
-    sampling_params: SamplingParams
     metrics: RequestMetrics
-    cache_salt: str = ""
-    priority: int = 0
-    beam_params: BeamSearchParams | None = None
-    encoder_token_ids: list[int] = dataclasses.field(default_factory=list)
     key: Any = 0
     arrival: int = 0
     completed: list[Sequence] = dataclasses.field(default_factory=list)
-    adapter: str = ""
-    prompt_embeds: PromptEmbeds | None = None
     needs_tokens_on_host: bool = False
     allows_multi_step: bool = False
     allows_drafts: bool = False
 
     def __post_init__(self) -> None:
-        beams, params = self.beam_params, self.sampling_params
-        # Maximum sequences that run at a time.
-        self.max_num_seqs = beams.beam_width if beams else params.best_of or params.n
+        self.max_num_seqs = self.request.max_num_seqs
+
+    @classmethod
+    def of(cls, request: Request, arrival_time: float) -> Self:
+        """Returns a new request, with one sequence."""
+        seq = Sequence(request.prompt_token_ids, seed=request.sampling_params.seed or 0)
+        if request.features is not None:
+            seq.stand_ins = request.features.stand_ins
+        return cls(request, [seq], RequestMetrics(arrival_time))
+
+    @property
+    def request_id(self) -> str:
+        """Unique among unfinished requests."""
+        return self.request.request_id
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """Sampling parameters of all sequences."""
+        return self.request.sampling_params
+
+    @property
+    def cache_salt(self) -> str:
+        """Only groups of equal salt share blocks."""
+        return self.request.cache_salt
+
+    @property
+    def priority(self) -> int:
+        """Lower values are served earlier under the "priority" policy."""
+        return self.request.priority
+
+    @property
+    def beam_params(self) -> BeamSearchParams | None:
+        """Parameters of a beam search; None for sampling."""
+        return self.request.beam_params
+
+    @property
+    def encoder_token_ids(self) -> list[int]:
+        """Tokens for the encoder; empty without an encoder."""
+        return self.request.encoder_token_ids
+
+    @property
+    def adapter(self) -> str:
+        """Hash of what the LoRA adapter does; "" without an adapter."""
+        return self.request.adapter
 
     @property
     def num_batch_slots(self) -> int:
