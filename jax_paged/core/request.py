@@ -6,7 +6,7 @@ Plain Python and no arrays.
 import dataclasses
 import enum
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
