@@ -105,7 +105,7 @@ class StandIn:
         results[..., 0, :] = self._rng.integers(260, VOCAB_SIZE, results[..., 0, :].shape)
         if output.burst:
             results[:, 4] = np.arange(len(results))[:, None] < output.burst
-        none = np.full(logits_rows.num_drawn, -1, np.int32)
+        none = np.full(len(logits_rows.samples), -1, np.int32)
         return PendingStep(
             output.step_id, len(output.scheduled), len(output.samples), logits_rows, none, results, None
         ).read()

@@ -33,7 +33,7 @@ from jax_paged import LLMEngine
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.worker.batch_builder import StepInputs
 from jax_paged.worker.compilation.buckets import Bucket
-from jax_paged.worker.sampling.logits_rows import LogitsRows
+from jax_paged.worker.step_rows import LogitsRows
 
 # Of this seed's requests every token leads by more than TOLERANCE, so no rounding can change one.
 SEED = 3
