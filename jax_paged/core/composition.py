@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from jax_paged.core.batch_slots import BatchSlot
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.features import multi_step
-from jax_paged.core.features.beam_search import BeamSearch as BeamSearch
+from jax_paged.core.features.beam_search import BeamSearch
 from jax_paged.core.features.interactive.request_edits import RequestEditor as RequestEditor
 from jax_paged.core.features.interactive.step_edits import edit_step as edit_step
 from jax_paged.core.features.lora import AdapterSlots
@@ -43,6 +43,11 @@ def build_multi_step(
     if num_steps == 1:
         return None
     return MultiStepPlanner(block_manager, queues, stop_conditions, num_steps=num_steps)
+
+
+def build_beam_search(block_manager: BlockManager, stop_conditions: StopConditions) -> BeamSearch:
+    """Returns what selects the beams that go on after a step."""
+    return BeamSearch(block_manager, stop_conditions)
 
 
 def build_draft_planner(

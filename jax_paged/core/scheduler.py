@@ -153,7 +153,7 @@ class Scheduler:
             self._batch_slots,
             stops,
             read_planned=composition.read_planned,
-            beam_search=composition.BeamSearch(manager, stops),
+            beam_search=composition.build_beam_search(manager, stops),
         )
         self._preemption = Preemption(manager, queues, self._updater, self.preemption_mode)
         self._admission = Admission(

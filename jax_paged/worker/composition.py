@@ -4,6 +4,8 @@ The features are also imported by feature_set.py (their values), traced_features
 step) and step_features.py (what they run around a step), and by no other module.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +28,7 @@ from jax_paged.worker.features.multimodal.image_encoder import (
     check_images_can_be_encoded,
     plan_images,
 )
-from jax_paged.worker.features.pooling.encoder_runner import EncoderRunner, is_encoder
+from jax_paged.worker.features.pooling.encoder_runner import EncoderRunner, check_encoder_parts, is_encoder
 from jax_paged.worker.features.pooling.pooler import PoolProgram, pooling_of
 from jax_paged.worker.features.prompt_logprobs import PromptLogprobsProgram
 from jax_paged.worker.features.speculation.load_drafter import load_drafter
@@ -36,7 +38,21 @@ from jax_paged.worker.kv_cache import KVCacheLayout
 from jax_paged.worker.loading.caller_parts import CallerParts
 from jax_paged.worker.loading.weights import outline_of
 
-__all__ = ["EncoderRunner", "Inspector", "check_images_can_be_encoded", "is_encoder", "snapshot"]
+__all__ = ["Inspector", "snapshot"]
+
+
+def encoder_runner(
+    args: EngineArgs, parts: CallerParts, first_device: int
+) -> Callable[[], EncoderRunner] | None:
+    """Returns what makes the runner of an encoder-only model; None for a model that draws tokens.
+
+    Raises:
+        ValueError: If the model is an encoder and can't be used with an argument.
+    """
+    if not is_encoder(args, parts.model):
+        return None
+    check_encoder_parts(args, parts)
+    return functools.partial(EncoderRunner, args, parts.model, first_device)
 
 
 def check_arguments(args: EngineArgs, parts: CallerParts) -> None:
@@ -83,7 +99,9 @@ def load_features(
     lora = plan_adapters(args, loaded)
     embed_path = prompt_embeds.embed_path(args, loaded)
     hook_params, hook_structure = jax.tree.flatten([hook.params for hook in hooks])
-    draft, draft_weights = load_drafter(args, loaded, layout, grid, packs=packs)
+    draft, draft_weights = None, []
+    if args.speculative is not None and args.speculative.model is not None:
+        draft, draft_weights = load_drafter(args, args.speculative, loaded, layout, grid, packs=packs)
     features = FeatureSet(
         has_encoder=isinstance(model, EncoderDecoderLM),
         lora=lora,
@@ -135,6 +153,16 @@ def image_programs(context: TraceContext) -> list[Program]:
     """Returns the programs that encode images, the largest last."""
     spec = context.features.image_spec
     return plan_images(spec, context.max_model_len) if spec else []
+
+
+def check_traced_features(context: TraceContext) -> None:
+    """Traces a program that encodes images, if the model reads any.
+
+    Raises:
+        ValueError: If the shapes of the model's configuration do not fit together.
+    """
+    if context.features.image_spec is not None:
+        check_images_can_be_encoded(context.features.image_spec, context)
 
 
 def min_shared_rows(config: EngineConfig, parts: CallerParts) -> int:

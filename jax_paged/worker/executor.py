@@ -179,7 +179,7 @@ class LocalExecutor:
         beside: "LocalExecutor | None" = None,
     ) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
-        from jax_paged.worker.composition import EncoderRunner, Inspector, is_encoder
+        from jax_paged.worker.composition import Inspector, encoder_runner
         from jax_paged.worker.loading.caller_parts import CallerParts
         from jax_paged.worker.model_runner import ModelRunner
 
@@ -187,19 +187,11 @@ class LocalExecutor:
         allowed = "'uni' for an executor of this process or with custom parts"
         check(group is not None or backend == "uni", "distributed_executor_backend", backend, allowed)
         self.runner: Any
-        if is_encoder(args, loaded):
-            own = {"hooks": list(hooks) or None, "attend": attend, "sampler": sampler}
-            own["logits_processors"] = list(logits_processors) or None
-            own |= {"enable_lora": args.enable_lora or None}
-            own |= {"enable_prompt_embeds": args.enable_prompt_embeds or None}
-            own |= {"speculative_config": args.speculative_config}
-            for name, value in own.items():
-                check(value is None, name, value, "None because the model is an encoder")
-            make = functools.partial(EncoderRunner, args, loaded, first_device)
-        else:
-            parts = CallerParts(loaded, tuple(hooks), attend, sampler, tuple(logits_processors))
-            runner = beside.runner if beside else None
-            make = functools.partial(ModelRunner, args, parts, first_device, group, runner)
+        parts = CallerParts(loaded, tuple(hooks), attend, sampler, tuple(logits_processors))
+        runner = beside.runner if beside else None
+        make = encoder_runner(args, parts, first_device) or functools.partial(
+            ModelRunner, args, parts, first_device, group, runner
+        )
         with _no_arrays_in_traceback():
             self.runner = make()
         # Every step calls these three, which need nothing of the executor.

@@ -32,7 +32,7 @@ from jax_paged.worker.compilation.programs import Program, StageRole, TraceConte
 from jax_paged.worker.compilation.step_bytes import step_bytes
 from jax_paged.worker.composition import (
     check_arguments,
-    check_images_can_be_encoded,
+    check_traced_features,
     encoder_programs,
     feature_programs,
     feature_settings,
@@ -211,7 +211,7 @@ class ServedModel:
             **feature_settings(args, features),
         )
         self.stages = [loaded.context(i, self.config, self.config.num_blocks) for i in own]
-        check_images_can_be_encoded(self.stages[-1])
+        check_traced_features(self.stages[-1])
         self.num_users = 0
         self._args, self._group, self._packs = args, group, packs
         self._compiled: CompiledPrograms | None = None

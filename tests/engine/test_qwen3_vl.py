@@ -254,7 +254,7 @@ def test_every_program_of_a_model_can_be_traced(folder: Path) -> None:
     context.weights, treedef = jax.tree.flatten(state)
     context.merge = lambda weights: nnx.merge(graph, jax.tree.unflatten(treedef, weights))
     context.shape = jax.ShapeDtypeStruct
-    check_images_can_be_encoded(context)
+    check_images_can_be_encoded(context.features.image_spec, context)
     for program in plan_images(spec_of(folder), 128):
         vectors: Any = program.trace(context).out_info
         assert isinstance(program, EncodePatchesProgram)

@@ -124,15 +124,13 @@ def check_images(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -
         check(getattr(args, setting) == only, setting, getattr(args, setting), f"{only!r} {what}")
 
 
-def check_images_can_be_encoded(context: TraceContext) -> None:
-    """Traces the smallest program that encodes images, if the model reads any; computes nothing.
+def check_images_can_be_encoded(spec: ImageSpec | PatchSpec, context: TraceContext) -> None:
+    """Traces the smallest program that encodes images; computes nothing.
 
     Raises:
         ValueError: If the shapes of the model's configuration do not fit together.
     """
-    if context.features.image_spec is None:
-        return
-    program = plan_images(context.features.image_spec, context.max_model_len)[0]
+    program = plan_images(spec, context.max_model_len)[0]
     try:
         program.trace(context)
     except Exception as error:  # of whichever layer does not fit

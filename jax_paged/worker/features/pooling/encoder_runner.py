@@ -29,6 +29,7 @@ from jax_paged.worker.compilation.persistent_cache import use_persistent_cache
 from jax_paged.worker.compilation.programs import Program, TraceContext
 from jax_paged.worker.features.pooling.pooler import HIDDEN, POOLED, pooling_of
 from jax_paged.worker.kv_cache import KVCacheLayout
+from jax_paged.worker.loading.caller_parts import CallerParts
 from jax_paged.worker.loading.mesh import choose_products, device_grids
 from jax_paged.worker.loading.resolve_config import ModelFacts, resolve_config
 from jax_paged.worker.loading.weights import ServedWeights, load
@@ -278,6 +279,25 @@ def is_encoder(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -> 
         return isinstance(model, EncoderModel)
     hf_config = read_config(resolve_model_dir(args.model), args.hf_overrides or {})
     return POOLING_MODELS.get(get_architecture(hf_config)) == "encoder"
+
+
+def check_encoder_parts(args: EngineArgs, parts: CallerParts) -> None:
+    """Checks that nothing is asked of an encoder that only models that draw tokens have.
+
+    Raises:
+        ValueError: If something is.
+    """
+    own: dict[str, Any] = {
+        "hooks": list(parts.hooks) or None,
+        "attend": parts.attend,
+        "sampler": parts.sampler,
+        "logits_processors": list(parts.logits_processors) or None,
+        "enable_lora": args.enable_lora or None,
+        "enable_prompt_embeds": args.enable_prompt_embeds or None,
+        "speculative_config": args.speculative_config,
+    }
+    for name, value in own.items():
+        check(value is None, name, value, "None because the model is an encoder")
 
 
 def plan_texts(max_model_len: int, max_num_batched_tokens: int) -> list[EncodeTextsProgram]:

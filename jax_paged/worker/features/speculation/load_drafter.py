@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.speculative import SpeculativeConfig
 from jax_paged.errors import check
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.kv_location import Place
@@ -20,12 +21,19 @@ from jax_paged.worker.loading.weights import flatten, packed, placed
 
 
 def load_drafter(
-    args: EngineArgs, loaded: LoadedModel, layout: KVCacheLayout, grid: DeviceGrid, *, packs: bool
-) -> tuple[Drafter | None, list[Array]]:
+    args: EngineArgs,
+    speculative: SpeculativeConfig,
+    loaded: LoadedModel,
+    layout: KVCacheLayout,
+    grid: DeviceGrid,
+    *,
+    packs: bool,
+) -> tuple[Drafter, list[Array]]:
     """Loads what drafts on the device, in the type of the model that is served; returns it and its weights.
 
     Args:
-        args: Name it.
+        args: Of the engine.
+        speculative: Names a draft model or an EAGLE head.
         loaded: The model that is served.
         layout: Of its pool.
         grid: The devices that share the weights.
@@ -34,10 +42,8 @@ def load_drafter(
     Raises:
         ValueError: If it can't be loaded, or does not fit the model.
     """
-    speculative = args.speculative
-    if speculative is None or speculative.model is None:
-        return None, []
     name = speculative.model
+    assert name is not None, "n-grams are found on the host"
     if speculative.kind == "eagle3":
         head = load_head(resolve_model_dir(name), loaded, grid)
         window, group = _widest(layout)
