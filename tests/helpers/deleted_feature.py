@@ -158,6 +158,7 @@ class _WithoutNames(ast.NodeTransformer):
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        node.bases = [base for base in node.bases if not self._uses(base)]
         self.generic_visit(node)
         node.body = node.body or [ast.Pass()]
         return node
