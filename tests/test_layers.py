@@ -32,7 +32,9 @@ def test_every_module_has_its_layer(graph: grimp.ImportGraph) -> None:
             assert is_listed or is_package, f"{module} has no layer in the contract {contract['name']!r}"
 
 
-def test_imports_have_no_cycle(graph: grimp.ImportGraph) -> None:
+def test_imports_have_no_cycle() -> None:
+    """Imports for types alone count."""
+    graph = grimp.build_graph("jax_paged", exclude_type_checking_imports=False, cache_dir=None)
     left = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     del left["jax_paged"]
     while done := [module for module, imports in left.items() if not imports & left.keys()]:
