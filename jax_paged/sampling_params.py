@@ -240,6 +240,12 @@ class SamplingParams:
         return bool(self.logits_processors) or any(value is not None for value in args)
 
     @property
+    def has_token_rules(self) -> bool:
+        """Whether tokens get a bias, or are forbidden at some position."""
+        is_restricted = self.allowed_token_ids is not None
+        return bool(is_restricted or self.logit_bias or self.min_tokens or self.bad_words_token_ids)
+
+    @property
     def needs_tokens_on_host(self) -> bool:
         """Whether the host has to know each token before the next one is drawn."""
         return bool(self.bad_words_token_ids or self.structured_outputs or self.logits_processors)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class AdmissionResult(enum.Enum):
     """Whether a waiting or swapped request runs now, or what it lacks.
 
-    ADMITTED: It runs, and the step computes tokens of it.
+    ADMITTED: It runs. The step computes tokens of it, unless they have to wait for steps in flight.
     STALLED: It was swapped in, but there are no blocks for its next tokens: the step computes none.
     NO_ROOM: It lacks blocks or batch slots.
     NO_TOKENS: It has room, but the token budget of the step is used up.
@@ -138,7 +138,7 @@ class Admission:
         can_be_passed = (
             missing is AdmissionResult.NO_ADAPTER_SLOT and group.request_id not in self.queues.swapped
         )
-        if self.adapters is None or not can_be_passed or step.is_short:
+        if self.adapters is None or not can_be_passed or step.awaits_results:
             return False
         self.adapters.set_aside(group)
         return True
@@ -156,7 +156,7 @@ class Admission:
         if last is None or last.key <= group.key:
             return False
         if step.is_ahead:
-            step.is_short = True
+            step.awaits_results = True
             return False  # blocks taken away now would not be free in this step
         shared: list[int] = []
         if group.request_id in self.queues.swapped:
@@ -180,8 +180,10 @@ class Admission:
             num_missing = num_needed + self._num_reserved(
                 group, num_batch_slots, len(victims) == len(running)
             )
-            is_short = num_batch_slots + group.num_batch_slots > self.max_num_seqs or num_blocks < num_missing
-            if is_short or (self.adapters and not self.adapters.has_room(group, without=victims)):
+            lacks_room = (
+                num_batch_slots + group.num_batch_slots > self.max_num_seqs or num_blocks < num_missing
+            )
+            if lacks_room or (self.adapters and not self.adapters.has_room(group, without=victims)):
                 continue  # not enough, even if they shared nothing
             released = manager.released_by(s for victim in victims for s in victim.unfinished)
             if manager.num_free_blocks + len(released.difference(shared)) >= num_missing:

@@ -1,4 +1,20 @@
-"""How running requests lose their blocks when these run out: recomputed, swapped out, or ended."""
+"""Preemption: running requests lose their blocks when blocks, batch slots or adapter slots run out.
+
+A request is preempted as a whole, and only when no step is in flight: a step that would have to preempt sets
+`awaits_results`, and the engine waits for the steps in flight first. So no token that was drawn is lost.
+
+1. Who: the last running request in the order (`with_room`, for a running request), or running requests of a
+   higher priority value or key than a waiting one (`Admission.make_way`).
+2. How: its blocks are freed and its tokens are computed again later (`recompute`), or its blocks are copied
+   to host memory (`preempt`, mode "swap"). It is also recomputed if host memory is full, and in a step that
+   swaps in: the host blocks that such a step reads must not be written.
+3. The executor is told by SchedulerOutput.released_seq_ids, and releases the batch slots.
+4. Resumption: `Admission.give_blocks` allocates or swaps in blocks, and the executor gets a NewSequence,
+   under a new id, with all output tokens, from which it restores penalties, token rules and the states of
+   logits processors.
+5. The same tokens follow: the random number of a draw depends on the sequence's seed and the position alone.
+   Recomputed logits are equal to rounding, and to the bit with batch_invariant.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -39,15 +55,15 @@ class Preemption:
         self._updater = updater
 
     def must_wait(self, group: SequenceGroup, step: StepBuilder) -> bool:
-        """Returns whether a request can only be preempted in a later step: swapped out, but not in this one.
+        """Returns whether a request must not be preempted in this step, but may be in a later one.
 
-        Host blocks that are read in a step must not be written in it: swapping out goes first. And what a
-        user has dropped can't be computed again.
+        A request with dropped blocks (LLMEngine.drop_kv) can't be computed again, so it has to be swapped
+        out, which a step that swaps in does not do.
         """
         return bool(step.swap_in) and _has_dropped(group)
 
     def preempt(self, group: SequenceGroup, step: StepBuilder, now: float) -> None:
-        """Takes a running request's blocks, all of them, and notes how it gets them back; see `must_wait`."""
+        """Takes all blocks of a running request: it waits, or is swapped out. Not if it `must_wait`."""
         manager, seqs = self.block_manager, group.unfinished
         group.metrics.num_preemptions += 1
         step.preempted.append(group.request_id)
@@ -67,7 +83,11 @@ class Preemption:
             seq.status = SequenceStatus.SWAPPED
 
     def recompute(self, group: SequenceGroup) -> None:
-        """Sends a request back to wait, without blocks."""
+        """Frees the blocks of a request, which waits then and computes its tokens, output too, again.
+
+        Also takes back an admission, and serves edits of requests and exchanges of weights; only `preempt`
+        counts as a preemption.
+        """
         for seq in group.unfinished:
             if seq in self.block_manager.block_tables or seq in self.block_manager.swapped_tables:
                 self.block_manager.free(seq)
@@ -120,7 +140,7 @@ class Preemption:
         """
         while (result := attempt()) is None:
             if step.is_ahead:
-                step.is_short = True
+                step.awaits_results = True
                 return None
             last = self.queues.last_running()
             assert last is not None, "the request itself runs"

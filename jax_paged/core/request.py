@@ -170,7 +170,8 @@ class Sequence:
         stop_reason: The stop token id or stop string that ended it; None for the end token or no stop.
         block_hashes: Hashes of its first full blocks, as far as the block manager needed them.
         cumulative_logprobs: For each output token, the sum of the log-probabilities up to it.
-        seq_id: Names it outside of the scheduler, which sets it; 0 before it has run.
+        seq_id: Its id in SchedulerOutput: another one for each batch slot that it takes, so it changes when
+            the sequence comes back after a preemption. 0 before it has run.
         num_dropped_tokens: Tokens whose blocks a user has dropped: the slot of a later token in the block
             table is its position less these.
         block_places: If blocks were dropped, where in the whole text each block stood that was kept then, in

@@ -57,8 +57,8 @@ class Scheduler:
     with several sequences is swapped, as recomputing would lose what they share, others are recomputed
     (the paper's rule), unless preemption_mode says otherwise; without room in host memory, all are
     recomputed. Requests of a higher priority value or key are preempted for one of a lower, but only if that
-    makes room enough for it. While a request is swapped out no new one behind it is admitted. So the first
-    request always advances, and no step that takes blocks from a running request for another admits a third.
+    makes room enough for it. While a request is swapped out no new one behind it is admitted, and a step
+    that preempts for a running request admits nobody. So the first request always advances.
 
     Every output of schedule() is handed back to update(), in order; add, abort, finish and the schedule() of
     later steps may come in between. A block that is freed meanwhile is held back until update() has seen
@@ -133,7 +133,7 @@ class Scheduler:
         self.queues = RequestQueues()
         self._step_ids = itertools.count()
         self._num_in_flight = 0
-        self._is_short = False  # True if the next step needs the results of the steps in flight
+        self._awaits_results = False  # True if the next step needs the results of the steps in flight
         self._connect()
 
     def _connect(self) -> None:
@@ -188,7 +188,7 @@ class Scheduler:
         """True if the next step can be scheduled before the results of the steps in flight have arrived."""
         if self.drafts is not None and self.drafts.waits:
             return False
-        return self.has_unfinished and not self._is_short
+        return self.has_unfinished and not self._awaits_results
 
     def find(self, seq_id: int) -> tuple[SequenceGroup, Sequence] | None:
         """Returns the sequence of an id, with its request; None if it has left its batch slot."""
@@ -349,7 +349,7 @@ class Scheduler:
         """
         self._num_in_flight -= 1
         if not self._num_in_flight:
-            self._is_short = False
+            self._awaits_results = False
         update = self._updater.update(output, result, now)
         if self.drafts is not None:
             self.drafts.observe(output, result, update.new_tokens, now)
@@ -359,7 +359,7 @@ class Scheduler:
         self._num_in_flight += 1
         output = step.build(next(self._step_ids), self._batch_slots)
         self.block_manager.begin_step(output.step_id)
-        self._is_short = step.is_short
+        self._awaits_results = step.awaits_results
         return output
 
     def _fill(self, step: StepBuilder, phase: Phase, now: float) -> None:

@@ -22,7 +22,7 @@ class NewSequence(NamedTuple):
     """A sequence that takes a batch slot: new, forked, or resumed after it had lost its blocks.
 
     Args:
-        seq_id: Unique in the life of a scheduler.
+        seq_id: Unique in the life of a scheduler; a sequence that takes another batch slot gets a new id.
         request: Its request. Read-only.
         output_token_ids: What it has generated so far.
         seed: Of its random choices; with a position it is the key of one draw.
@@ -155,7 +155,7 @@ class InspectionInput(NamedTuple):
         start: Position of the first of them.
         num_computed_tokens: Tokens whose keys and values lie in the pool, those of dropped blocks included.
         num_dropped_tokens: As NewSequence has it.
-        num_encoder_tokens: As NewSequence has it.
+        num_encoder_tokens: Tokens that its groups of cross attention hold.
         block_tables: Its blocks.
         layers: Whose attention to report.
     """
@@ -184,7 +184,8 @@ class SchedulerOutput:
         samples: What is drawn, in the order of the rows.
         new_sequences: Sequences that take a batch slot.
         released_seq_ids: Sequences that have lost their batch slot since the step before: they ended, or were
-            preempted. One that comes back in the same step is in new_sequences too.
+            preempted. One that takes another batch slot at once, as after a rollback, is in new_sequences
+            too, under its new id.
         blocks_to_swap_out: (device block, host block) ids.
         blocks_to_swap_in: (host block, device block) ids.
         blocks_to_copy: (from, to) device block ids; no block is both.

@@ -20,7 +20,7 @@ class StepBuilder:
     def __init__(self, budget: int, *, is_ahead: bool) -> None:
         self.budget = budget
         self.is_ahead = is_ahead
-        self.is_short = False  # the next step needs the results of the steps in flight
+        self.awaits_results = False  # the next step needs the results of the steps in flight
         self._initial_budget = budget
         self.is_closed = False  # no other request is admitted
         self.rows_of_one: list[Row] = []  # that compute one token

@@ -85,7 +85,7 @@ class TokenPlanner:
         tables, can_run_ahead = self.block_manager.block_tables, self._stop_conditions.can_run_ahead
         seqs = [s for s in group.unfinished if not s.num_pending or can_run_ahead(group, s)]
         if step.is_ahead and any(seq not in tables for seq in seqs):
-            step.is_short = True  # what they share may grow
+            step.awaits_results = True  # what they share may grow
             return []
         for seq in seqs:
             if seq not in tables:

@@ -181,11 +181,8 @@ class InputBatch:
         )
         end_token_ids = sorted(new.end_token_ids)[:MAX_END_TOKENS]
         self.end_tokens[batch_slot] = end_token_ids + [-1] * (MAX_END_TOKENS - len(end_token_ids))
-        tokens = KnownTokens(new)
-        if params.bad_words_token_ids or params.logits_processors:
-            self.known_tokens[batch_slot] = tokens
-        if TokenRules.are_needed(new):
-            self.token_rules[batch_slot] = TokenRules(new, tokens, self._vocab_size)
+        if params.has_token_rules or params.logits_processors:
+            self._add_token_rules(batch_slot, new)
         if not request.is_plain:
             self.features.add(batch_slot, new)
         if params.forced_token_ids is not None:
@@ -196,6 +193,13 @@ class InputBatch:
             return None
         self.count_slots[batch_slot] = batch_slot
         return TokenCountReset(batch_slot, request.prompt_token_ids, new.output_token_ids)
+
+    def _add_token_rules(self, batch_slot: int, new: NewSequence) -> None:
+        params, tokens = new.request.sampling_params, KnownTokens(new)
+        if params.bad_words_token_ids or params.logits_processors:
+            self.known_tokens[batch_slot] = tokens
+        if params.has_token_rules:
+            self.token_rules[batch_slot] = TokenRules(new, tokens, self._vocab_size)
 
     def _change_tables(self, row: ScheduledSequence) -> None:
         batch_slot = self._batch_slots[row.seq_id]

@@ -79,7 +79,7 @@ class RunningAhead(Simulation):
         counts["preemptions"] += len(output.preempted)
         counts["swaps"] += bool(output.blocks_to_swap_out)
         counts["copies"] += len(output.blocks_to_copy)
-        counts["short"] += sched._is_short
+        counts["short"] += sched._awaits_results
         if (drafts := sched.drafts) is not None:
             counts["verified"], counts["drafts"] = drafts.num_rows, drafts.num_drafts
             counts["accepted"] = sum(drafts.num_accepted)

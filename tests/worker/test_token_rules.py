@@ -31,7 +31,7 @@ def rules_of(
     params = processor.check(prompt, SamplingParams(**settings)).params
     end_token_ids = EOS | set(params.stop_token_ids or ())
     new = new_sequence(0, prompt, tables=[[1]], end_token_ids=end_token_ids, **settings)
-    assert TokenRules.are_needed(new)
+    assert new.request.sampling_params.has_token_rules
     tokens = KnownTokens(new)
     tokens.record(0, prompt)
     return TokenRules(new, tokens, VOCAB_SIZE), tokens

@@ -65,13 +65,6 @@ class TokenRules:
             self._bad_words[len(before)].setdefault(tuple(before), []).append(last)
         self._tokens = tokens  # only bad words look at them
 
-    @staticmethod
-    def are_needed(new: NewSequence) -> bool:
-        """Returns whether a sequence has any at any position."""
-        params = new.request.sampling_params
-        allowed = params.allowed_token_ids is not None
-        return bool(allowed or params.logit_bias or params.min_tokens or params.bad_words_token_ids)
-
     def mask_at(self, position: int) -> np.ndarray | None:
         """Returns what may be chosen at a position, int32 [ceil(V / 32)]; None if everything may.
 

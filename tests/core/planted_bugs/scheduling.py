@@ -152,7 +152,7 @@ SCHEDULING = [
         "temperature of beams forgotten",
     ),
     Mutation(
-        "core/sequence.py",
+        "core/request.py",
         "            num_computed_tokens=self.next_position,\n            num_in_flight=0,\n",
         "",
         "a sample is forked from a prompt that is in flight",

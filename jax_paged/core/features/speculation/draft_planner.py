@@ -104,7 +104,7 @@ class DraftPlanner:
         if copies is None:
             return False
         step.copies += copies
-        step.is_short = True  # the next step needs to know which drafts are accepted
+        step.awaits_results = True  # the next step needs to know which drafts are accepted
         pairs = list(zip(decoding, chosen, strict=True))
         step.planned = PlannedRows(drafts={seq: drafts[:n] for (_, seq, drafts, _), n in pairs if n})
         for (group, seq, _, _), n in pairs:
