@@ -4,10 +4,10 @@
     python benchmarks/device_idle.py --step-ms 2 5 20      other devices
     python benchmarks/device_idle.py --burst 8             and with bursts of 8 decode steps
 
-The executor stands in for a device of known step time: it does all of the host's work for a step (seats,
-padded buffer, reading results), and then computes when such a device would have begun and finished it. Each
-request streams its text: tokens are random, and detokenized with the built-in tokenizer. As in the server,
-what was there before the first request is left out of garbage collection.
+The executor stands in for a device of known step time: it does all of the host's work for a step (batch
+slots, padded buffer, reading results), and then computes when such a device would have begun and finished it.
+Each request streams its text: tokens are random, and detokenized with the built-in tokenizer. As in the
+server, what was there before the first request is left out of garbage collection.
 """
 
 import argparse

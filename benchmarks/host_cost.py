@@ -3,8 +3,8 @@
     python benchmarks/host_cost.py
 
 256 requests run, each computing one token per step, in a pool that holds them all, so every step is alike. No
-model is run: build is the seats' update and the padded buffer, as the worker makes them. Rounds of all
-settings take turns, so that whatever else the machine does falls on each. Reported are the median of the
+model is run: build is the update of batch slots and the padded buffer, as the worker makes them. Rounds of
+all settings take turns, so that whatever else the machine does falls on each. Reported are the median of the
 rounds' medians, and the smallest of them.
 """
 
@@ -59,7 +59,7 @@ class Host:
             max_model_len=max_model_len,
             eos_token_ids=frozenset({7}),
         )
-        self.seats = InputBatch(
+        self.batch = InputBatch(
             max_num_seqs=NUM_RUNNING,
             num_groups=1,
             max_blocks_per_seq=blocks_per_seq,
@@ -68,7 +68,7 @@ class Host:
             features=FeatureRows(NUM_RUNNING),
         )
         self.builder = BatchBuilder(
-            self.seats,
+            self.batch,
             block_size=BLOCK_SIZE,
             num_blocks=manager.pool.num_blocks,
             groups=manager.groups,
@@ -86,7 +86,7 @@ class Host:
         times = [time.perf_counter()]
         output = self.scheduler.schedule(0.0)
         times.append(time.perf_counter())
-        self.seats.update(output)
+        self.batch.update(output)
         is_decode = output.num_batched_tokens == len(output.scheduled)
         bucket = Bucket(is_decode, NUM_RUNNING if is_decode else self.budget, NUM_RUNNING)
         self.builder.build(output, plan_logits_rows(output), bucket)

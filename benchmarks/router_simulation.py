@@ -98,9 +98,9 @@ def _array(kind: str, values: np.ndarray) -> array:
 class Replica:
     """An engine in three numbers: prompts are computed one after the other, answers side by side.
 
-    A turn waits for a seat, then for the prompts before its own. Its own takes as long as it has tokens that
-    are not cached; a token of its answer takes as long as a step of as many sequences as run when it begins.
-    Conversations and system prompts stay cached until others, used later, have filled the pool.
+    A turn waits for a batch slot, then for the prompts before its own. Its own takes as long as it has tokens
+    that are not cached; a token of its answer takes as long as a step of as many sequences as run when it
+    begins. Conversations and system prompts stay cached until others, used later, have filled the pool.
     """
 
     def __init__(self) -> None:

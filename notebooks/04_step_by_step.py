@@ -69,8 +69,8 @@ print(f"sequence {row.seq_id} computes {row.num_tokens} tokens from position {ro
 # %% [markdown]
 # ## Leaving someone out
 #
-# `without` takes a request out of a plan. The request keeps its blocks and its seat, and computes later what
-# it would have computed now. Nothing is lost, and nobody's tokens change.
+# `without` takes a request out of a plan. The request keeps its blocks and its batch slot, and computes later
+# what it would have computed now. Nothing is lost, and nobody's tokens change.
 
 # %%
 engine.run(plan)

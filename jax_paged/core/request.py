@@ -313,6 +313,8 @@ class SequenceGroup:
 
     def __post_init__(self) -> None:
         self.max_num_seqs = self.request.max_num_seqs
+        self.request_id = self.request.request_id
+        self.sampling_params = self.request.sampling_params
 
     @classmethod
     def of(cls, request: Request, arrival_time: float) -> Self:
@@ -321,16 +323,6 @@ class SequenceGroup:
         if request.features is not None:
             seq.stand_ins = request.features.stand_ins
         return cls(request, [seq], RequestMetrics(arrival_time))
-
-    @property
-    def request_id(self) -> str:
-        """Unique among unfinished requests."""
-        return self.request.request_id
-
-    @property
-    def sampling_params(self) -> SamplingParams:
-        """Sampling parameters of all sequences."""
-        return self.request.sampling_params
 
     @property
     def cache_salt(self) -> str:

@@ -137,17 +137,18 @@ class EngineCore:
         if self.is_closed:
             raise EngineDeadError("this engine is closed; make a new one")
 
-    def check_not_recurrent(self, name: str, value: object, why: str) -> None:
+    def check_not_recurrent(self, method: str, why: str) -> None:
         """Checks that the model has no recurrent layers, which keep a state of each sequence.
 
         Args:
-            name: The argument that is rejected otherwise.
-            value: Its value.
+            method: The method of LLMEngine that such a model does not have.
             why: Why a state is in the way.
+
+        Raises:
+            ValueError: If it has.
         """
-        architecture, has_states = self.config.architecture, self.config.state_slots[0]
-        allowed = f"unset with {architecture}, whose layers keep a state of each sequence ({why})"
-        check(not has_states, name, value, allowed)
+        allowed = f"one whose layers keep no state of each sequence, for {method} ({why})"
+        check(not self.config.state_slots[0], "model", self.config.architecture, allowed)
 
     def new_seed(self) -> int:
         """Returns the seed of the next request that brings none."""

@@ -59,8 +59,11 @@ class FeatureOutputs:
         if self._group.beam_params is not None:
             output.outputs = self._beams()
         if self._captured:
-            for seq, completion in zip(sequences, output.outputs, strict=False):
-                completion.captured = self._captured_of(seq)
+            first, *others = map(self._captured_of, sequences)
+            # Before the prompt is computed there is one sequence, and all completions are as the first.
+            others += [first] * (len(output.outputs) - 1 - len(others))
+            for completion, captured in zip(output.outputs, (first, *others), strict=True):
+                completion.captured = captured
         if self._group.sampling_params.pooling is not None:
             output.outputs[0].token_ids = []  # the token that was drawn means nothing
             if self._pooled is not None:

@@ -339,6 +339,8 @@ class InputProcessor:
             num_words = len(params.bad_words_token_ids or ())
             aspect = "the number of"
             problems.note(check_int, "bad_words_token_ids", num_words, 0, MAX_BAD_WORDS, aspect=aspect)
+        ok = params.pooling is None or config.pooling is not None
+        problems.note(check, ok, "pooling", params.pooling, "None with a model that is not pooled")
         ok = self._tokenizer is not None or not params.stop_strings
         problems.note(check, ok, "stop", params.stop, "None because the engine has no tokenizer")
         problems.raise_if_any()

@@ -1,12 +1,14 @@
 """LLMEngine: adds, aborts and steps requests."""
 
+import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from jax_paged.config.engine_args import EngineArgs, EngineConfig
 from jax_paged.core.scheduler import Scheduler
+from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.engine import composition
 from jax_paged.engine.executors import MakeExecutor, check_alone, make_executor
 from jax_paged.engine.input_processor import CheckedRequest, RequestParams
@@ -39,10 +41,6 @@ class LLMEngine(composition.EngineFeatures):
             the engine can't be made. None makes the one that the arguments ask for.
         scheduler: A subclass of Scheduler to take its place; or a function of a new request (a SequenceGroup)
             that returns its key: requests of lower keys go first, and take the blocks of others.
-
-    Attributes:
-        observers: Functions that are called after each step with the scheduler and the step; append yours.
-        seeds: Generator of the seeds of requests that bring none.
 
     Raises:
         ValueError: If the model, its tokenizer or a setting can't be used.
@@ -83,7 +81,6 @@ class LLMEngine(composition.EngineFeatures):
         try:
             self._core = composition.make_core(args, self.tokenizer, executor, self._custom_scheduler)
             self.config = self._core.config
-            self.observers, self.seeds = self._core.observers, self._core.seeds
             self.input_processor = composition.make_input_processor(self.config, self.tokenizer)
             if self.config.batch_invariant:
                 composition.check_invariance(self._core, self.input_processor)
@@ -100,6 +97,16 @@ class LLMEngine(composition.EngineFeatures):
     def scheduler(self) -> Scheduler:
         """Decides what each step computes, and owns the blocks."""
         return self._core.scheduler
+
+    @property
+    def observers(self) -> list[Callable[[Scheduler, SchedulerOutput], None]]:
+        """Functions that are called after each step with the scheduler and the step; append yours."""
+        return self._core.observers
+
+    @property
+    def seeds(self) -> random.Random:
+        """Generator of the seeds of requests that bring none."""
+        return self._core.seeds
 
     @property
     def num_shared_tokens(self) -> int:

@@ -2,7 +2,8 @@
 
 import io
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,10 +26,13 @@ def new_figure(width: float, height: float) -> "Figure":
     return Figure((width, height), layout="constrained")
 
 
-def png_of(figure: Any) -> bytes:
-    """Returns a figure as PNG."""
+def png_of(draw: Callable[[], "Figure"]) -> bytes | None:
+    """Returns what is drawn as PNG; None if matplotlib is not installed."""
     file = io.BytesIO()
-    figure.savefig(file, format="png")
+    try:
+        draw().savefig(file, format="png")
+    except ImportError:
+        return None
     return file.getvalue()
 
 

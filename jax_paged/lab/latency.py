@@ -45,9 +45,9 @@ class Latencies:
         told = (f"{name} {seconds(middle)} and {seconds(most)}" for name, middle, most in found)
         return f"{run}: {', '.join(told)} ({len(self.seconds[run][FIRST]):,} requests)"
 
-    def _repr_png_(self) -> bytes:
-        """Returns the drawing for a notebook."""
-        return png_of(self.figure())
+    def _repr_png_(self) -> bytes | None:
+        """Returns the drawing for a notebook, which shows `repr` without matplotlib."""
+        return png_of(self.figure)
 
     def figure(self) -> "Figure":
         """Returns a drawing: for each latency, the share of requests that need at most so long.

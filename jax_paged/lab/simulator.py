@@ -365,7 +365,7 @@ def _num_tokens(output: SchedulerOutput) -> list[int]:
 
 def _found(scheduler: Scheduler, seq_id: int) -> tuple[SequenceGroup, Sequence]:
     found = scheduler.find(seq_id)
-    assert found is not None, "a step that was just scheduled names sequences with seats"
+    assert found is not None, "a step that was just scheduled names sequences with batch slots"
     return found
 
 

@@ -1,6 +1,7 @@
 """A timeline of steps: what each computed, who waited, who lost its blocks; notebooks draw it."""
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,8 +44,8 @@ class Timeline:
         return f"<timeline: {len(self.steps):,} steps, {tokens:,} tokens, {preemptions:,} preemptions>"
 
     def _repr_png_(self) -> bytes | None:
-        """Returns the drawing for a notebook, which shows `repr` if there are no steps."""
-        return png_of(self.figure()) if len(self.steps) else None
+        """Returns the drawing for a notebook, which shows `repr` without steps or matplotlib."""
+        return png_of(self.figure) if len(self.steps) else None
 
     def figure(self) -> "Figure":
         """Returns a drawing of the steps, of which there must be at least one.
@@ -124,9 +125,17 @@ def _lanes(outputs: Sequence[SchedulerOutput]) -> tuple[dict[str, _Lane], int]:
         for row in output.scheduled:
             own = lanes[ids.get(row.seq_id, f"sequence {row.seq_id}")].steps
             own[step] = own.get(step, False) or row.num_tokens > 1
+    lanes = {request_id: lane for request_id, lane in lanes.items() if lane.steps}
     # Those that were preempted most, and then the first.
     drawn = set(sorted(lanes, key=lambda r: -len(lanes[r].preempted))[:_MAX_LANES])
     return {r: lane for r, lane in lanes.items() if r in drawn}, len(lanes) - len(drawn)
+
+
+def _runs(steps: list[int]) -> list[tuple[int, int]]:
+    """Returns the runs of consecutive steps in an ascending list: where each starts, and its length."""
+    runs = itertools.groupby(enumerate(steps), lambda pair: pair[1] - pair[0])
+    listed = ([step for _, step in run] for _, run in runs)
+    return [(run[0], len(run)) for run in listed]
 
 
 def _draw_lanes(axes: Any, lanes: dict[str, _Lane]) -> None:
@@ -134,7 +143,7 @@ def _draw_lanes(axes: Any, lanes: dict[str, _Lane]) -> None:
     for y, lane in enumerate(lanes.values()):
         axes.hlines(y, min(lane.steps), max(lane.steps) + 1, "grey", "dotted")
         for color, height in ((_ONE, 0.5), (_SEVERAL, 0.8)):
-            bars = [(step, 1) for step, several in lane.steps.items() if several == (color == _SEVERAL)]
+            bars = _runs([step for step, several in lane.steps.items() if several == (color == _SEVERAL)])
             axes.broken_barh(bars, (y, height), align="center", color=color)
         axes.plot(np.array(lane.preempted) + 0.5, [y] * len(lane.preempted), "kv", markersize=4)
     axes.set_yticks(range(len(lanes)), map(short_name, lanes), parse_math=False)

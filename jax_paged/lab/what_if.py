@@ -279,7 +279,7 @@ class _WhatIf:
         logprobs: list[list[TokenLogprobs]] = []
         for i, sample in enumerate(output.samples):
             found = self.scheduler.find(sample.seq_id)
-            assert found is not None, "a step that was just scheduled names sequences with seats"
+            assert found is not None, "a step that was just scheduled names sequences with batch slots"
             group, seq = found
             place, num_tokens = self.places[group], output.burst[i] if output.burst else 1
             if group.beam_params is not None:

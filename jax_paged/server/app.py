@@ -65,7 +65,7 @@ class OpenAIServer:
             step_timeout=self.options.step_timeout,
             stay=self.options.stay_on_engine_failure,
         )
-        # Enough to run, and some that wait in the engine: a seat that is left is taken in the next step.
+        # Enough to run, and some that wait in the engine: a free batch slot is taken in the next step.
         max_num_seqs = len(engine.replicas) * engine.engine.config.max_num_seqs
         self._waiting_queue = WaitingQueue(
             max_num_seqs + max(4, max_num_seqs // 4), self.options.max_num_waiting

@@ -42,7 +42,7 @@ class InputBatch:
         block_tables: int32 [G, S, M], padded with the null block.
         num_table_blocks: int32 [G, S], how many entries of each table are a sequence's.
         num_dropped: int32 [S], by how much slots stand before positions: tokens of dropped blocks.
-        sampling: int32 [S, 12], the field of the same name of the packed buffer.
+        sampling: int32 [S, NUM_SAMPLING_COLUMNS], the field of the same name of the packed buffer.
         end_tokens: int32 [S, MAX_END_TOKENS], padded with -1; of sequences with more of them, not all.
         count_slots: int32 [S], the batch slot itself where a sequence has penalties, S elsewhere.
         num_top_logprobs: int32 [S], how many most likely tokens to report; -1 for no log-probabilities.

@@ -7,7 +7,7 @@ logits rows (B of them, but T in steps with drafts), G cache groups, C changes o
     of the rows:         batch_slots [B] | context_lens [G, B] | query_start_loc [B + 1] | shared_blocks [B]
     of the block tables: table_changes [2, C]
     of the logits rows:  logits_rows [L] | sample_positions [L] | sample_slots [L] | count_slots [L]
-                         | sampling [L, 12] | forced_tokens [L, K]
+                         | sampling [L, NUM_SAMPLING_COLUMNS] | forced_tokens [L, K]
     of hooks:            hook_args [B, A] | processor_args [L, P]
     of multi-step:       max_draws [B] | end_tokens [B, E]
     of drafts:           num_drafts [L]
@@ -55,15 +55,16 @@ from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.sampling.sampler import SamplingBatch
 
-FLOATS = (
+# Options of SamplingParams, which have the same names in SamplingBatch.
+OPTION_FLOATS = (
     "temperature",
     "top_p",
     "min_p",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
-    "logprob_temperature",
 )
+FLOATS = (*OPTION_FLOATS, "logprob_temperature")
 INTS = ("top_k", "seed_low", "seed_high", "wants_logprobs", "has_token_mask")
 NUM_SAMPLING_COLUMNS = len(FLOATS) + len(INTS)
 MASK_COLUMN = len(FLOATS) + INTS.index("has_token_mask")
@@ -171,8 +172,12 @@ def pack_sampling(
     wants_logprobs: bool,
     logprob_temperature: float,
 ) -> np.ndarray:
-    """Returns a row of the field `sampling`, int32 [12]; all but MASK_COLUMN stays while a sequence lives."""
-    floats = [getattr(params, name) for name in FLOATS[:-1]]
+    """Returns a row of the field `sampling`; all but MASK_COLUMN stays while a sequence lives.
+
+    Returns:
+        int32 [NUM_SAMPLING_COLUMNS].
+    """
+    floats = [getattr(params, name) for name in OPTION_FLOATS]
     floats = np.array([*floats, logprob_temperature], np.float32).view(np.int32)
     seed_words = np.array([seed], np.uint64).view(np.int32)
     ints = [max(params.top_k, 0), *seed_words, wants_logprobs, False]

@@ -8,12 +8,11 @@ import pytest
 from jax_paged.core.features.speculation.ngram_index import NgramIndex
 from jax_paged.core.features.speculation.num_drafts import (
     Acceptance,
-    Speculation,
     chosen_drafts,
     chosen_length,
 )
 from jax_paged.core.features.speculation.step_times import StepTimes
-from jax_paged.speculation import sizes_up_to
+from jax_paged.speculation import Speculation, sizes_up_to
 
 
 def expected_draft(tokens: list[int], least: int, most: int, num_tokens: int) -> list[int]:

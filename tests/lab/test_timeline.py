@@ -71,7 +71,9 @@ def test_a_recording_is_drawn_step_by_step(lines: list[str]) -> None:
     for y, name in enumerate(NAMES):
         _, one, several = requests.collections[3 * y : 3 * y + 3]
         computing = sum(any(names[row.seq_id] == name for row in o.scheduled) for o in result.outputs)
-        assert len(one.get_paths()) + len(several.get_paths()) == computing
+        assert (
+            sum(path.get_extents().width for bars in (one, several) for path in bars.get_paths()) == computing
+        )
         assert len(requests.lines[y].get_xdata()) == preempted[name]
     assert figure.get_suptitle() == repr(picture)[1:-1]
     assert {"rows of one token", "preemption", "requests that wait"} <= {*legend(figure)}

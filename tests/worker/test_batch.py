@@ -25,13 +25,14 @@ from jax_paged.worker.compilation.buckets import Bucket, plan_buckets, plan_mult
 from jax_paged.worker.features.encoder_decoder import build_encoder_inputs
 from jax_paged.worker.features.feature_rows import FeatureRows
 from jax_paged.worker.input_batch import InputBatch
-from jax_paged.worker.packed_buffer import BufferOptions, layout, sampling_batch, unpack
+from jax_paged.worker.packed_buffer import FLOATS, INTS, BufferOptions, layout, sampling_batch, unpack
 from jax_paged.worker.sampling.token_rules import pack_token_mask
 from jax_paged.worker.step_features import StepFields
 from jax_paged.worker.step_rows import plan_logits_rows
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, VOCAB_SIZE, EOS = 4, 50, 30, 100, 9
 MAX_BLOCKS_PER_SEQ, NUM_BATCH_SLOTS, NUM_WORDS = 8, 10, 4
+SEED_COLUMN = len(FLOATS) + INTS.index("seed_low")
 FULL, WINDOW, CROSS = CacheGroup(), CacheGroup(window=6), CacheGroup(is_cross=True)
 
 
@@ -194,7 +195,7 @@ def test_every_token_stands_where_it_belongs(bucket: Bucket, groups: tuple[Cache
                     assert fields["logits_rows"][drawn] == i - 1 - back
                     assert fields["sample_positions"][drawn] == stop - back
                     # The low word of the seed, which is the sequence's id here.
-                    assert fields["sampling"][drawn, 8] == sample.seq_id
+                    assert fields["sampling"][drawn, SEED_COLUMN] == sample.seq_id
                     drawn += 1
             if not text.samples:
                 unsampled.append(i - 1)

@@ -88,7 +88,7 @@ class EngineState:
         file = Path(path) / _FILE
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-            check_format("state", values.get("format"))
+            check_format("path", values.get("format"))
             return cls(values, load_file(file.parent / values.pop("arrays")))
         except (OSError, KeyError, json.JSONDecodeError) as error:
             raise ValueError(f"{file} is not the state of an engine: {error!r}") from error
@@ -196,7 +196,7 @@ def _check_fits(core: EngineCore, states: list[RequestState]) -> None:
     aspect = "the running requests with"
     check(not found, "lora_request", found, allowed, aspect=f"{aspect} `prompt_embeds` or")
     why = "an engine state does not hold them"
-    core.check_not_recurrent("state()", config.architecture, why)
+    core.check_not_recurrent("state()", why)
     found = [s.group.request_id for s in states if s.group.request.stand_ins]
     check(not found, "multi_modal_data", found, allowed, aspect=aspect)
 

@@ -159,10 +159,10 @@ class Tokenizer(TextCodec):
             raise ArgumentError("tokenizer", self.name, "one with a chat template", remedy=remedy)
         if tools and isinstance(template, str) and "tools" not in template:
             raise ArgumentError("tools", tools, "None because the chat template does not use tools")
-        (plain, values), mark = self._control.marked((plain, values))
+        (marked, values), mark = self._control.marked((plain, values))
         try:
             rendered = self.hf.apply_chat_template(
-                plain, chat_template=chat_template, tokenize=False, **values
+                marked, chat_template=chat_template, tokenize=False, **values
             )
             text = cast(str, rendered)
         except Exception as error:  # templates raise what they like

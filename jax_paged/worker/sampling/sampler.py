@@ -293,7 +293,7 @@ def _draw(
     logits: Float[Array, "b v"], batch: SamplingBatch, is_random: Bool[Array, " b"], keys: Array
 ) -> Int[Array, " b"]:
     """Draws a token per row after temperature, min_p, top_k and top_p; greedy rows get any token."""
-    gap, limit = _kept(logits, batch, is_random)
+    gap, limit = _gap_and_limit(logits, batch, is_random)
     return _inverse_cdf(_weights(gap, limit), keys)
 
 
@@ -311,11 +311,11 @@ def _drawn_from(
     logits: Float[Array, "b v"], batch: SamplingBatch, is_random: Bool[Array, " b"]
 ) -> Float[Array, "b v"]:
     """Returns the logits of the distribution that _draw draws from; those of greedy rows as they are."""
-    gap, limit = _kept(logits, batch, is_random)
+    gap, limit = _gap_and_limit(logits, batch, is_random)
     return jnp.where(is_random[:, None], jnp.where(gap <= limit[:, None], -gap, -jnp.inf), logits)
 
 
-def _kept(
+def _gap_and_limit(
     logits: Float[Array, "b v"], batch: SamplingBatch, is_random: Bool[Array, " b"]
 ) -> tuple[Float[Array, "b v"], Float[Array, " b"]]:
     """Returns the gap of each token, and the limit up to which min_p, top_k and top_p keep a row's tokens.
@@ -325,7 +325,7 @@ def _kept(
     """
     temperature = jnp.where(is_random, batch.temperature, 1.0)[:, None]
     gap = (jnp.max(logits, axis=-1, keepdims=True) - logits) / temperature
-    limit = jnp.abs(jnp.log(batch.min_p))
+    limit = jnp.abs(jnp.log(batch.min_p))  # of a probability up to 1, so this is -log, without -0
     has_top_k, has_top_p = is_random & (batch.top_k > 0), is_random & (batch.top_p < 1)
 
     def top_k(limit: Array) -> Array:

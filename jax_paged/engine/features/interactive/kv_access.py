@@ -100,7 +100,7 @@ class KVAccess(EngineFeature):
         core.check_open()
         state, seq = self._sequence_with_blocks(request_id, index)
         why = "it has seen the tokens that would be computed again"
-        core.check_not_recurrent("request_id", request_id, why)
+        core.check_not_recurrent("inspect()", why)
         allowed = f"that of a request with one token to compute (it has {seq.num_new_tokens})"
         check(seq.num_new_tokens == 1, "request_id", request_id, allowed)
         is_plain = not (state.group.adapter or state.group.request.prompt_embeds or seq.stand_ins)
@@ -152,7 +152,7 @@ class KVAccess(EngineFeature):
         check(is_plain, "model", core.config.architecture, allowed)
         num_blocks = manager.num_blocks_of(seq.num_computed_tokens - seq.num_dropped_tokens)
         kept = tuple(map(plain, keep))
-        core.check_not_recurrent("keep", kept, "it has seen the tokens that would be dropped")
+        core.check_not_recurrent("drop_kv()", "it has seen the tokens that would be dropped")
         ok = all(isinstance(i, int) and 0 <= i < num_blocks for i in kept)
         ok = ok and all(a < b for a, b in itertools.pairwise(kept)) and kept[-1:] == (num_blocks - 1,)
         allowed = f"ascending indices of its {num_blocks} blocks that include the last, {num_blocks - 1}"

@@ -72,8 +72,8 @@ class RequestEdits(EngineFeature):
         """Adds a request that goes on from where another is, and shares its blocks; returns its id.
 
         Its id and seed are new ones unless given. Like all methods that follow, it waits for the steps in
-        flight first; `step` returns what these bring. Without a free seat the fork waits, and computes again
-        what the prefix cache does not hold.
+        flight first; `step` returns what these bring. Without a free batch slot the fork waits and computes
+        again what the prefix cache does not hold.
 
         Raises:
             ValueError: If this can't be done, and nothing has changed; so in all methods that follow.
@@ -122,7 +122,7 @@ class RequestEdits(EngineFeature):
         core.check_open()
         draft = list(draft)
         state = settled(core, request_id)
-        core.check_not_recurrent("draft", draft, "it can't be taken back behind a draft that is wrong")
+        core.check_not_recurrent("verify()", "it can't be taken back behind a draft that is wrong")
         seq, params, scheduler = decoding_sequence(core, state), state.group.sampling_params, core.scheduler
         vocab_size = core.config.vocab_size
         room = scheduler.max_model_len - len(seq)

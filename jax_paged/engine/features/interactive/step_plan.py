@@ -54,7 +54,7 @@ class StepPlan:
         owners = []
         for row in output.scheduled:
             found = find(row.seq_id)
-            assert found is not None, "the rows of a new step have seats"
+            assert found is not None, "the rows of a new step have batch slots"
             group, seq = found
             owners.append(RowOwner(group.request_id, group.sequences.index(seq), len(seq.prompt_token_ids)))
         return cls(output, tuple(owners))
