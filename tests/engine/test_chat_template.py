@@ -50,6 +50,15 @@ def test_the_template_of_a_processor(tokenizer_class: str, tmp_path: Path) -> No
     assert found.encode_chat([HI]) == expected
 
 
+def test_the_error_of_a_template_shows_messages_as_they_were_given(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path, "{{ raise_exception('no') }}")
+    with pytest.raises(
+        ValueError, match=r"`messages` must be messages that .* accepts \(no\), got "
+    ) as error:
+        tokenizer.encode_chat([{"role": "user", "content": "a <|endoftext|> b"}])
+    assert "a <|endoftext|> b" in str(error.value)
+
+
 def test_the_file_goes_before_the_config(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path, "file", chat_template="config")
     assert tokenizer.decode(tokenizer.encode_chat([HI])) == "file"

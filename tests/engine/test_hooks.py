@@ -132,6 +132,18 @@ def test_samples_share_what_was_captured_of_their_prompt(llm: LLM, checkpoint: P
         close(sample.captured["read"], want[0, :-1])
 
 
+def test_samples_that_have_not_begun_share_what_was_captured_of_their_prompt(llm: LLM) -> None:
+    """A request that is aborted in its prompt has one sequence, and as many completions as it asked for."""
+    engine = llm.llm_engine
+    engine.add_request("a", PROMPTS[1], params(n=2, temperature=1.0, seed=1, hook_args={"read": []}))
+    engine.step()
+    state = engine.abort_request("a")
+    assert state is not None
+    first, second = state.output().outputs
+    assert first.captured["read"].shape == (len(PROMPTS[1]) - 1, 64)
+    np.testing.assert_array_equal(first.captured["read"], second.captured["read"])
+
+
 def test_nothing_changes_where_requests_lose_their_blocks(llm: LLM, checkpoint: Path) -> None:
     given = params(max_tokens=24, hook_args={"steer": 1.0, "read": []})
     wants = generate(llm, PROMPTS, given)

@@ -293,6 +293,8 @@ def test_who_pools() -> None:
         assert "pool" not in llm.compile_plan().split()
         with pytest.raises(ValueError, match="`model` must be a pooling model, got"):
             llm.embed("no")
+        with pytest.raises(ValueError, match="`pooling` must be None with a model that is not pooled, got"):
+            llm.generate("no", SamplingParams(pooling="LAST"), use_tqdm=False)
     with pytest.raises(ValueError, match="`runner` must be 'auto' or 'pooling' with LlamaModel"):
         LLM(str(FIXTURES / "llama_mean"), runner="generate")
     with LLM(folder, runner="pooling", **small) as llm:
