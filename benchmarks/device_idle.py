@@ -36,7 +36,9 @@ VOCAB_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, BLOCK_SIZE = 1000, 40_000, 2048, 16
 class StandIn:
     """Runs steps on a device that is not there, and notes how long it would have waited for them."""
 
-    def __init__(self, num_seqs: int, step_s: float, async_scheduling: bool, burst_size: int) -> None:
+    def __init__(
+        self, num_seqs: int, step_s: float, async_scheduling: bool, num_scheduler_steps: int
+    ) -> None:
         self.config = EngineConfig(
             model_name="stand-in",
             architecture="none",
@@ -57,7 +59,7 @@ class StandIn:
             eos_token_ids=frozenset(),
             sampling_defaults={},
             async_scheduling=async_scheduling,
-            num_scheduler_steps=burst_size,
+            num_scheduler_steps=num_scheduler_steps,
         )
         self.buckets = ()
         self.finished, self.idle_s, self.busy_s = 0.0, 0.0, 0.0
@@ -118,10 +120,10 @@ class StandIn:
 
 
 def idle_share(
-    num_seqs: int, step_s: float, async_scheduling: bool, burst_size: int, num_steps: int
+    num_seqs: int, step_s: float, async_scheduling: bool, num_scheduler_steps: int, num_steps: int
 ) -> tuple[float, float]:
     """Returns which share of its time the device waits while all requests decode, and steps per second."""
-    executor = StandIn(num_seqs, step_s, async_scheduling, burst_size)
+    executor = StandIn(num_seqs, step_s, async_scheduling, num_scheduler_steps)
     engine = LLMEngine(EngineArgs(), executor)
     params = SamplingParams(
         max_tokens=MAX_MODEL_LEN - 64, ignore_eos=True, seed=0, output_kind=RequestOutputKind.DELTA
@@ -133,12 +135,12 @@ def idle_share(
     gc.freeze()
     executor.idle_s = executor.busy_s = 0.0
     start = time.perf_counter()
-    for _ in range(num_steps // burst_size):
+    for _ in range(num_steps // num_scheduler_steps):
         engine.step()
     elapsed = time.perf_counter() - start
     return executor.idle_s / (
         executor.idle_s + executor.busy_s
-    ), num_steps // burst_size * burst_size / elapsed
+    ), num_steps // num_scheduler_steps * num_scheduler_steps / elapsed
 
 
 def main() -> None:

@@ -348,7 +348,7 @@ class EngineConfig:
         sampling_defaults: The sampling settings of generation_config.json, by the names of SamplingParams.
         decoder_start_token_id: Of an encoder-decoder model; None for a decoder.
         enable_prefix_caching: As EngineArgs.enable_prefix_caching; so are the fields that follow.
-        delay_factor: As EngineArgs.scheduler_delay_factor.
+        scheduler_delay_factor: As EngineArgs.scheduler_delay_factor.
         cascade_attention: Whether sequences attend to leading blocks together where that pays.
         kv_cache_dtype: As EngineArgs.kv_cache_dtype.
         hooks: How many numbers each hook takes, by name.
@@ -391,7 +391,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     preemption_mode: Literal["recompute", "swap"] | None = None
-    delay_factor: float = 0.0
+    scheduler_delay_factor: float = 0.0
     batch_invariant: bool = False
     cascade_attention: bool = False
     async_scheduling: bool = True

@@ -43,7 +43,7 @@ class Admission:
         watermark: Share of the usable blocks that stays free when a request is admitted beside running ones.
         enable_chunked_prefill: Whether running requests have got their next blocks before others are
             admitted.
-        delay_factor: See Scheduler.
+        scheduler_delay_factor: See Scheduler.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Admission:
         max_num_seqs: int,
         watermark: float,
         enable_chunked_prefill: bool,
-        delay_factor: float,
+        scheduler_delay_factor: float,
     ) -> None:
         self.block_manager = block_manager
         self.queues = queues
         self.adapters = adapters
         self.max_num_seqs = max_num_seqs
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.delay_factor = delay_factor
+        self.scheduler_delay_factor = scheduler_delay_factor
         self._preemption = preemption
         self._num_watermark_blocks = math.ceil(watermark * block_manager.num_usable_blocks)
         self._last_prompt_start: float | None = None
@@ -78,7 +78,9 @@ class Admission:
             self.adapters.begin_step()
         first = self.queues.first_waiting()
         waited = now - first.metrics.arrival_time if first else 0.0
-        self._holds_back_new = bool(self.queues.running) and waited < self.delay_factor * self._last_prompt_s
+        self._holds_back_new = (
+            bool(self.queues.running) and waited < self.scheduler_delay_factor * self._last_prompt_s
+        )
 
     def note_prompt(self, now: float) -> None:
         """Notes that the step that begins now computes a prompt."""

@@ -71,12 +71,15 @@ class Scheduler:
         max_model_len: Maximum tokens of a prompt and its output together.
         eos_token_ids: Tokens that end a sequence, unless its request ignores them.
         watermark: Share of the blocks that stays free when a request is admitted beside running ones.
-        policy: "fcfs", "priority", or a function of a new request that returns its key. A request of a lower
-            priority or key goes first, and takes blocks and batch slots from running ones of a higher one.
+        scheduling_policy: "fcfs", "priority", or a function of a new request that returns its key. A request
+            of a lower priority or key goes first, and takes blocks and batch slots from running ones of a
+            higher one.
         preemption_mode: "recompute" or "swap" for all requests; None for the paper's rule.
         enable_chunked_prefill: False computes whole prompts only, in steps of their own that go first.
-        delay_factor: New requests wait this many times as long as the last prompt took, to come together.
-        burst_size: Decode steps done in one while no request waits and the blocks are at hand; 1 for none.
+        scheduler_delay_factor: New requests wait this many times as long as the last prompt took, to come
+            together.
+        num_scheduler_steps: Decode steps done in one while no request waits and the blocks are at hand; 1 for
+            none.
         speculation: How drafts of tokens are made; None for no drafts.
         max_loras: Adapters of requests that run at a time.
 
@@ -95,38 +98,38 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         watermark: float = 0.01,
-        policy: Policy = "fcfs",
+        scheduling_policy: Policy = "fcfs",
         preemption_mode: PreemptionMode | None = None,
         enable_chunked_prefill: bool = True,
-        delay_factor: float = 0.0,
-        burst_size: int = 1,
+        scheduler_delay_factor: float = 0.0,
+        num_scheduler_steps: int = 1,
         speculation: "Speculation | None" = None,
         max_loras: int = 0,
     ) -> None:
         check_int("max_num_seqs", max_num_seqs, 1)
         check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
         check_int("max_model_len", max_model_len, 1)
-        check_int("burst_size", burst_size, 1)
+        check_int("num_scheduler_steps", num_scheduler_steps, 1)
         check_int("max_loras", max_loras, 0)
         if not enable_chunked_prefill:
             condition = "(max_model_len) without chunked prefill"
             check_int("max_num_batched_tokens", max_num_batched_tokens, max_model_len, condition=condition)
         check_number("watermark", watermark, 0, 1)
-        if not callable(policy):
-            check_choice("policy", policy, ("fcfs", "priority"))
+        if not callable(scheduling_policy):
+            check_choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
         check_choice("preemption_mode", preemption_mode, (None, "recompute", "swap"))
-        check_number("delay_factor", delay_factor, 0, math.inf)
+        check_number("scheduler_delay_factor", scheduler_delay_factor, 0, math.inf)
         self.block_manager = block_manager
         # Every running sequence has a token in every step.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        self.policy = policy
+        self.scheduling_policy = scheduling_policy
         self.preemption_mode: PreemptionMode | None = preemption_mode
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.delay_factor = delay_factor
-        self.burst_size = burst_size
+        self.scheduler_delay_factor = scheduler_delay_factor
+        self.num_scheduler_steps = num_scheduler_steps
         self.speculation = speculation
         self.max_loras = max_loras
         self.watermark = watermark
@@ -141,7 +144,7 @@ class Scheduler:
         manager, queues = self.block_manager, self.queues
         self._stop_conditions = stops = StopConditions(self.eos_token_ids, self.max_model_len)
         self.adapters = composition.build_adapter_slots(self.max_loras, queues)
-        multi_step = composition.build_multi_step(manager, queues, stops, self.burst_size)
+        multi_step = composition.build_multi_step(manager, queues, stops, self.num_scheduler_steps)
         self.drafts = composition.build_draft_planner(
             manager, queues, stops, self.speculation, self.max_num_batched_tokens
         )
@@ -164,7 +167,7 @@ class Scheduler:
             max_num_seqs=self.max_num_seqs,
             watermark=self.watermark,
             enable_chunked_prefill=self.enable_chunked_prefill,
-            delay_factor=self.delay_factor,
+            scheduler_delay_factor=self.scheduler_delay_factor,
         )
         self._token_planner = TokenPlanner(
             manager, queues, self._admission, self._preemption, stops, self.enable_chunked_prefill
@@ -205,7 +208,7 @@ class Scheduler:
         room = group.sampling_params.pooling is None
         assert 0 < len(seq) <= self.max_model_len - room, f"prompt of {len(seq)} tokens"
         assert group.max_num_seqs <= self.max_num_seqs, f"{group.max_num_seqs} sequences"
-        assert self.policy != "fcfs" or not group.priority, "a priority under fcfs"
+        assert self.scheduling_policy != "fcfs" or not group.priority, "a priority under fcfs"
         if group.request.features is not None:
             self._check_features(group)
         self.derive_fields(group)
@@ -221,7 +224,7 @@ class Scheduler:
 
     def key_of(self, group: SequenceGroup) -> Any:
         """Returns the value that orders requests: those of a lower key go first."""
-        return self.policy(group) if callable(self.policy) else group.priority
+        return self.scheduling_policy(group) if callable(self.scheduling_policy) else group.priority
 
     def abort(self, request_id: str) -> SequenceGroup | None:
         """Ends a request as FINISHED_ABORTED, without a time, and frees its blocks; None if there is none."""

@@ -326,6 +326,10 @@ class InputProcessor:
         elif value is not None:
             check_int(name, value, 0, high)
 
+    def _check_pooling(self, params: SamplingParams) -> None:
+        ok = params.pooling is None or self._config.pooling is not None
+        check(ok, "pooling", params.pooling, "None with a model that is not pooled")
+
     def _check_limits(self, params: SamplingParams) -> None:
         """Checks what depends on the model and the engine."""
         config, problems = self._config, Problems()
@@ -339,8 +343,8 @@ class InputProcessor:
             num_words = len(params.bad_words_token_ids or ())
             aspect = "the number of"
             problems.note(check_int, "bad_words_token_ids", num_words, 0, MAX_BAD_WORDS, aspect=aspect)
-        ok = params.pooling is None or config.pooling is not None
-        problems.note(check, ok, "pooling", params.pooling, "None with a model that is not pooled")
+        if params.uses_features:
+            problems.note(self._check_pooling, params)
         ok = self._tokenizer is not None or not params.stop_strings
         problems.note(check, ok, "stop", params.stop, "None because the engine has no tokenizer")
         problems.raise_if_any()

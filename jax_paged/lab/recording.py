@@ -35,7 +35,7 @@ class RecordedScheduler(Scheduler):
     """
 
     def __init__(self, like: Scheduler, sink: Callable[[str], object]) -> None:
-        ok = type(like) in (Scheduler, RecordedScheduler) and not callable(like.policy)
+        ok = type(like) in (Scheduler, RecordedScheduler) and not callable(like.scheduling_policy)
         check(
             ok,
             "scheduler",
@@ -190,7 +190,7 @@ def replay(
         return run.replay()
     make = scheduler if isinstance(scheduler, type) else Scheduler
     if scheduler is not None and not isinstance(scheduler, type):
-        settings["policy"] = scheduler
+        settings["scheduling_policy"] = scheduler
     return what_if([json.loads(line) for line in lines], run, make, settings)
 
 
@@ -388,11 +388,11 @@ def _settings(scheduler: Scheduler) -> dict[str, dict[str, Any]]:
             "max_model_len": scheduler.max_model_len,
             "eos_token_ids": sorted(scheduler.eos_token_ids),
             "watermark": scheduler.watermark,
-            "policy": scheduler.policy,
+            "scheduling_policy": scheduler.scheduling_policy,
             "preemption_mode": scheduler.preemption_mode,
             "enable_chunked_prefill": scheduler.enable_chunked_prefill,
-            "delay_factor": scheduler.delay_factor,
-            "burst_size": scheduler.burst_size,
+            "scheduler_delay_factor": scheduler.scheduler_delay_factor,
+            "num_scheduler_steps": scheduler.num_scheduler_steps,
             "speculation": speculation and dataclasses.asdict(speculation),
             "max_loras": scheduler.max_loras,
         },

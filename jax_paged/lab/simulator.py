@@ -273,8 +273,8 @@ def _group(index: int, request: Request, scheduler: Scheduler) -> SequenceGroup:
     check(num_tokens <= limit, name, num_tokens, f"at most {limit}", aspect="the length of")
     num_seqs, limit = request.beam_width or request.n, scheduler.max_num_seqs
     check(num_seqs <= limit, name, num_seqs, f"at most {limit}", aspect="the number of sequences of")
-    ok = scheduler.policy == "priority" or not request.priority
-    check(ok, f"{name}.priority", request.priority, "0 with policy 'fcfs'")
+    ok = scheduler.scheduling_policy == "priority" or not request.priority
+    check(ok, f"{name}.priority", request.priority, "0 with scheduling_policy 'fcfs'")
     # A prompt that is given by its length has tokens that no other request has.
     prompt = request.prompt if isinstance(request.prompt, list) else [-1 - index] * request.prompt
     params, beams = _params(request.n, request.beam_width, request.output_len)

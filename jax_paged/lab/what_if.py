@@ -241,14 +241,14 @@ class _WhatIf:
             if scheduler.queues.find(request_id) is not None:  # an earlier one of this id still runs
                 values["request_id"] = f"{request_id} ({len(self.new.groups)})"
             self.current[request_id] = values["request_id"]
-            arrival_time, policy = values.pop("arrival_time"), scheduler.policy
+            arrival_time, policy = values.pop("arrival_time"), scheduler.scheduling_policy
             group = SequenceGroup.of(request_of_values(values), arrival_time)
             name, length = f"requests[{request_id!r}]", len(group.sequences[0])
             check_int(name, length, 1, scheduler.max_model_len - 1, aspect="the length of")
             aspect = "the number of sequences of"
             check_int(name, group.max_num_seqs, 1, scheduler.max_num_seqs, aspect=aspect)
             is_fair = policy != "fcfs" or not group.priority
-            check(is_fair, f"{name}.priority", group.priority, "0 with policy 'fcfs'")
+            check(is_fair, f"{name}.priority", group.priority, "0 with scheduling_policy 'fcfs'")
             self.places[group] = len(self.new.groups)
             self.new.groups.append(group)
             scheduler.add(group)

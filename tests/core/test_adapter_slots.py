@@ -47,16 +47,16 @@ class SlotMirror:
 def test_every_row_finds_its_adapter_and_every_request_ends(seed: int) -> None:
     """Random traffic: tight pools, both ways of preemption, several samples, priorities, steps in flight."""
     rng = random.Random(seed)
-    num_slots, policy = rng.choice([1, 2, 3]), rng.choice(["fcfs", "priority"])
+    num_slots, scheduling_policy = rng.choice([1, 2, 3]), rng.choice(["fcfs", "priority"])
     sched = make_scheduler(
         num_blocks=rng.choice([14, 20, 60]),
         num_swap_blocks=rng.choice([0, 40]),
         budget=rng.choice([9, 32]),
         max_num_seqs=6,
-        policy=policy,
+        scheduling_policy=scheduling_policy,
         preemption_mode=rng.choice([None, "swap", "recompute"]),
         enable_chunked_prefill=True,
-        burst_size=rng.choice([1, 3]),
+        num_scheduler_steps=rng.choice([1, 3]),
         max_loras=num_slots,
     )
     mirror, adapters, in_flight = SlotMirror(num_slots), {}, deque()
@@ -65,7 +65,7 @@ def test_every_row_finds_its_adapter_and_every_request_ends(seed: int) -> None:
         while added < num_requests and rng.random() < 0.5:
             adapter = rng.choice(["", *"abcde"])
             values = {"n": rng.choice([1, 1, 3]), "max_tokens": rng.randint(1, 9), "ignore_eos": True}
-            priority = rng.randint(0, 2) if policy == "priority" else 0
+            priority = rng.randint(0, 2) if scheduling_policy == "priority" else 0
             group = adapted(added, adapter, rng.randint(1, 14), priority=priority, **values)
             adapters[group.request_id] = adapter
             sched.add(group)
@@ -134,7 +134,7 @@ def test_an_adapter_that_nobody_uses_keeps_its_slot_until_another_needs_it() -> 
 
 
 def test_a_request_of_a_higher_priority_takes_a_slot_but_preempts_nobody_in_vain() -> None:
-    sched = make_scheduler(max_loras=1, policy="priority", num_blocks=400)
+    sched = make_scheduler(max_loras=1, scheduling_policy="priority", num_blocks=400)
     sched.add(adapted(0, "a", priority=1, max_tokens=40))
     sched.add(adapted(1, "", priority=2, max_tokens=40))
     step(sched)
@@ -147,7 +147,7 @@ def test_a_request_of_a_higher_priority_takes_a_slot_but_preempts_nobody_in_vain
 
 
 def test_nobody_is_preempted_for_a_slot_that_others_still_use() -> None:
-    sched = make_scheduler(max_loras=1, policy="priority", num_blocks=400)
+    sched = make_scheduler(max_loras=1, scheduling_policy="priority", num_blocks=400)
     sched.add(adapted(0, "a", priority=0, max_tokens=9))
     sched.add(adapted(1, "a", priority=2, max_tokens=40))
     step(sched)
@@ -186,11 +186,13 @@ def test_aborted_requests_are_not_brought_back() -> None:
         step(sched, EOS)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("scheduling_policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("calls", [("ab", "ab"), ("abc",), ("aabbcc", "ba", "cc")])
-def test_requests_of_one_token_take_turns_in_the_only_slot(policy: str, calls: tuple[str, ...]) -> None:
+def test_requests_of_one_token_take_turns_in_the_only_slot(
+    scheduling_policy: str, calls: tuple[str, ...]
+) -> None:
     """Each finds the slot as it was when a former one was refused: nothing runs."""
-    sched, num_requests = make_scheduler(max_loras=1, policy=policy), 0
+    sched, num_requests = make_scheduler(max_loras=1, scheduling_policy=scheduling_policy), 0
     for adapters in calls:
         for adapter in adapters:
             sched.add(adapted(num_requests, adapter, max_tokens=1))
@@ -202,7 +204,7 @@ def test_requests_of_one_token_take_turns_in_the_only_slot(policy: str, calls: t
 
 def test_a_request_waits_for_blocks_beside_a_slot_and_preempts_once_there_are_enough() -> None:
     """The slot is taken by a request of lower priority, and the blocks by one of higher priority."""
-    sched = make_scheduler(max_loras=1, policy="priority", num_blocks=12)
+    sched = make_scheduler(max_loras=1, scheduling_policy="priority", num_blocks=12)
     sched.add(adapted(0, "", prompt_len=23, priority=0, max_tokens=2))
     sched.add(adapted(1, "a", prompt_len=4, priority=2, max_tokens=40, ignore_eos=True))
     step(sched)

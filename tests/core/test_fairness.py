@@ -47,7 +47,7 @@ def test_nobody_is_preempted_for_one_that_does_not_fit_even_so(mode: str) -> Non
     sched = make_scheduler(
         num_blocks=11,
         block_size=4,
-        policy="priority",
+        scheduling_policy="priority",
         preemption_mode=mode,
         num_swap_blocks=50,
         caching=False,
@@ -65,7 +65,7 @@ def test_nobody_is_preempted_for_one_that_does_not_fit_even_so(mode: str) -> Non
 
 def test_nobody_is_preempted_for_blocks_that_another_holds_too() -> None:
     """r1 shares four of its five blocks with r0, which goes before r2: one is all that it would give up."""
-    sched = make_scheduler(num_blocks=8, block_size=4, policy="priority")
+    sched = make_scheduler(num_blocks=8, block_size=4, scheduling_policy="priority")
     prompt = [7] * 16
     for index, priority in enumerate([0, 2]):
         sched.add(make_group(index, [*prompt, index], priority=priority, max_tokens=3))
@@ -78,7 +78,7 @@ def test_nobody_is_preempted_for_blocks_that_another_holds_too() -> None:
 
 
 def test_as_many_are_preempted_as_it_takes_and_no_more() -> None:
-    sched = make_scheduler(num_blocks=13, block_size=4, policy="priority", caching=False)
+    sched = make_scheduler(num_blocks=13, block_size=4, scheduling_policy="priority", caching=False)
     for index in range(4):
         sched.add(make_group(index, [index] * 9, priority=2, max_tokens=20))  # three blocks each
     step(sched)
@@ -89,7 +89,7 @@ def test_as_many_are_preempted_as_it_takes_and_no_more() -> None:
 
 
 def test_seats_alone_can_be_what_is_missing() -> None:
-    sched = make_scheduler(max_num_seqs=4, policy="priority")
+    sched = make_scheduler(max_num_seqs=4, scheduling_policy="priority")
     for index in range(4):
         sched.add(make_group(index, [index] * 3, priority=index))
     step(sched)
@@ -101,7 +101,7 @@ def test_seats_alone_can_be_what_is_missing() -> None:
 
 def test_a_shared_prefix_counts_once_when_blocks_are_taken_for_another() -> None:
     """The victims share their prompt with the newcomer too: little is gained, and little is needed."""
-    sched = make_scheduler(num_blocks=8, block_size=4, policy="priority")
+    sched = make_scheduler(num_blocks=8, block_size=4, scheduling_policy="priority")
     prompt = [7] * 16
     for index in range(3):
         sched.add(make_group(index, [*prompt, index], priority=2, max_tokens=9))
@@ -113,10 +113,15 @@ def test_a_shared_prefix_counts_once_when_blocks_are_taken_for_another() -> None
     assert ("r3", 16, 1) in rows(sched, output)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_long_prompt_leaves_tokens_to_those_that_decode(policy: str) -> None:
-    sched = make_scheduler(num_blocks=2000, budget=16, policy=policy, max_model_len=2000)
-    decoding = [make_group(i, [i] * 2, priority=int(policy == "priority"), max_tokens=400) for i in range(6)]
+@pytest.mark.parametrize("scheduling_policy", ["fcfs", "priority"])
+def test_a_long_prompt_leaves_tokens_to_those_that_decode(scheduling_policy: str) -> None:
+    sched = make_scheduler(
+        num_blocks=2000, budget=16, scheduling_policy=scheduling_policy, max_model_len=2000
+    )
+    decoding = [
+        make_group(i, [i] * 2, priority=int(scheduling_policy == "priority"), max_tokens=400)
+        for i in range(6)
+    ]
     for group in decoding:
         sched.add(group)
     step(sched)
@@ -134,7 +139,7 @@ def test_a_long_prompt_leaves_tokens_to_those_that_decode(policy: str) -> None:
 
 def test_newcomers_leave_tokens_to_those_that_decode_behind_them() -> None:
     """Three prompts of a higher priority come at once, to a budget that the decodes nearly fill."""
-    sched = make_scheduler(num_blocks=200, budget=10, policy="priority", max_num_seqs=9)
+    sched = make_scheduler(num_blocks=200, budget=10, scheduling_policy="priority", max_num_seqs=9)
     decoding = [make_group(i, [i] * 3, priority=1, max_tokens=60) for i in range(6)]
     for group in decoding:
         sched.add(group)
@@ -153,7 +158,7 @@ def test_newcomers_leave_tokens_to_those_that_decode_behind_them() -> None:
 
 def test_a_cached_prompt_takes_no_token_of_those_that_decode() -> None:
     """One token of it is left to compute, and a long prompt before it takes all but those of two that run."""
-    sched = make_scheduler(num_blocks=200, budget=5, policy="priority", max_num_seqs=5)
+    sched = make_scheduler(num_blocks=200, budget=5, scheduling_policy="priority", max_num_seqs=5)
     sched.add(make_group(0, [7] * 9, max_tokens=1))
     while sched.has_unfinished:
         step(sched)
@@ -178,7 +183,7 @@ def test_no_prompt_preempts_for_a_step_that_has_no_tokens_for_it() -> None:
         block_size=4,
         budget=64,
         max_model_len=64,
-        policy="priority",
+        scheduling_policy="priority",
         enable_chunked_prefill=False,
     )
     sched.add(make_group(0, [0] * 40, priority=2, max_tokens=9))

@@ -127,7 +127,7 @@ class RunningAhead(Simulation):
         queues, manager = self.sched.queues, self.manager
         assert not queues.waiting
         assert not queues.swapped
-        assert 1 < max(output.burst) <= self.setup.burst_size
+        assert 1 < max(output.burst) <= self.setup.num_scheduler_steps
         assert min(output.burst) > 0
         assert [(s.row, s.seq_id, s.num_logits) for s in output.samples] == [
             (i, row.seq_id, 1) for i, row in enumerate(output.scheduled)
@@ -161,12 +161,14 @@ def test_random_requests_in_a_tiny_pool(depth: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_random_requests_in_bursts(depth: int) -> None:
-    runs = [RunningAhead(seed, depth, burst_size=8).run() for seed in range(40)]
+    runs = [RunningAhead(seed, depth, num_scheduler_steps=8).run() for seed in range(40)]
     settings = {"preemption_mode": "swap", "num_swap_blocks": 300}
-    runs += [RunningAhead(seed, depth, burst_size=8, **settings).run() for seed in range(15)]
+    runs += [RunningAhead(seed, depth, num_scheduler_steps=8, **settings).run() for seed in range(15)]
     # Few and long requests: nobody waits most of the time.
     kinds = ("one", "samples")
-    runs += [RunningAhead(seed, depth, burst_size=8, kinds=kinds).run(arrival=0.1) for seed in range(40)]
+    runs += [
+        RunningAhead(seed, depth, num_scheduler_steps=8, kinds=kinds).run(arrival=0.1) for seed in range(40)
+    ]
     assert sum(run.values.num_bursts for run in runs) == total(runs, "bursts")
     least = {"preemptions": 60, "swaps": 10, "copies": 300, "bursts": 500, "cut": 10}
     if depth > 1:
@@ -181,7 +183,7 @@ def test_random_requests_whose_steps_are_edited(depth: int) -> None:
     runs = [RunningAhead(seed, depth, edits=0.4).run() for seed in range(10)]
     settings = {"preemption_mode": "swap", "num_swap_blocks": 300, "kinds": ("samples", "beams")}
     runs += [RunningAhead(seed, depth, edits=0.4, **settings).run() for seed in range(14)]
-    bursts = {"edits": 0.4, "burst_size": 8, "kinds": ("one", "samples")}
+    bursts = {"edits": 0.4, "num_scheduler_steps": 8, "kinds": ("one", "samples")}
     runs += [RunningAhead(seed, depth, **bursts).run(arrival=0.1) for seed in range(4)]
     least = {"edits": 400, "dropped": 500, "unforked": 10, "copies": 100, "swaps": 5, "bursts": 30}
     assert {name: total(runs, name) for name, n in least.items() if total(runs, name) < n} == {}
@@ -193,7 +195,13 @@ def test_random_requests_whose_steps_are_edited(depth: int) -> None:
 )
 def test_with_room_for_all_every_step_runs_ahead(groups: tuple[Any, ...]) -> None:
     kinds = ("one", "samples")
-    settings = {"groups": groups, "num_blocks": 2000, "kinds": kinds, "early_ends": 0.0, "policy": "fcfs"}
+    settings = {
+        "groups": groups,
+        "num_blocks": 2000,
+        "kinds": kinds,
+        "early_ends": 0.0,
+        "scheduling_policy": "fcfs",
+    }
     runs = [RunningAhead(seed, 2, **settings).run(arrival=0.9) for seed in range(10)]
     assert total(runs, "preemptions") == 0
     assert total(runs, "short") == 0
@@ -203,7 +211,9 @@ def test_with_room_for_all_every_step_runs_ahead(groups: tuple[Any, ...]) -> Non
 @pytest.mark.slow
 def test_many_more_random_requests() -> None:
     for seed in range(60, 600):
-        RunningAhead(seed, 1 + seed % 3, burst_size=[1, 8, 3][seed // 3 % 3], edits=seed % 2 * 0.4).run()
+        RunningAhead(
+            seed, 1 + seed % 3, num_scheduler_steps=[1, 8, 3][seed // 3 % 3], edits=seed % 2 * 0.4
+        ).run()
 
 
 def test_a_step_ahead_computes_the_token_that_is_being_drawn() -> None:
@@ -286,7 +296,7 @@ def test_nobody_is_preempted_ahead_of_results() -> None:
 
 def bursting(**settings: Any) -> tuple[Scheduler, SchedulerOutput]:
     """Returns a scheduler of bursts of 4, with a request that has a token of output, and its next step."""
-    sched = make_scheduler(block_size=4, burst_size=4)
+    sched = make_scheduler(block_size=4, num_scheduler_steps=4)
     sched.add(make_group(0, [5] * 6, **settings))
     step(sched, token_id=9)
     return sched, sched.schedule(0.0)
@@ -321,7 +331,7 @@ def test_a_burst_has_blocks_for_all_its_tokens_and_gives_them_back() -> None:
 
 
 def test_bursts_wait_while_somebody_does_and_while_blocks_are_short() -> None:
-    sched = make_scheduler(num_blocks=6, block_size=4, burst_size=8, caching=False)
+    sched = make_scheduler(num_blocks=6, block_size=4, num_scheduler_steps=8, caching=False)
     sched.add(make_group(0, [5] * 8, max_tokens=12))
     step(sched)
     sched.add(make_group(1, [6] * 12, max_tokens=2))

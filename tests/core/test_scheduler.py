@@ -311,7 +311,7 @@ def test_a_request_id_is_unique_among_the_unfinished():
         ({"max_model_len": 0}, "`max_model_len` must be an integer of at least 1, got 0"),
         ({"watermark": 1.5}, "`watermark` must be a finite number in [0, 1], got 1.5"),
         ({"watermark": -0.1}, "`watermark` must be a finite number in [0, 1], got -0.1"),
-        ({"policy": "lifo"}, "`policy` must be 'fcfs' or 'priority', got 'lifo'"),
+        ({"scheduling_policy": "lifo"}, "`scheduling_policy` must be 'fcfs' or 'priority', got 'lifo'"),
         (
             {"preemption_mode": "drop"},
             "`preemption_mode` must be one of None, 'recompute', 'swap', got 'drop'",
@@ -320,8 +320,14 @@ def test_a_request_id_is_unique_among_the_unfinished():
             {"preemption_mode": "none"},
             "`preemption_mode` must be one of None, 'recompute', 'swap', got 'none'",
         ),
-        ({"delay_factor": -0.1}, "`delay_factor` must be a finite number in [0, inf], got -0.1"),
-        ({"delay_factor": float("nan")}, "`delay_factor` must be a finite number in [0, inf], got nan"),
+        (
+            {"scheduler_delay_factor": -0.1},
+            "`scheduler_delay_factor` must be a finite number in [0, inf], got -0.1",
+        ),
+        (
+            {"scheduler_delay_factor": float("nan")},
+            "`scheduler_delay_factor` must be a finite number in [0, inf], got nan",
+        ),
         (
             {"enable_chunked_prefill": False, "budget": 64, "max_model_len": 65},
             "`max_num_batched_tokens` must be an integer of at least 65 (max_model_len) without chunked "
@@ -366,7 +372,7 @@ def test_seats_are_those_of_all_samples_to_come():
 
 
 def test_new_requests_are_collected_as_long_as_the_delay_factor_says():
-    sched = make_scheduler(delay_factor=0.5)
+    sched = make_scheduler(scheduler_delay_factor=0.5)
     sched.add(make_group(0, [0] * 3, arrival=0.0))
     assert rows_of(sched, now=0.0) == [("r0", 0, 3)]  # nobody runs: no reason to wait
     sched.add(make_group(1, [1] * 3, arrival=2.0))
@@ -426,7 +432,9 @@ def test_no_new_request_while_one_is_swapped_out():
 
 
 def test_lower_priority_values_go_first_and_take_blocks_and_seats():
-    sched = make_scheduler(num_blocks=8, block_size=2, caching=False, max_num_seqs=2, policy="priority")
+    sched = make_scheduler(
+        num_blocks=8, block_size=2, caching=False, max_num_seqs=2, scheduling_policy="priority"
+    )
     groups = [make_group(index, [index] * 3, priority=p) for index, p in enumerate([3, 1, 2, 2, 0])]
     for group in groups[:3]:
         sched.add(group)
@@ -451,7 +459,7 @@ def test_priorities_are_refused_under_fcfs():
 
 def test_a_lack_of_token_budget_preempts_nobody():
     sched = make_scheduler(
-        num_blocks=99, budget=20, max_model_len=20, enable_chunked_prefill=False, policy="priority"
+        num_blocks=99, budget=20, max_model_len=20, enable_chunked_prefill=False, scheduling_policy="priority"
     )
     sched.add(make_group(0, [0] * 3, priority=5))
     step(sched)

@@ -55,17 +55,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_loras=st.sampled_from([1, 1, 2, 3]),
         max_num_seqs=st.sampled_from([3, 5]),
         budget=st.sampled_from([5, MAX_MODEL_LEN]),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        scheduling_policy=st.sampled_from(["fcfs", "priority"]),
         mode=st.sampled_from([None, "swap", "recompute"]),
         chunked=st.sampled_from([True, True, False]),
-        burst_size=st.sampled_from([1, 1, 3]),
+        num_scheduler_steps=st.sampled_from([1, 1, 3]),
         max_in_flight=st.sampled_from([1, 1, 2]),
     )
     def start(
-        self, policy: Any, mode: Any, chunked: bool, budget: int, max_in_flight: int, **sizes: Any
+        self, scheduling_policy: Any, mode: Any, chunked: bool, budget: int, max_in_flight: int, **sizes: Any
     ) -> None:
         self.sched = make_scheduler(
-            policy=policy,
+            scheduling_policy=scheduling_policy,
             preemption_mode=mode,
             enable_chunked_prefill=chunked,
             budget=budget if chunked else MAX_MODEL_LEN,
@@ -97,7 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if width := values.pop("beam_width"):
                 values["beams"] = BeamSearchParams(beam_width=width, max_tokens=values["max_tokens"])
                 values["n"] = 1
-            if self.sched.policy == "priority":
+            if self.sched.scheduling_policy == "priority":
                 values["priority"] = priority
             group = make_group(len(self.groups), prompt, salt=adapter, adapter=adapter, **values)
             self.groups.append(group)
@@ -256,8 +256,8 @@ def test_every_request_ends_and_nothing_is_left_whatever_is_scarce() -> None:
 def test_a_slot_that_becomes_free_within_a_step_goes_to_the_first_request_that_waits_for_it() -> None:
     machine = SchedulerMachine()
     sizes = {"num_blocks": 6, "block_size": 4, "num_swap_blocks": 0, "caching": False, "num_state_slots": 0}
-    sizes |= {"max_loras": 1, "max_num_seqs": 3, "burst_size": 1}
-    machine.start(policy="fcfs", mode=None, chunked=True, budget=24, max_in_flight=1, **sizes)
+    sizes |= {"max_loras": 1, "max_num_seqs": 3, "num_scheduler_steps": 1}
+    machine.start(scheduling_policy="fcfs", mode=None, chunked=True, budget=24, max_in_flight=1, **sizes)
     request = {"prompt_len": 1, "n": 3, "beam_width": 0, "max_tokens": 9, "priority": 0}
     machine.add(requests=[request | {"adapter": "b"}])  # it outgrows the pool
     machine.run_steps(num_steps=1, tokens=[5])

@@ -39,10 +39,10 @@ class Setup:
     num_blocks: int = 20
     num_swap_blocks: int = 0
     caching: bool = True
-    policy: Any = "fcfs"
+    scheduling_policy: Any = "fcfs"
     preemption_mode: Any = None
     chunked: bool = True
-    delay_factor: float = 0.0
+    scheduler_delay_factor: float = 0.0
     watermark: float = 0.01
     max_num_seqs: int = 8
     budget: int = 16
@@ -50,7 +50,7 @@ class Setup:
     num_requests: int = 30
     early_ends: float = 0.03
     edits: float = 0.0  # share of steps from which requests are dropped by hand, before they are computed
-    burst_size: int = 1
+    num_scheduler_steps: int = 1
     speculation: Speculation | None = None
     num_state_slots: int = 0
 
@@ -67,10 +67,10 @@ class Setup:
             num_blocks=len(groups) * rng.choice([24, 40, 80]) // size,
             num_swap_blocks=rng.choice([0, 3, 300]),
             caching=rng.random() < 0.7,
-            policy=rng.choice(["fcfs", "priority"]),
+            scheduling_policy=rng.choice(["fcfs", "priority"]),
             preemption_mode=rng.choice([None, None, "recompute", "swap"]),
             chunked=chunked,
-            delay_factor=rng.choice([0.0, 0.0, 2.0]),
+            scheduler_delay_factor=rng.choice([0.0, 0.0, 2.0]),
             watermark=rng.choice([0.0, 0.01, 0.2]),
             max_num_seqs=rng.choice([4, 6, 9]),
             budget=rng.choice([1, 7, 16, 64]) if chunked else 64,
@@ -106,11 +106,11 @@ class Simulation:
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=frozenset({EOS}),
             watermark=setup.watermark,
-            policy=setup.policy,
+            scheduling_policy=setup.scheduling_policy,
             preemption_mode=setup.preemption_mode,
             enable_chunked_prefill=setup.chunked,
-            delay_factor=setup.delay_factor,
-            burst_size=setup.burst_size,
+            scheduler_delay_factor=setup.scheduler_delay_factor,
+            num_scheduler_steps=setup.num_scheduler_steps,
             speculation=setup.speculation,
         )
         self.now = 0.0
@@ -153,7 +153,7 @@ class Simulation:
             params,
             # Of an encoder-decoder model, the decoder's keys and values depend on the encoder's text.
             rng.choice(["", "", "", "salt"]) + "".join(map(str, encoder)),
-            rng.choice([0, 0, 1, 2]) if setup.policy == "priority" else 0,
+            rng.choice([0, 0, 1, 2]) if setup.scheduling_policy == "priority" else 0,
             RequestFeatures(beams, encoder) if beams or encoder else None,
         )
         group = SequenceGroup.of(request, self.now)
@@ -239,7 +239,7 @@ class Simulation:
         stays_out = [g for i, g in queues.swapped.items() if i in before["swapped"]]
         assert not any(a.order > b.order for a in admitted for b in stays_out), "a new one goes first"
         # No one is admitted before a waiting request that goes first, unless that may not be admitted yet.
-        if not queues.swapped and not self.setup.delay_factor and self.setup.chunked:
+        if not queues.swapped and not self.setup.scheduler_delay_factor and self.setup.chunked:
             first = min((g.order for g in queues.waiting.values()), default=None)
             entered = [g for i, g in queues.running.items() if i in before["waiting"]]
             assert first is None or all(g.order < first for g in entered), "not in the order of requests"
@@ -417,13 +417,15 @@ def test_random_requests_when_every_hash_collides(monkeypatch: pytest.MonkeyPatc
         Simulation(seed, caching=True).run()
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("scheduling_policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize(
     ("mode", "num_swap_blocks"),
     [("recompute", 400), ("swap", 400), (None, 400), (None, 0), (None, 5), ("swap", 5)],
 )
-def test_four_times_the_pool(policy: str, chunked: bool, mode: str | None, num_swap_blocks: int) -> None:
+def test_four_times_the_pool(
+    scheduling_policy: str, chunked: bool, mode: str | None, num_swap_blocks: int
+) -> None:
     """All requests at once; those that may run together need four times the blocks."""
     for groups, scale in (((FULL,), 1), ((FULL, WINDOW), 2)):
         run = Simulation(
@@ -432,10 +434,10 @@ def test_four_times_the_pool(policy: str, chunked: bool, mode: str | None, num_s
             groups=groups,
             num_blocks=60 * scale,
             num_swap_blocks=num_swap_blocks * scale,
-            policy=policy,
+            scheduling_policy=scheduling_policy,
             preemption_mode=mode,
             chunked=chunked,
-            delay_factor=0.0,
+            scheduler_delay_factor=0.0,
             watermark=0.01,
             max_num_seqs=32,
             budget=64,

@@ -18,10 +18,10 @@ def test_random_requests_with_states(num_state_slots: int) -> None:
     assert num_state_slots < 9 or total(runs, "cached") > 5
 
 
-@pytest.mark.parametrize("burst_size", [1, 4])
+@pytest.mark.parametrize("num_scheduler_steps", [1, 4])
 @pytest.mark.parametrize("num_state_slots", [4, 40])
-def test_random_requests_with_states_that_run_ahead(num_state_slots: int, burst_size: int) -> None:
-    settings = {"num_state_slots": num_state_slots, "burst_size": burst_size}
+def test_random_requests_with_states_that_run_ahead(num_state_slots: int, num_scheduler_steps: int) -> None:
+    settings = {"num_state_slots": num_state_slots, "num_scheduler_steps": num_scheduler_steps}
     for seed in range(2):
         RunningAhead(seed, 2, **settings).run()
         RunningAhead(seed, 2, edits=0.1, **settings).run()

@@ -62,7 +62,7 @@ def bursting(engine: LLMEngine, request: pytest.FixtureRequest) -> Iterator[LLME
 
 def without_bursts(engine: LLMEngine, **settings: Any) -> LLMEngine:
     """Makes the engine idle, with a new scheduler that has no bursts; returns it."""
-    reschedule(reset(engine), burst_size=1, **settings)
+    reschedule(reset(engine), num_scheduler_steps=1, **settings)
     return engine
 
 

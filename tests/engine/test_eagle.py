@@ -163,7 +163,7 @@ def schedule(engine: LLMEngine, **settings: Any) -> None:
     assert speculation is not None
     if "is_adaptive" in settings:
         speculation = dataclasses.replace(speculation, is_adaptive=settings.pop("is_adaptive"))
-    reschedule(engine, **({"speculation": speculation, "burst_size": 1} | settings))
+    reschedule(engine, **({"speculation": speculation, "num_scheduler_steps": 1} | settings))
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +238,7 @@ def test_drafts_behind_bursts(
     eagle: LLMEngine, checkpoint: Path, random_head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Entries and features that bursts have left are those of the formulas, too."""
-    schedule(eagle, enable_prefix_caching=False, burst_size=8)
+    schedule(eagle, enable_prefix_caching=False, num_scheduler_steps=8)
     before = watched(eagle).num_bursts
     for i, length in enumerate((11, 3)):
         eagle.add_request(str(i), prompt(length), params(max_tokens=50))
@@ -322,7 +322,7 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
     "swapped": {"num_blocks": 60, "preemption_mode": "swap"},
     "without prefix caching": {"enable_prefix_caching": False},
     "adaptive": {"is_adaptive": True},
-    "adaptive, with bursts": {"is_adaptive": True, "burst_size": 8},
+    "adaptive, with bursts": {"is_adaptive": True, "num_scheduler_steps": 8},
 }
 
 

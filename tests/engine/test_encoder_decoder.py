@@ -27,7 +27,7 @@ def llm():
         num_scheduler_steps=8,
     )
     with LLM(str(FOLDER), skip_tokenizer_init=True, executor=make_executor(args)) as llm:
-        reschedule(llm.llm_engine, burst_size=1)
+        reschedule(llm.llm_engine, num_scheduler_steps=1)
         yield llm
 
 
@@ -73,7 +73,7 @@ def test_bursts_are_exact(llm, case, monkeypatch, depth):
     params = [GREEDY, *(SamplingParams(seed=i, max_tokens=30, repetition_penalty=1.2) for i in range(3))]
     expected = llm.generate(prompts, params, use_tqdm=False)
     monkeypatch.setattr(engine._core, "max_in_flight", depth)
-    reschedule(engine, burst_size=8)
+    reschedule(engine, num_scheduler_steps=8)
     steps = steps_of(engine, monkeypatch)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert sum(bool(step.burst) for step in steps) >= 3
@@ -82,7 +82,7 @@ def test_bursts_are_exact(llm, case, monkeypatch, depth):
     while engine.has_unfinished_requests():
         engine.step()
     assert_no_block_lost(engine)
-    reschedule(engine, burst_size=1)
+    reschedule(engine, num_scheduler_steps=1)
 
 
 @pytest.mark.parametrize(

@@ -164,9 +164,9 @@ def prompt_of(family: str, rng: np.random.Generator) -> Any:
     }
 
 
-@pytest.mark.parametrize("burst_size", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_scheduler_steps", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
-def test_windows_and_encoders_go_on_too(family: str, burst_size: int, tmp_path: Path) -> None:
+def test_windows_and_encoders_go_on_too(family: str, num_scheduler_steps: int, tmp_path: Path) -> None:
     """Half of Gemma's layers have windows; T5's decoder reads what its encoder wrote, once per request."""
     folder, rng = T5, np.random.default_rng(2)
     if family == "windows":
@@ -174,7 +174,7 @@ def test_windows_and_encoders_go_on_too(family: str, burst_size: int, tmp_path: 
         write_windowed_checkpoint(folder, 9)
     # Where a step is scheduled before the one before it is known, a stop changes who is preempted when.
     others = {"max_model_len": 128, "skip_tokenizer_init": True, "async_scheduling": False}
-    settings = SETTINGS | OTHER_FAMILIES[family] | others | {"num_scheduler_steps": burst_size}
+    settings = SETTINGS | OTHER_FAMILIES[family] | others | {"num_scheduler_steps": num_scheduler_steps}
     with (
         make_engine(folder, few_buckets=True, **settings) as first,
         make_engine(folder, few_buckets=True, **settings) as second,

@@ -105,7 +105,7 @@ def draw_scheduler(rng: np.random.Generator, engine: LLMEngine, requests: list[R
         "num_blocks": 1 + int(max(map(blocks_of, requests)) * rng.choice([1.0, 1.1, 1.5])),
         "num_swap_blocks": min(int(rng.choice([0, 16, 2000])), config.num_swap_blocks),
         "preemption_mode": rng.choice(np.array([None, "recompute", "swap"], object)),
-        "policy": str(rng.choice(["fcfs", "priority"])),
+        "scheduling_policy": str(rng.choice(["fcfs", "priority"])),
         "max_num_batched_tokens": int(rng.integers(4, config.max_num_batched_tokens + 1)),
         "enable_prefix_caching": bool(rng.random() < 0.75),
     }
@@ -126,7 +126,7 @@ class Fuzz:
     def alone(self, requests: list[Request]) -> tuple[list[Request], list[RequestOutput]]:
         """Returns what requests get alone, but of those with tokens that rounding could change."""
         config, loop = self.engine.config, self.engine._core
-        plain = {"burst_size": 1, "speculation": None, "enable_prefix_caching": False}
+        plain = {"num_scheduler_steps": 1, "speculation": None, "enable_prefix_caching": False}
         reschedule(self.engine, max_num_batched_tokens=config.max_num_batched_tokens, **plain)
         kept, loop.max_in_flight = loop.max_in_flight, 1
         outputs = run_alone(self.engine, [dataclasses.replace(r, priority=0) for r in requests])
@@ -191,7 +191,7 @@ class Fuzz:
         settings = draw_scheduler(rng, self.engine, requests)
         try:
             reschedule(self.engine, **settings)
-            if settings["policy"] == "fcfs":
+            if settings["scheduling_policy"] == "fcfs":
                 requests = [dataclasses.replace(r, priority=0) for r in requests]
             steps = steps_of(self.engine, patch)
             self.together(rng, requests, alone)

@@ -142,7 +142,7 @@ def test_rows_of_the_model_alone_are_the_same_to_the_bit_beside_adapters(engine:
     requests = [asked for asked in all_cases() if asked.adapter != soft]
     outputs = []
     for given in (requests, [dataclasses.replace(asked, adapter=None) for asked in requests]):
-        reschedule(engine, burst_size=1, enable_prefix_caching=False)
+        reschedule(engine, num_scheduler_steps=1, enable_prefix_caching=False)
         outputs.append(run(engine, given))
     same = [logprobs(a) == logprobs(b) for a, b in zip(*outputs, strict=True)]
     assert same == [asked.adapter is None for asked in requests]

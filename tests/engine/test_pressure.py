@@ -79,7 +79,7 @@ class Workload:
 
 
 def make_workload(engine: LLMEngine, dense: DenseModel, seed: int, count: int) -> Workload:
-    reschedule(engine, enable_prefix_caching=False, policy="priority")
+    reschedule(engine, enable_prefix_caching=False, scheduling_policy="priority")
     requests = draw_requests(seed, count)
     assert max(map(most_blocks, requests)) <= NUM_USABLE
     alone = run_alone(engine, requests)
@@ -178,10 +178,10 @@ MODES = {
     "prompts first, recompute": Mode(
         {"enable_chunked_prefill": False, "max_model_len": 100, "preemption_mode": "recompute"}, swaps=False
     ),
-    "priority": Mode({"policy": "priority"}),
-    "priority, swap": Mode({"policy": "priority", "preemption_mode": "swap"}, recomputes=False),
+    "priority": Mode({"scheduling_policy": "priority"}),
+    "priority, swap": Mode({"scheduling_policy": "priority", "preemption_mode": "swap"}, recomputes=False),
     "no prefix caching": Mode({"enable_prefix_caching": False}),
-    "delay": Mode({"delay_factor": 0.5}),
+    "delay": Mode({"scheduler_delay_factor": 0.5}),
     "small budget": Mode({"max_num_batched_tokens": 32}),
 }
 
@@ -204,7 +204,7 @@ def longest_run(values: Iterable[bool]) -> int:
 
 def check_mode(engine: LLMEngine, workload: Workload, mode: Mode, patch: pytest.MonkeyPatch) -> None:
     requests = workload.requests
-    by = mode.settings.get("policy", "fcfs")
+    by = mode.settings.get("scheduling_policy", "fcfs")
     if by == "fcfs":
         requests = [dataclasses.replace(r, priority=0) for r in requests]
     reschedule(engine, num_blocks=NUM_USABLE + 1, **mode.settings)
@@ -292,7 +292,12 @@ def test_aborts_at_any_moment(
     shared_engine: LLMEngine, workload: Workload, preemption_mode: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of requests that wait, run or are swapped out; the others are exact."""
-    reschedule(shared_engine, num_blocks=NUM_USABLE + 1, policy="priority", preemption_mode=preemption_mode)
+    reschedule(
+        shared_engine,
+        num_blocks=NUM_USABLE + 1,
+        scheduling_policy="priority",
+        preemption_mode=preemption_mode,
+    )
     rng = np.random.default_rng(0)
     queues, aborted, outputs = shared_engine.scheduler.queues, {}, {}
     add(shared_engine, workload.requests)

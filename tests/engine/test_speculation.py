@@ -105,7 +105,7 @@ def in_turns(
 ) -> tuple[list[RequestOutput], list[RequestOutput]]:
     """Returns the outputs without drafts, one step at a time, and with them."""
     depth, engine._core.max_in_flight = engine._core.max_in_flight, 1
-    reschedule(reset(engine), speculation=None, burst_size=1)
+    reschedule(reset(engine), speculation=None, num_scheduler_steps=1)
     expected = run(engine, requests)
     engine._core.max_in_flight = depth
     reschedule(engine, **settings)

@@ -90,7 +90,7 @@ def test_dead_slots_are_not_read(engine: LLMEngine, cases: Any) -> None:
         {"num_state_slots": 2, "enable_prefix_caching": False},
         {"num_blocks": 18},
         {"num_blocks": 18, "preemption_mode": "swap"},
-        {"num_state_slots": 4, "preemption_mode": "swap", "num_blocks": 18, "policy": "priority"},
+        {"num_state_slots": 4, "preemption_mode": "swap", "num_blocks": 18, "scheduling_policy": "priority"},
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 160},
     ],
     ids=str,
@@ -103,7 +103,7 @@ def test_with_little_room(engine: LLMEngine, cases: Any, settings: dict[str, Any
         expected = [tokens[: 48 - len(prompt)] for prompt, tokens in zip(prompts, expected, strict=True)]
     reschedule(engine, **settings)
     requests = [dataclasses.replace(r, priority=-i) for i, r in enumerate(greedy(prompts))]
-    if settings.get("policy") != "priority":
+    if settings.get("scheduling_policy") != "priority":
         requests = greedy(prompts)
     steps = engine.scheduler.block_manager.states
     moved: list[int] = []

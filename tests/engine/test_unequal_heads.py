@@ -57,10 +57,10 @@ def random_requests(seed: int, count: int) -> list[Request]:
         ("gemma4_shared", {"num_blocks": 90, "preemption_mode": "swap"}),
         pytest.param(
             "gemma4_moe_capped",
-            {"num_blocks": 90, "preemption_mode": "swap", "burst_size": 4},
+            {"num_blocks": 90, "preemption_mode": "swap", "num_scheduler_steps": 4},
             marks=slow,
         ),
-        pytest.param("gemma4_shared", {"num_blocks": 90, "burst_size": 4}, marks=slow),
+        pytest.param("gemma4_shared", {"num_blocks": 90, "num_scheduler_steps": 4}, marks=slow),
         pytest.param("gemma4_shared", {"enable_prefix_caching": False}, marks=slow),
         pytest.param("gemma4_shared", {"attention_backend": "native", "num_blocks": 90}, marks=slow),
         pytest.param("gemma4_moe_capped", {"num_blocks": 90}, marks=slow),
@@ -71,7 +71,7 @@ def random_requests(seed: int, count: int) -> list[Request]:
 def test_random_requests_get_the_tokens_of_the_dense_call(name: str, settings: dict[str, Any]) -> None:
     requests = random_requests(3, 20)
     own = {k: settings.pop(k) for k in [*settings] if k == "attention_backend"} | SIZES
-    burst = settings.get("burst_size", 1)
+    burst = settings.get("num_scheduler_steps", 1)
     with make_engine(FIXTURES / name, num_scheduler_steps=burst, **own) as engine:
         reschedule(engine, **settings)
         outputs = run(engine, requests)

@@ -54,7 +54,7 @@ def session_engine(folder):
 
 
 def test_no_more_than_the_window_and_a_block_is_held(engine, prompts, want):
-    reschedule(engine, num_blocks=200, burst_size=1)
+    reschedule(engine, num_blocks=200, num_scheduler_steps=1)
     manager = engine.scheduler.block_manager
     engine.add_request("long", prompts[0], GREEDY)
     most_in_prefill = most_in_decode = num_tokens = 0
@@ -79,12 +79,12 @@ def test_no_more_than_the_window_and_a_block_is_held(engine, prompts, want):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"burst_size": 1},
-        {"burst_size": 1, "enable_prefix_caching": False},
-        {"burst_size": 1, "num_blocks": 130},
-        {"burst_size": 1, "num_blocks": 130, "preemption_mode": "swap"},
-        {"burst_size": 8},
-        {"burst_size": 8, "num_blocks": 130},
+        {"num_scheduler_steps": 1},
+        {"num_scheduler_steps": 1, "enable_prefix_caching": False},
+        {"num_scheduler_steps": 1, "num_blocks": 130},
+        {"num_scheduler_steps": 1, "num_blocks": 130, "preemption_mode": "swap"},
+        {"num_scheduler_steps": 8},
+        {"num_scheduler_steps": 8, "num_blocks": 130},
     ],
 )
 def test_output_is_that_of_the_dense_call(engine, monkeypatch, prompts, want, settings):
@@ -97,7 +97,7 @@ def test_output_is_that_of_the_dense_call(engine, monkeypatch, prompts, want, se
             outputs |= {o.request_id: o for o in engine.step() if o.finished}
     for run, i in itertools.product(range(2), range(len(prompts))):
         assert list(outputs[f"{run} {i}"].outputs[0].token_ids) == want[i]
-    assert any(step.burst for step in steps) == (settings["burst_size"] > 1)
+    assert any(step.burst for step in steps) == (settings["num_scheduler_steps"] > 1)
     if settings.get("num_blocks"):
         assert sum(o.metrics.num_preemptions for o in outputs.values())
     elif "enable_prefix_caching" not in settings:

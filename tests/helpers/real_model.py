@@ -283,7 +283,7 @@ def reschedule(
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_model_len": config.max_model_len,
         "eos_token_ids": config.eos_token_ids,
-        "burst_size": config.num_scheduler_steps,
+        "num_scheduler_steps": config.num_scheduler_steps,
         "speculation": config.speculation,
         "max_loras": config.max_loras,
     }

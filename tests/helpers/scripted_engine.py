@@ -57,7 +57,7 @@ class ScriptedExecutor:
             enable_chunked_prefill=args.enable_chunked_prefill,
             scheduling_policy=args.scheduling_policy,
             preemption_mode=args.preemption_mode,
-            delay_factor=args.scheduler_delay_factor,
+            scheduler_delay_factor=args.scheduler_delay_factor,
             async_scheduling=args.async_scheduling,
             seed=args.seed,
         )

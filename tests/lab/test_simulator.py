@@ -164,7 +164,10 @@ def test_what_cannot_run_is_refused() -> None:
             [Request(0.0, 4, 4, beam_width=17)],
             r"the number of sequences of `requests\[0\]` must be at most 16, got 17",
         ),
-        ([Request(0.0, 4, 4, priority=1)], r"`requests\[0\].priority` must be 0 with policy 'fcfs', got 1"),
+        (
+            [Request(0.0, 4, 4, priority=1)],
+            r"`requests\[0\].priority` must be 0 with scheduling_policy 'fcfs', got 1",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             simulate(trace, make_scheduler(20), STEP_TIME)
@@ -191,11 +194,11 @@ def test_recorded_simulations_replay(seed: int) -> None:
     like = make_scheduler(
         rng.choice([41, 61]),
         num_swap_blocks=rng.choice([0, 20]),
-        policy=rng.choice(["fcfs", "priority"]),
+        scheduling_policy=rng.choice(["fcfs", "priority"]),
         preemption_mode=rng.choice([None, "swap", "recompute"]),
         enable_chunked_prefill=rng.random() < 0.5,
         enable_prefix_caching=rng.random() < 0.5,
-        delay_factor=rng.choice([0.0, 0.5]),
+        scheduler_delay_factor=rng.choice([0.0, 0.5]),
         watermark=rng.choice([0.0, 0.1]),
     )
     result = simulate(random_trace(seed, 60), RecordedScheduler(like, lines.append), STEP_TIME)
@@ -331,7 +334,9 @@ def steps_of(lines: list[str]) -> list[dict[str, Any]]:
 
 def test_bursts_take_as_long_as_their_steps() -> None:
     trace = [Request(0.0, 5 + i, 3 + 5 * i, n=1 + i % 2) for i in range(6)]
-    alone, bursts = (simulate(trace, make_scheduler(200, burst_size=size), STEP_TIME) for size in (1, 8))
+    alone, bursts = (
+        simulate(trace, make_scheduler(200, num_scheduler_steps=size), STEP_TIME) for size in (1, 8)
+    )
     assert len(bursts.steps) < len(alone.steps) / 3
     for field in ("step_s", "num_tokens", "num_prefill_tokens"):
         assert bursts.steps[field].sum() == pytest.approx(alone.steps[field].sum())

@@ -22,7 +22,7 @@ NAMES = ["a", "<b>&'\"", "a request of a long name, which does not fit", "\ud800
 def lines(bursting_engine: LLMEngine) -> list[str]:
     """A recording of samples and long prompts, in a pool so small that they are preempted."""
     engine, rng, lines = bursting_engine, random.Random(2), list[str]()
-    reschedule(engine, num_blocks=40, burst_size=1)
+    reschedule(engine, num_blocks=40, num_scheduler_steps=1)
     engine.record(lines.append)
     for i, name in enumerate(NAMES):
         params = SamplingParams(n=1 + i % 2, max_tokens=24, ignore_eos=True, seed=i)

@@ -61,7 +61,7 @@ def serve(engine: LLMEngine, *, aborts: bool = False) -> list[str]:
     "settings",
     [
         {"num_blocks": 40},
-        {"num_blocks": 1000, "burst_size": 1},
+        {"num_blocks": 1000, "num_scheduler_steps": 1},
         {"max_num_batched_tokens": 13},
         {"num_blocks": 40, "preemption_mode": "swap"},
         {"num_blocks": 40, "preemption_mode": "recompute", "enable_prefix_caching": False},
@@ -91,7 +91,7 @@ def test_a_smaller_pool_preempts_more(own: LLMEngine) -> None:
 def test_requests_that_were_aborted_get_what_they_had_got(own: LLMEngine) -> None:
     lines = serve(own, aborts=True)
     recorded = replay(lines)
-    for settings in ({"num_blocks": 40}, {"burst_size": 1, "max_num_seqs": 4}):
+    for settings in ({"num_blocks": 40}, {"num_scheduler_steps": 1, "max_num_seqs": 4}):
         other = replay(lines, **settings)
         assert other.num_steps != recorded.num_steps
         for group, same in zip(other.requests, recorded.requests, strict=True):
@@ -109,7 +109,7 @@ def test_another_scheduler(own: LLMEngine) -> None:
         """Runs one request at a time."""
 
         def __init__(self, **arguments):
-            super().__init__(**(arguments | {"max_num_seqs": 3, "burst_size": 1}))
+            super().__init__(**(arguments | {"max_num_seqs": 3, "num_scheduler_steps": 1}))
 
     lines = serve(own)
     other = replay(lines, OneAtATime)
@@ -142,7 +142,8 @@ def test_a_step_takes_what_the_recorded_ones_took() -> None:
 def test_mistakes_are_errors(own: LLMEngine) -> None:
     lines = serve(own)
     with pytest.raises(
-        ValueError, match=r"each name in `settings` must be one of 'block_size', 'burst_size', .*got 'blocks'"
+        ValueError,
+        match=r"each name in `settings` must be one of 'block_size', .*'num_scheduler_steps', .*got 'blocks'",
     ):
         replay(lines, blocks=3)
     with pytest.raises(ValueError, match=r"the length of `requests\['r\d+'\]` must be "):

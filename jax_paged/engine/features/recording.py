@@ -119,6 +119,6 @@ def _check_fits(start: dict, config: EngineConfig) -> None:
         ("max_num_seqs", scheduler["max_num_seqs"], config.max_num_seqs),
         ("max_num_batched_tokens", scheduler["max_num_batched_tokens"], config.max_num_batched_tokens),
         ("max_model_len", scheduler["max_model_len"], config.max_model_len),
-        ("burst_size", scheduler["burst_size"], config.num_scheduler_steps),
+        ("num_scheduler_steps", scheduler["num_scheduler_steps"], config.num_scheduler_steps),
     ):
         check_int("lines", value, 0, most, aspect=f"{name} in")

@@ -204,7 +204,7 @@ def _check_fits(core: EngineCore, states: list[RequestState]) -> None:
 def _settings(core: EngineCore, scheduler: Scheduler) -> dict[str, Any]:
     """Returns the settings that have to be the same in the engine that goes on, as JSON holds them."""
     values = dataclasses.asdict(core.config)
-    policy = scheduler.policy
+    policy = scheduler.scheduling_policy
     special = {
         "eos_token_ids": sorted(values["eos_token_ids"]),
         "scheduler": [type(scheduler).__name__, getattr(policy, "__name__", policy)],

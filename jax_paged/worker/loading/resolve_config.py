@@ -132,7 +132,7 @@ def resolve_config(
         enable_chunked_prefill=args.enable_chunked_prefill,
         scheduling_policy=args.scheduling_policy,
         preemption_mode=args.preemption_mode,
-        delay_factor=args.scheduler_delay_factor,
+        scheduler_delay_factor=args.scheduler_delay_factor,
         batch_invariant=args.batch_invariant,
         cascade_attention=can_share and not args.disable_cascade_attn,
         async_scheduling=args.async_scheduling,
