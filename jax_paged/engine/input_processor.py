@@ -326,7 +326,7 @@ class InputProcessor:
         elif value is not None:
             check_int(name, value, 0, high)
 
-    def _check_pooling(self, params: SamplingParams) -> None:
+    def _check_feature_params(self, params: SamplingParams) -> None:
         ok = params.pooling is None or self._config.pooling is not None
         check(ok, "pooling", params.pooling, "None with a model that is not pooled")
 
@@ -344,7 +344,7 @@ class InputProcessor:
             aspect = "the number of"
             problems.note(check_int, "bad_words_token_ids", num_words, 0, MAX_BAD_WORDS, aspect=aspect)
         if params.uses_features:
-            problems.note(self._check_pooling, params)
+            problems.note(self._check_feature_params, params)
         ok = self._tokenizer is not None or not params.stop_strings
         problems.note(check, ok, "stop", params.stop, "None because the engine has no tokenizer")
         problems.raise_if_any()
