@@ -108,10 +108,10 @@ class Admission:
         """Gives a waiting or swapped request the blocks of its tokens; else returns what it lacks."""
         if self.adapters is not None and not self.adapters.has_room(group):
             return AdmissionResult.NO_ADAPTER_SLOT
-        if self.queues.num_batch_slots_taken + group.num_batch_slots > self.max_num_seqs:
+        if self.queues.num_reserved_slots + group.num_reserved_slots > self.max_num_seqs:
             return AdmissionResult.NO_ROOM
         is_alone = not self.queues.running
-        num_reserved = self._num_reserved(group, self.queues.num_batch_slots_taken, is_alone)
+        num_reserved = self._num_reserved(group, self.queues.num_reserved_slots, is_alone)
         if group.request_id in self.queues.swapped:
             copies = self.block_manager.swap_in(group.unfinished, num_reserved=num_reserved)
             step.swap_in += copies or []
@@ -135,7 +135,7 @@ class Admission:
         Returns:
             True if another request may be admitted in this step: this one, or one after it.
         """
-        if self.make_room(group, step, now):
+        if self.preempt_for(group, step, now):
             return True
         can_be_passed = (
             missing is AdmissionResult.NO_ADAPTER_SLOT and group.request_id not in self.queues.swapped
@@ -145,11 +145,10 @@ class Admission:
         self.adapters.set_aside(group)
         return True
 
-    def make_room(self, group: SequenceGroup, step: StepBuilder, now: float) -> bool:
+    def preempt_for(self, group: SequenceGroup, step: StepBuilder, now: float) -> bool:
         """Preempts as many running requests of a higher key as a request needs to run, from the last.
 
-        While a step is in flight no request is preempted: marks the step as short, so that its results are
-        awaited.
+        While a step is in flight no request is preempted: the step `awaits_results`.
 
         Returns:
             True if the request has room now. If preempting all of them is not enough, none is preempted.
@@ -171,20 +170,16 @@ class Admission:
             if not self.enable_chunked_prefill and num_uncached > step.budget:
                 return False  # it would not run in this step even so
         victims: list[SequenceGroup] = []
-        num_batch_slots, num_blocks = self.queues.num_batch_slots_taken, manager.num_free_blocks
+        num_slots, num_blocks = self.queues.num_reserved_slots, manager.num_free_blocks
         for victim in reversed(running.values()):
             if victim.key <= group.key or self._preemption.must_wait(victim, step):
                 return False
             victims.append(victim)
-            num_batch_slots -= victim.num_batch_slots
+            num_slots -= victim.num_reserved_slots
             tables = (manager.block_tables[s] for s in victim.unfinished if s in manager.block_tables)
             num_blocks += sum(len(table) for held in tables for table in held)
-            num_missing = num_needed + self._num_reserved(
-                group, num_batch_slots, len(victims) == len(running)
-            )
-            lacks_room = (
-                num_batch_slots + group.num_batch_slots > self.max_num_seqs or num_blocks < num_missing
-            )
+            num_missing = num_needed + self._num_reserved(group, num_slots, len(victims) == len(running))
+            lacks_room = num_slots + group.num_reserved_slots > self.max_num_seqs or num_blocks < num_missing
             if lacks_room or (self.adapters and not self.adapters.has_room(group, without=victims)):
                 continue  # not enough, even if they shared nothing
             released = manager.released_by(s for victim in victims for s in victim.unfinished)
@@ -198,12 +193,12 @@ class Admission:
         """Gives a sequence of a request the blocks of its tokens; see BlockManager.allocate."""
         return self.block_manager.allocate(seq, group.cache_salt, num_reserved=num_reserved, **_needs(group))
 
-    def _num_reserved(self, group: SequenceGroup, num_batch_slots_taken: int, is_alone: bool) -> int:
+    def _num_reserved(self, group: SequenceGroup, num_reserved_slots: int, is_alone: bool) -> int:
         """Returns the blocks that must stay free when a request is admitted beside running ones."""
         num_groups = len(self.block_manager.groups)
         num_reserved = 0 if is_alone else self._num_watermark_blocks
         if not self.enable_chunked_prefill:  # the running ones have not got their next blocks yet
-            num_reserved += num_batch_slots_taken * num_groups
+            num_reserved += num_reserved_slots * num_groups
         if is_alone:
             return num_reserved
         if group.request_id in self.queues.swapped:  # so that its next tokens find room

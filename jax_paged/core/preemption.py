@@ -1,19 +1,21 @@
 """Preemption: running requests lose their blocks when blocks, batch slots or adapter slots run out.
 
 A request is preempted as a whole, and only when no step is in flight: a step that would have to preempt sets
-`awaits_results`, and the engine waits for the steps in flight first. So no token that was drawn is lost.
+`awaits_results`, then `Scheduler.can_run_ahead` is False, and the engine takes in the results of the steps
+in flight before it schedules the next one. So no token that was drawn is lost.
 
-1. Who: the last running request in the order (`with_room`, for a running request), or running requests of a
-   higher priority value or key than a waiting one (`Admission.make_way`).
-2. How: its blocks are freed and its tokens are computed again later (`recompute`), or its blocks are copied
-   to host memory (`preempt`, mode "swap"). It is also recomputed if host memory is full, and in a step that
+1. Who: the last running request in the order (`preempt_until`, for a running request), or requests of a
+   higher priority value or key than a waiting one, from the last (`Admission.preempt_for`).
+2. How: its blocks are freed and its tokens are computed again later (`requeue`), or its blocks are copied to
+   host memory (`preempt`, mode "swap"). It is also recomputed if host memory is full, and in a step that
    swaps in: the host blocks that such a step reads must not be written.
 3. The executor is told by SchedulerOutput.released_seq_ids, and releases the batch slots.
 4. Resumption: `Admission.give_blocks` allocates or swaps in blocks, and the executor gets a NewSequence,
-   under a new id, with all output tokens, from which it restores penalties, token rules and the states of
-   logits processors.
-5. The same tokens follow: the random number of a draw depends on the sequence's seed and the position alone.
-   Recomputed logits are equal to rounding, and to the bit with batch_invariant.
+   under a new id. From its output tokens it makes penalties and token rules again; states of logits
+   processors were kept in host memory under the former id (KeptStates).
+5. The same tokens follow: the random number of a draw depends on the sequence's seed and the position alone,
+   and tokens that are computed again are not drawn again. Recomputed logits are equal to rounding, and with
+   batch_invariant to the bit.
 """
 
 import dataclasses
@@ -75,14 +77,14 @@ class Preemption:
             self.end_for_good(group, step, now, HOST_TOO_SMALL)
             return
         if copies is None:  # also if host memory has no room for it
-            self.recompute(group)
+            self.requeue(group)
             return
         step.swap_out += copies
         self.queues.swap(group)
         for seq in seqs:
             seq.status = SequenceStatus.SWAPPED
 
-    def recompute(self, group: SequenceGroup) -> None:
+    def requeue(self, group: SequenceGroup) -> None:
         """Frees the blocks of a request, which waits then and computes its tokens, output too, again.
 
         Also takes back an admission, and serves edits of requests and exchanges of weights; only `preempt`
@@ -106,7 +108,7 @@ class Preemption:
         self.block_manager.forget_prefixes()
         for group in [*self.queues.running.values(), *self.queues.swapped.values()]:
             if kept_salt is None:
-                self.recompute(group)
+                self.requeue(group)
                 continue
             # Beside its own: what its adapter and its hooks have computed is still no other's.
             salt = f"{kept_salt}\0{group.cache_salt}"
@@ -121,7 +123,7 @@ class Preemption:
         self._updater.end_group(group, StopConditions.without_room(group), now, reason)
         step.ended.append(group.request_id)
 
-    def with_room(
+    def preempt_until(
         self,
         group: SequenceGroup,
         attempt: Callable[[], T | None],

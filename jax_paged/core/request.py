@@ -350,7 +350,7 @@ class SequenceGroup:
         return self.request.adapter
 
     @property
-    def num_batch_slots(self) -> int:
+    def num_reserved_slots(self) -> int:
         """Sequences that it may still come to have at a time."""
         if self.max_num_seqs == 1 or self.beam_params or len(self.sequences) < self.max_num_seqs:
             return self.max_num_seqs

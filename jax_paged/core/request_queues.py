@@ -19,7 +19,7 @@ class RequestQueues:
         self.waiting: dict[str, SequenceGroup] = {}
         self.running: dict[str, SequenceGroup] = {}
         self.swapped: dict[str, SequenceGroup] = {}
-        self.num_batch_slots_taken = 0  # sequences that the running requests may come to have at a time
+        self.num_reserved_slots = 0  # sequences that the running requests may come to have at a time
         self.running_adapters: dict[str, int] = {}  # how many running requests use each; read-only for others
         self._batch_slots: dict[str, int] = {}
         self._heap: list[tuple[tuple[Any, int], SequenceGroup]] = []
@@ -54,8 +54,8 @@ class RequestQueues:
         self.remove(group)
         last = self.last_running()
         self.running[group.request_id] = group
-        self._batch_slots[group.request_id] = group.num_batch_slots
-        self.num_batch_slots_taken += group.num_batch_slots
+        self._batch_slots[group.request_id] = group.num_reserved_slots
+        self.num_reserved_slots += group.num_reserved_slots
         if group.request.features is not None:
             self._count_features(group, 1)
         if last is not None and group.order < last.order:
@@ -70,7 +70,7 @@ class RequestQueues:
     def remove(self, group: SequenceGroup) -> None:
         """Takes a request out of the queue that it is in, if any."""
         if self.running.pop(group.request_id, None) is not None:
-            self.num_batch_slots_taken -= self._batch_slots.pop(group.request_id)
+            self.num_reserved_slots -= self._batch_slots.pop(group.request_id)
             if group.request.features is not None:
                 self._count_features(group, -1)
         elif self.waiting.pop(group.request_id, None) is not None:
@@ -81,11 +81,11 @@ class RequestQueues:
         else:
             self.swapped.pop(group.request_id, None)
 
-    def release_batch_slots(self, group: SequenceGroup) -> None:
+    def release_reserved_slots(self, group: SequenceGroup) -> None:
         """Releases the batch slots of sequences that have ended, if their request still runs."""
         if group.request_id in self.running:
-            self.num_batch_slots_taken += group.num_batch_slots - self._batch_slots[group.request_id]
-            self._batch_slots[group.request_id] = group.num_batch_slots
+            self.num_reserved_slots += group.num_reserved_slots - self._batch_slots[group.request_id]
+            self._batch_slots[group.request_id] = group.num_reserved_slots
 
     def last_running(self) -> SequenceGroup | None:
         """Returns the last of the running requests, the first to lose its blocks."""

@@ -289,7 +289,7 @@ class ResultUpdater:
             self.queues.remove(group)
             group.metrics.finished_time = now
         else:
-            self.queues.release_batch_slots(group)
+            self.queues.release_reserved_slots(group)
 
     def end_group(
         self, group: SequenceGroup, status: SequenceStatus, now: float | None, stop_reason: str | None = None

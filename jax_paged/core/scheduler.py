@@ -342,8 +342,8 @@ class Scheduler:
         3. Tell the draft planner which drafts were accepted, and how long the step took.
 
         A sequence accepts its tokens up to the one that ends it (see StopConditions). Requests with logits
-        that are not finite end as FINISHED_ABORTED. Sequences that ended or lost their blocks since
-        schedule() are skipped.
+        that are not finite end as FINISHED_ABORTED. Sequences that ended since schedule(), and beams
+        that were dropped, are skipped.
 
         Args:
             output: What schedule() returned; results are taken in in the order of the steps.
@@ -368,7 +368,8 @@ class Scheduler:
     def _fill(self, step: StepBuilder, phase: Phase, now: float) -> None:
         """Adds rows to a step: running requests and candidates for admission, merged in order.
 
-        No request is admitted after a request was preempted for running ones, nor after the step was closed.
+        No request is admitted after a request was preempted for a running one, nor after the step was closed.
+        After preemptions for a waiting request, admission ends at the next running request that is continued.
         """
         running = deque(self.queues.running.values())
         candidate = None if step.preempted else phase.next_candidate()
@@ -403,7 +404,7 @@ class Scheduler:
         manager = self.block_manager
         copies = manager.append_slots(rows)
         if copies is None:
-            copies = self._preemption.with_room(group, lambda: manager.append_slots(rows), step, now)
+            copies = self._preemption.preempt_until(group, lambda: manager.append_slots(rows), step, now)
         if copies is not None:
             self._add_rows(group, rows, step)
             step.copies += copies
@@ -449,7 +450,7 @@ class Scheduler:
         if copies is None:
             if was_swapped:
                 return AdmissionResult.STALLED
-            self._preemption.recompute(group)
+            self._preemption.requeue(group)
             return AdmissionResult.NO_ROOM
         if group.request.features is not None and not was_swapped:
             step.note_encoder_input(group, self.block_manager.block_tables.get(seq))

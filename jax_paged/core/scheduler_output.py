@@ -190,7 +190,8 @@ class SchedulerOutput:
         blocks_to_swap_in: (host block, device block) ids.
         blocks_to_copy: (from, to) device block ids; no block is both.
         to_encode: Texts whose encoder runs before the rows are computed.
-        preempted: Ids of the requests that lost their blocks on the device.
+        preempted: Ids of the requests that lost their blocks on the device: for observers, as the executor
+            goes by released_seq_ids.
         ended: Ids of the requests that ended because they can never run (on).
         num_batched_tokens: Tokens that the rows compute together.
         num_logits_rows: Rows of logits: those of the samples, and one for each row without any: of these

@@ -89,7 +89,7 @@ class TokenPlanner:
             return []
         for seq in seqs:
             if seq not in tables:
-                self._revive(group, seq, step, now)
+                self._give_blocks_back(group, seq, step, now)
                 if group.request_id not in self.queues.running:
                     return []
         needed = [(s, s.num_new_tokens) for s in seqs if s in tables]
@@ -145,7 +145,7 @@ class TokenPlanner:
             for seq in group.unfinished
         )
 
-    def _revive(self, group: SequenceGroup, seq: Sequence, step: StepBuilder, now: float) -> None:
+    def _give_blocks_back(self, group: SequenceGroup, seq: Sequence, step: StepBuilder, now: float) -> None:
         """Gives a sequence of a recomputed request its blocks back, as far as another's are computed."""
         manager = self.block_manager
         others = [s for s in group.unfinished if s in manager.block_tables]
@@ -159,4 +159,4 @@ class TokenPlanner:
         else:
             # If it is the last one itself, it keeps what it has and tries again in the next step.
             attempt = functools.partial(self._admission.allocate, group, seq, 0)
-            self._preemption.with_room(group, lambda: attempt() or None, step, now, gives_way=False)
+            self._preemption.preempt_until(group, lambda: attempt() or None, step, now, gives_way=False)

@@ -28,7 +28,7 @@ def test_samples_that_ended_give_their_seats_back() -> None:
     output = step(sched)
     assert len(output.scheduled) == 8
     assert set(sched.queues.running) == {f"r{i}" for i in range(8)}
-    assert sched.queues.num_batch_slots_taken == 8
+    assert sched.queues.num_reserved_slots == 8
 
 
 def test_beams_keep_their_batch_slots() -> None:
@@ -36,9 +36,9 @@ def test_beams_keep_their_batch_slots() -> None:
     sched = make_scheduler(max_num_seqs=4)
     group = make_group(0, [0] * 4, beams=BeamSearchParams(4, max_tokens=8))
     sched.add(group)
-    assert group.num_batch_slots == 4
+    assert group.num_reserved_slots == 4
     sched.schedule(0.0)
-    assert sched.queues.num_batch_slots_taken == 4
+    assert sched.queues.num_reserved_slots == 4
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

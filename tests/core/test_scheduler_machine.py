@@ -190,8 +190,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert manager.block_tables.keys() <= sequences["running"]
         assert manager.swapped_tables.keys() <= sequences["swapped"]
         assert (
-            queues.num_batch_slots_taken
-            == sum(g.num_batch_slots for g in at["running"])
+            queues.num_reserved_slots
+            == sum(g.num_reserved_slots for g in at["running"])
             <= sched.max_num_seqs
         )
         assert queues.running_adapters == collections.Counter(g.adapter for g in at["running"] if g.adapter)
@@ -222,7 +222,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for pool in (manager.pool, manager.swap_pool, manager.states.pool, manager.states.swap_pool):
             assert pool.num_free == pool.num_usable
         assert not self.sched.queues.running_adapters
-        assert not self.sched.queues.num_batch_slots_taken
+        assert not self.sched.queues.num_reserved_slots
 
 
 def run_machine(number: int, num_examples: int) -> collections.Counter[str]:

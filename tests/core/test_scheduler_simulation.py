@@ -268,8 +268,8 @@ class Simulation:
         for name in ("running", "swapped"):
             orders = [g.order for g in getattr(queues, name).values()]
             assert orders == sorted(orders), f"{name} are not in order"
-        assert queues.num_batch_slots_taken == sum(g.num_batch_slots for g in queues.running.values())
-        assert queues.num_batch_slots_taken <= self.sched.max_num_seqs
+        assert queues.num_reserved_slots == sum(g.num_reserved_slots for g in queues.running.values())
+        assert queues.num_reserved_slots <= self.sched.max_num_seqs
         ids = [*queues.running, *queues.waiting, *queues.swapped]
         assert len(set(ids)) == len(ids)
         assert set(ids) == {g.request_id for g in self.groups if not g.is_finished}

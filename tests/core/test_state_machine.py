@@ -44,7 +44,7 @@ def group_of(seq, encoder=()):
 class Recomputing:
     """In place of Preemption: the machine itself lets go of a sequence that has to be computed again."""
 
-    def recompute(self, group: SequenceGroup) -> None:
+    def requeue(self, group: SequenceGroup) -> None:
         assert group.sequences
 
 

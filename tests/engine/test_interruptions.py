@@ -86,7 +86,7 @@ def is_idle(engine: LLMEngine) -> bool:
         not engine.has_unfinished_requests()
         and not engine._core.requests
         and not len(queues)
-        and not queues.num_batch_slots_taken
+        and not queues.num_reserved_slots
         and not queues.running_adapters
         and states.pool.num_free == states.pool.num_usable
         and no_block_lost(engine)

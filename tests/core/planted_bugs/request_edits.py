@@ -47,8 +47,8 @@ REQUEST_EDITS = [
     ),
     Mutation(
         "core/features/interactive/request_edits.py",
-        "self._queues.num_batch_slots_taken < self._max_num_seqs",
-        "self._queues.num_batch_slots_taken <= self._max_num_seqs",
+        "self._queues.num_reserved_slots < self._max_num_seqs",
+        "self._queues.num_reserved_slots <= self._max_num_seqs",
         "a fork takes a seat that is not there",
     ),
     Mutation(

@@ -36,8 +36,8 @@ SCHEDULING = [
     ),
     Mutation(
         "core/admission.py",
-        "self.queues.num_batch_slots_taken + group.num_batch_slots > self.max_num_seqs",
-        "self.queues.num_batch_slots_taken + 1 > self.max_num_seqs",
+        "self.queues.num_reserved_slots + group.num_reserved_slots > self.max_num_seqs",
+        "self.queues.num_reserved_slots + 1 > self.max_num_seqs",
         "seats of samples not counted",
     ),
     Mutation(
@@ -129,7 +129,7 @@ SCHEDULING = [
     ),
     Mutation(
         "core/request_queues.py",
-        "+= group.num_batch_slots - self._batch_slots[group.request_id]\n",
+        "+= group.num_reserved_slots - self._batch_slots[group.request_id]\n",
         "+= 0\n",
         "samples that ended keep their seats",
     ),

@@ -123,8 +123,7 @@ class RequestEditor:
 
     def _has_batch_slot(self, group: SequenceGroup) -> bool:
         return (
-            group.request_id in self._queues.running
-            and self._queues.num_batch_slots_taken < self._max_num_seqs
+            group.request_id in self._queues.running and self._queues.num_reserved_slots < self._max_num_seqs
         )
 
     def _fork(self, group: SequenceGroup, seq: Sequence, edit: Fork) -> SequenceGroup:
@@ -157,7 +156,7 @@ class RequestEditor:
         has_left = manager.lacks(tables, seq.num_computed_tokens)
         if has_left or manager.states.is_used:  # a state can't go back
             manager.free(seq)
-            self._preemption.recompute(group)
+            self._preemption.requeue(group)
         else:
             manager.keep(seq, self._held_places(seq))
 
