@@ -55,7 +55,7 @@ from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.sampling.sampler import SamplingBatch
 
-# Options of SamplingParams, which have the same names in SamplingBatch.
+# Options of SamplingParams, packed as they are: none may be None. SamplingBatch has the same names.
 OPTION_FLOATS = (
     "temperature",
     "top_p",
@@ -177,11 +177,19 @@ def pack_sampling(
     Returns:
         int32 [NUM_SAMPLING_COLUMNS].
     """
-    floats = [getattr(params, name) for name in OPTION_FLOATS]
-    floats = np.array([*floats, logprob_temperature], np.float32).view(np.int32)
-    seed_words = np.array([seed], np.uint64).view(np.int32)
-    ints = [max(params.top_k, 0), *seed_words, wants_logprobs, False]
-    return np.concatenate([floats, np.array(ints, np.int32)])
+    floats = {name: getattr(params, name) for name in OPTION_FLOATS}
+    floats["logprob_temperature"] = logprob_temperature
+    seed_low, seed_high = np.array([seed], np.uint64).view(np.int32)
+    ints = {
+        "top_k": max(params.top_k, 0),
+        "seed_low": seed_low,
+        "seed_high": seed_high,
+        "wants_logprobs": wants_logprobs,
+        "has_token_mask": False,
+    }
+    packed = np.array([floats[name] for name in FLOATS], np.float32)
+    assert not np.isnan(packed).any(), "an option that may be None is packed as a number without effect"
+    return np.concatenate([packed.view(np.int32), np.array([ints[name] for name in INTS], np.int32)])
 
 
 def neutral_sampling() -> np.ndarray:

@@ -163,7 +163,7 @@ class SamplerOptions:
             processed = logits
         else:
             is_finite &= ~jnp.any(jnp.isnan(processed) | (processed == jnp.inf), axis=-1)
-        adjusted = _adjust(processed, batch, keeps_draws=self.custom is None)
+        adjusted = _adjust(processed, batch, draws_before_mask=self.custom is None)
         greedy = _argmax(adjusted)
         # One logit per row tells: the largest is -inf only where all are.
         largest = jnp.take_along_axis(adjusted, greedy[:, None], axis=-1)[:, 0]
@@ -183,7 +183,7 @@ class SamplerOptions:
             token_ids = jnp.where(forced >= 0, forced, token_ids)
             has_choice |= forced >= 0
         if self.is_processed:
-            adjusted = _adjust(processed, batch, keeps_draws=False)
+            adjusted = _adjust(processed, batch, draws_before_mask=False)
             logits = lax.cond(jnp.any(is_random), _drawn_from, lambda x, *_: x, adjusted, batch, is_random)
         logprobs = token_logprobs(logits, token_ids, batch.wants_logprobs, max_logprobs=self.max_logprobs)
         return SampledTokens(token_ids, *logprobs, is_finite, has_choice)
@@ -225,14 +225,20 @@ def token_logprobs(
     return chosen[:, 0] - log_total, *lax.cond(jnp.any(wanted), details, nothing)
 
 
-def _adjust(logits: Float[Array, "b v"], batch: SamplingBatch, *, keeps_draws: bool) -> Float[Array, "b v"]:
-    """Applies bias, penalties and mask; with keeps_draws (static), a row that keeps its draw has no other."""
+def _adjust(
+    logits: Float[Array, "b v"], batch: SamplingBatch, *, draws_before_mask: bool
+) -> Float[Array, "b v"]:
+    """Applies bias, penalties and mask, in this order.
+
+    The mask comes last because a row that keeps_draw is drawn before it, with draws_before_mask (static). For
+    other rows its place changes nothing: -inf stays -inf.
+    """
     has_count_penalty = (batch.frequency_penalty != 0) | (batch.presence_penalty != 0)
     steps = (
         (_add_bias, jnp.any(batch.bias_ids < logits.shape[1])),
         (_penalise_repetition, jnp.any(batch.repetition_penalty != 1)),
         (_penalise_counts, jnp.any(has_count_penalty)),
-        (_keep_draws if keeps_draws else _mask_tokens, jnp.any(batch.has_token_mask)),
+        (_keep_draws if draws_before_mask else _mask_tokens, jnp.any(batch.has_token_mask)),
     )
 
     def apply(x: Array) -> Array:
