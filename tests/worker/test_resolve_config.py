@@ -90,7 +90,7 @@ def test_settings_win() -> None:
     for platform in ("cpu", "gpu"):
         config = resolve(platform=platform, **settings)
         for name in settings.keys() - {"num_gpu_blocks_override", "kv_cache_memory_bytes", "swap_space"}:
-            assert getattr(config, name.removeprefix("scheduler_")) == settings[name], name
+            assert getattr(config, name) == settings[name], name
         assert (config.num_blocks, config.num_swap_blocks) == (9, 0)
     assert resolve(platform="gpu", kv_cache_memory_bytes=5999).num_blocks == 5
 
