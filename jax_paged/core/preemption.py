@@ -4,7 +4,7 @@ A request is preempted as a whole, and only when no step is in flight: a step th
 `awaits_results`, then `Scheduler.can_run_ahead` is False, and the engine takes in the results of the steps
 in flight before it schedules the next one. So no token that was drawn is lost.
 
-1. Who: the last running request in the order (`preempt_until`, for a running request), or requests of a
+1. Which: the last running request in the order (`preempt_until`, for a running request), or requests of a
    higher priority value or key than a waiting one, from the last (`Admission.preempt_for`).
 2. How: its blocks are freed and its tokens are computed again later (`requeue`), or its blocks are copied to
    host memory (`preempt`, mode "swap"). It is also recomputed if host memory is full, and in a step that
@@ -134,7 +134,7 @@ class Preemption:
     ) -> T | None:
         """Tries something for a running request, preempting the last ones until it works.
 
-        While a step is in flight its results are waited for, and nobody is preempted in their place.
+        While a step is in flight no request is preempted: the step `awaits_results`.
 
         Returns:
             What worked; None if the request has to wait for a step in flight or for the next one, or is

@@ -58,7 +58,7 @@ class Scheduler:
     (the paper's rule), unless preemption_mode says otherwise; without room in host memory, all are
     recomputed. Requests of a higher priority value or key are preempted for one of a lower, but only if that
     makes room enough for it. While a request is swapped out no new one behind it is admitted, and a step
-    that preempts for a running request admits nobody. So the first request always advances.
+    that preempts for a running request admits no other. So the first request always advances.
 
     Every output of schedule() is handed back to update(), in order; add, abort, finish and the schedule() of
     later steps may come in between. A block that is freed meanwhile is held back until update() has seen

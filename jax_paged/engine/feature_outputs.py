@@ -60,7 +60,7 @@ class FeatureOutputs:
             output.outputs = self._beams()
         if self._captured:
             first, *others = map(self._captured_of, sequences)
-            # Before the prompt is computed there is one sequence, and all completions are as the first.
+            # Before the prompt is computed there is one sequence; all completions get its captures.
             others += [first] * (len(output.outputs) - 1 - len(others))
             for completion, captured in zip(output.outputs, (first, *others), strict=True):
                 completion.captured = captured
