@@ -1,4 +1,4 @@
-"""What the engine asks of whoever runs its steps, and the executor that does it in this process."""
+"""The executor interface that the engine calls, and the executor that runs steps in this process."""
 
 import contextlib
 import functools
@@ -28,35 +28,48 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Runs the steps of one scheduler, in the order in which they are dispatched."""
+    """Interface for running the steps of one scheduler.
+
+    Steps run in the order in which they are dispatched. Several steps may be dispatched before the first
+    result is read.
+    """
 
     @property
     def config(self) -> EngineConfig:
-        """What the engine has come to: sizes, limits, names."""
+        """The resolved configuration of the engine."""
         ...
 
     @property
     def buckets(self) -> tuple[str, ...]:
-        """Names of the shapes that steps are padded to."""
+        """The names of the buckets, the shapes that steps are padded to."""
         ...
 
     @property
     def compile_progress(self) -> tuple[int, int]:
-        """How many programs are compiled, and how many there are; may be read from any thread."""
+        """The number of compiled programs and the total number; may be read from any thread."""
         ...
 
     def dispatch(self, output: SchedulerOutput, /) -> None:
-        """Begins a step; returns as soon as the device has what it needs."""
+        """Starts a step. Returns as soon as its inputs have been handed to the device."""
         ...
 
     def result(self) -> ModelRunnerOutput:
-        """Waits for the oldest step that was dispatched and whose result was not asked for yet."""
+        """Waits for the oldest dispatched step whose result has not been read, and returns its result."""
         ...
 
     def read_memory(
         self, blocks: list[int], host_blocks: list[int], *, with_weights: bool
     ) -> "dict[str, np.ndarray]":
-        """Returns what some blocks hold, and perhaps the weights; no step is in flight."""
+        """Returns the contents of blocks and, optionally, the weights. No step may be in flight.
+
+        Args:
+            blocks: Ids of device blocks.
+            host_blocks: Ids of blocks in host memory.
+            with_weights: Whether to include the weights.
+
+        Returns:
+            Arrays by name, in the form that `write_memory` reads.
+        """
         ...
 
     def write_memory(
@@ -67,103 +80,137 @@ class Executor(Protocol):
         *,
         with_weights: bool,
     ) -> None:
-        """Writes what `read_memory` returned; ValueError if an array is missing or does not fit."""
+        """Writes arrays that `read_memory` returned. No step may be in flight.
+
+        Args:
+            blocks: Ids of the device blocks to write.
+            host_blocks: Ids of the blocks in host memory to write.
+            arrays: The return value of `read_memory`.
+            with_weights: Whether to write the weights too.
+
+        Raises:
+            ValueError: If an array is missing or has another shape or dtype.
+        """
         ...
 
     def fingerprint(self) -> tuple[str, str]:
-        """Returns hashes of the weights as they are served, and of how such kernels are packed here."""
+        """Returns a hash of the served weights and a hash of this machine's packed weight layout."""
         ...
 
     def read_kv(
         self, layer: int, block_tables: BlockTables, num_tokens: list[int]
     ) -> "tuple[np.ndarray, np.ndarray]":
-        """Returns the keys and values [tokens, kv heads, head_dim] of a sequence, in the model's dtype.
+        """Returns the cached keys and values of a sequence.
 
         Args:
             layer: Index into the model's kv_cache_specs().
-            block_tables: Of the sequence; tokens in null blocks are left out.
-            num_tokens: How many slots of each table are filled.
+            block_tables: Block tables of the sequence. Tokens in null blocks are left out.
+            num_tokens: Number of filled slots of each table.
+
+        Returns:
+            Keys and values, each [tokens, kv_heads, head_dim] in the model's dtype.
         """
         ...
 
     def inspect(self, query: InspectionInput) -> "tuple[np.ndarray, dict[int, np.ndarray]]":
-        """Computes tokens again with what the pool holds, and changes nothing.
+        """Recomputes tokens of a sequence from the cached keys and values, without changing any state.
+
+        Args:
+            query: The tokens, the blocks of their sequence, and the layers whose attention is returned.
 
         Returns:
-            The logits of the last token, float32 [V]; and by layer, the attention probabilities of all of
-            them, float32 [heads, tokens, slots of the block table].
+            The logits of the last token, float32 [V], and the attention probabilities of all tokens by layer,
+            float32 [heads, tokens, slots of the block table].
         """
         ...
 
     def compile_plan(self) -> str:
-        """Returns a table of what is compiled: shapes, seconds and bytes."""
+        """Returns a table of all programs with the time and the temporary memory of each."""
         ...
 
     def compile_report(self) -> "list[CompileRecord]":
-        """Returns what the table of `compile_plan` says, as records."""
+        """Returns the rows of the `compile_plan` table as records."""
         ...
 
     def wait_until_compiled(self) -> None:
-        """Returns when everything is compiled; until then steps may use a larger shape than they need."""
+        """Waits until all programs are compiled.
+
+        Until then, a step may run in a larger bucket than it needs.
+        """
         ...
 
     def when_failed(self, note: Callable[[str], None]) -> None:
-        """Calls a function with the reason, from any thread, should it fail while no step runs."""
+        """Registers a callback for failures that happen while no step is running.
+
+        Args:
+            note: Called with the reason, from any thread.
+        """
         ...
 
     def update_weights(self, new: "NewWeights") -> None:
-        """Computes with other weights from the next step on; ValueError if they don't fit."""
+        """Replaces the weights from the next step on.
+
+        Raises:
+            ValueError: If the new weights do not fit the model.
+        """
         ...
 
     def check_weights(self) -> None:
-        """Raises RuntimeError if a model in memory has got other weights than those of the steps."""
+        """Raises RuntimeError if the weights of a model in memory are no longer the served ones."""
         ...
 
     def free_memory(self, *, keeps_weights: bool) -> None:
-        """Frees pool and weights, which are kept in host memory or dropped; no step is in flight."""
+        """Frees the KV cache and the weights. No step may be in flight.
+
+        Args:
+            keeps_weights: Whether to copy the weights to host memory. Otherwise they are dropped.
+        """
         ...
 
     def restore_weights(self) -> None:
-        """Brings weights back that were freed, if they are not there: from host memory, or read again.
+        """Restores freed weights from host memory, or reloads dropped weights from their checkpoint.
+
+        Does nothing if the weights are on the device.
 
         Raises:
-            ValueError: If they were dropped, and did not come from a folder.
+            ValueError: If the weights were dropped and did not come from a checkpoint.
         """
         ...
 
     def restore_pool(self) -> None:
-        """Takes memory for a pool that was freed, if it has none; what its blocks held is lost."""
+        """Allocates the KV cache again if it was freed. The contents of its blocks are lost."""
         ...
 
     def close(self) -> None:
-        """Frees weights and pool."""
+        """Frees the weights and the KV cache."""
         ...
 
 
 @methods_with_default_settings
 class LocalExecutor:
-    """Runs steps in this process, on the devices that JAX sees. It is an Executor.
+    """Executor that runs steps in this process, on the devices that JAX sees.
 
     Args:
         args: Model and limits.
-        loaded: A model in memory to serve in place of args.model's weights, such as one in training. They
-            stay the caller's.
-        hooks: What requests may ask for by name.
-        attend: Attends in place of args.attention_backend.
-        sampler: Chooses tokens in place of the sampler.
-        logits_processors: What requests may ask for by name, ahead of the sampler.
-        first_device: The first of its devices, among those that JAX sees.
-        group: The processes whose devices they are; None for this one alone.
-        beside: An executor of the same pipeline, whose weights and programs it shares; None for the first.
+        loaded: A model in memory to serve instead of the checkpoint in args.model, for example a model in
+            training. Its weights remain the caller's.
+        hooks: Hooks that requests may select by name.
+        attend: Attention function that replaces args.attention_backend.
+        sampler: Function that replaces the sampler.
+        logits_processors: Logits processors that requests may select by name. They run before the sampler.
+        first_device: Index of the first device to use, among the devices that JAX sees.
+        group: The processes whose devices are used; None for this process alone.
+        beside: Another executor of the same pipeline, whose weights and programs this one shares; None for
+            the first.
 
     Attributes:
-        runner: Does the work.
-        dispatch: As in Executor; so are the two that follow.
-        result: As in Executor.
-        check_weights: As in Executor.
+        runner: The runner that does the work: a ModelRunner, or an EncoderRunner for an encoder-only model.
+        dispatch: See Executor.
+        result: See Executor.
+        check_weights: See Executor.
 
     Raises:
-        ValueError: If the model can't be loaded or a limit does not fit it.
+        ValueError: If the model cannot be loaded or a limit does not fit it.
     """
 
     def __init__(
@@ -178,7 +225,7 @@ class LocalExecutor:
         group: "ProcessGroup | None" = None,
         beside: "LocalExecutor | None" = None,
     ) -> None:
-        # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
+        # These modules import JAX. They are imported here so that importing the engine does not import JAX.
         from jax_paged.worker.composition import Inspector, encoder_runner
         from jax_paged.worker.loading.caller_parts import CallerParts
         from jax_paged.worker.model_runner import ModelRunner
@@ -194,34 +241,34 @@ class LocalExecutor:
         )
         with _no_arrays_in_traceback():
             self.runner = make()
-        # Every step calls these three, which need nothing of the executor.
+        # Every step calls these three functions. They are attributes, not methods, to save one call per step.
         self.dispatch: Callable[[SchedulerOutput], None] = with_default_settings(self.runner.dispatch)
         self.result: Callable[[], ModelRunnerOutput] = with_default_settings(self.runner.result)
         self.check_weights: Callable[[], None] = with_default_settings(self.runner.check_weights)
         self._inspector = Inspector()
         self._overrides = args.hf_overrides or {}
-        self._source: str | Path | None = args.model if loaded is None else None  # of the weights
+        self._source: str | Path | None = args.model if loaded is None else None
         self._has_pool = True
 
     @property
     def config(self) -> EngineConfig:
-        """What the engine has come to: sizes, limits, names."""
+        """The resolved configuration of the engine."""
         return self.runner.config
 
     @property
     def buckets(self) -> tuple[str, ...]:
-        """Names of the shapes that steps are padded to."""
+        """The names of the buckets, the shapes that steps are padded to."""
         return tuple(map(str, self.runner.buckets))
 
     @property
     def compile_progress(self) -> tuple[int, int]:
-        """How many programs are compiled, and how many there are; may be read from any thread."""
+        """The number of compiled programs and the total number; may be read from any thread."""
         return self.runner.compiled.progress
 
     def read_memory(
         self, blocks: list[int], host_blocks: list[int], *, with_weights: bool
     ) -> "dict[str, np.ndarray]":
-        """Returns what some blocks hold, and perhaps the weights; no step is in flight."""
+        """Returns the contents of blocks and, optionally, the weights; see Executor."""
         self._check_whole("to save or load a state")
         from jax_paged.worker.composition import snapshot
 
@@ -237,10 +284,10 @@ class LocalExecutor:
         *,
         with_weights: bool,
     ) -> None:
-        """Writes what `read_memory` of an executor with the same config has returned.
+        """Writes arrays that `read_memory` of an executor with the same configuration returned; see Executor.
 
         Raises:
-            ValueError: If an array is missing, or of another shape or type.
+            ValueError: If an array is missing or has another shape or dtype.
         """
         self._check_whole("to save or load a state")
         from jax_paged.worker.composition import snapshot
@@ -253,7 +300,7 @@ class LocalExecutor:
             self._source = None
 
     def fingerprint(self) -> tuple[str, str]:
-        """Returns hashes of the weights as they are served, and of how such kernels are packed here."""
+        """Returns a hash of the served weights and a hash of this machine's packed weight layout."""
         self._check_whole("to save or load a state")
         from jax_paged.worker.composition import snapshot
 
@@ -263,40 +310,51 @@ class LocalExecutor:
     def read_kv(
         self, layer: int, block_tables: BlockTables, num_tokens: list[int]
     ) -> "tuple[np.ndarray, np.ndarray]":
-        """Returns the keys and values of a sequence; see Executor."""
+        """Returns the cached keys and values of a sequence; see Executor."""
         self._check_whole("to read keys and values")
         context, arrays = self.runner.context, self.runner.arrays
         return self._inspector.read_kv(context, arrays, layer, block_tables, num_tokens)
 
     def inspect(self, query: InspectionInput) -> "tuple[np.ndarray, dict[int, np.ndarray]]":
-        """Computes tokens again with what the pool holds; see Executor."""
+        """Recomputes tokens of a sequence from the cached keys and values; see Executor."""
         self._check_whole("to inspect requests")
         return self._inspector.inspect(self.runner.context, self.runner.arrays, query)
 
     def compile_plan(self) -> str:
-        """Returns a table of what is compiled: shapes, seconds and bytes."""
+        """Returns a table of all programs with the time and the temporary memory of each, and the backend."""
         return f"{self.runner.compiled.plan()}\nbackend {self.config.backend} ({self.config.backend_reason})"
 
     def compile_report(self) -> "list[CompileRecord]":
-        """Returns what the table of `compile_plan` says, as records."""
+        """Returns the rows of the `compile_plan` table as records."""
         return self.runner.compiled.report()
 
     def wait_until_compiled(self) -> None:
-        """Returns when everything is compiled; until then steps may use a larger shape than they need."""
+        """Waits until all programs are compiled.
+
+        Until then, a step may run in a larger bucket than it needs.
+        """
         self.runner.compiled.wait()
 
     def when_failed(self, note: Callable[[str], None]) -> None:
-        """Never calls the function: what fails in this process does so in a step."""
+        """Does nothing: failures in this process are raised by the step in which they happen."""
 
     def update_weights(self, new: "NewWeights") -> None:
-        """Computes with other weights from the next step on; ValueError if they don't fit."""
+        """Replaces the weights from the next step on.
+
+        Raises:
+            ValueError: If the new weights do not fit the model.
+        """
         self._check_whole("to exchange weights")
         self.runner.served.replace(new, self._overrides)
         self.runner.forget_images()
         self._source = new if isinstance(new, str | Path) else None
 
     def free_memory(self, *, keeps_weights: bool) -> None:
-        """Frees pool and weights, which are kept in host memory or dropped; no step is in flight."""
+        """Frees the KV cache and the weights. No step may be in flight.
+
+        Args:
+            keeps_weights: Whether to copy the weights to host memory. Otherwise they are dropped.
+        """
         self._check_whole("to sleep")
         self.runner.free()
         self._has_pool = False
@@ -304,7 +362,11 @@ class LocalExecutor:
         self.runner.served.free_extra()
 
     def restore_weights(self) -> None:
-        """Brings weights back that were freed, if they are not there; see Executor."""
+        """Restores freed weights from host memory, or reloads dropped weights from their checkpoint.
+
+        Raises:
+            ValueError: If the weights were dropped and did not come from a checkpoint.
+        """
         if not self.runner.served.are_dropped:
             self.runner.served.restore()
         elif self._source is None:
@@ -316,28 +378,28 @@ class LocalExecutor:
             self.update_weights(self._source)
 
     def restore_pool(self) -> None:
-        """Takes memory for a pool that was freed, if it has none; what its blocks held is lost."""
+        """Allocates the KV cache again if it was freed. The contents of its blocks are lost."""
         if not self._has_pool:
             self.runner.served.restore_extra()
             self.runner.allocate()
             self._has_pool = True
 
     def close(self) -> None:
-        """Frees the pool, and the weights unless others use them or the caller brought the model."""
+        """Frees the KV cache, and the weights unless other executors or the caller use them."""
         self.runner.close()
 
     def _check_whole(self, what: str) -> None:
-        """Checks that there is one stage, which has all weights and the whole of each block."""
+        """Raises ValueError unless there is a single pipeline stage, whose executor has all layers."""
         size = self.config.pipeline_parallel_size
         check(size == 1, "pipeline_parallel_size", size, f"1 {what}")
 
 
 @contextlib.contextmanager
 def _no_arrays_in_traceback() -> Iterator[None]:
-    """Frees what a constructor has allocated, if it raises an error.
+    """Frees the arrays that a constructor has allocated if it raises an error.
 
-    A notebook keeps the last error, whose traceback refers to the local variables of all functions in it:
-    the weights and the pool would stay while the user tries again with other settings.
+    A notebook keeps the last error. Its traceback refers to the local variables of all functions in it, so
+    the weights and the KV cache would stay allocated while the user tries again with other settings.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""What the host keeps of every sequence that holds blocks on the device, by batch slot.
+"""Host-side state of every sequence that holds blocks on the device, by batch slot.
 
-A sequence takes a batch slot with its NewSequence and keeps it until it is released. Steps then say only what
-has changed, and the builder gathers the rows of a step from the batch slots.
+A sequence takes a batch slot with its NewSequence and keeps it until it is released. In between, a step
+contains only changes of the sequence. The batch builder gathers the inputs of a step from the batch slots.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TokenCountReset(NamedTuple):
-    """A sequence with penalties that has taken a batch slot: its token counts have to be written."""
+    """A sequence with penalties that has taken a batch slot and whose token counts must be initialized."""
 
     batch_slot: int
     prompt_token_ids: list[int]
@@ -27,30 +27,36 @@ class TokenCountReset(NamedTuple):
 
 
 class InputBatch:
-    """Owns the per-sequence state of the host.
+    """Owner of the host-side state of the batch slots.
+
+    The attributes are indexed by batch slot and must not be changed from outside. They are arrays with an
+    entry per batch slot, or dictionaries that have an entry only for sequences that need one.
 
     Args:
-        max_num_seqs: Batch slots, S.
-        num_groups: Cache groups, G.
-        max_blocks_per_seq: Columns of block tables, M.
-        num_blocks: Blocks of the pool.
-        vocab_size: Tokens of a mask.
-        features: State of the sequences that use features.
-        is_cross: Whether the layers of each cache group attend to an encoder's output; None for none.
+        max_num_seqs: Number of batch slots, S.
+        num_groups: Number of cache groups, G.
+        max_blocks_per_seq: Number of block table columns, M.
+        num_blocks: Number of blocks of the KV cache.
+        vocab_size: Number of tokens that a token mask covers.
+        features: Per-sequence state of features.
+        is_cross: For each cache group, whether its layers attend to an encoder's output; None if no group
+            does.
 
-    Attributes (indexed by batch slot; not to be changed from outside):
-        block_tables: int32 [G, S, M], padded with the null block.
-        num_table_blocks: int32 [G, S], how many entries of each table are a sequence's.
-        num_dropped: int32 [S], by how much slots stand before positions: tokens of dropped blocks.
-        sampling: int32 [S, NUM_SAMPLING_COLUMNS], the field of the same name of the packed buffer.
-        end_tokens: int32 [S, MAX_END_TOKENS], padded with -1; of sequences with more of them, not all.
-        count_slots: int32 [S], the batch slot itself where a sequence has penalties, S elsewhere.
-        num_top_logprobs: int32 [S], how many most likely tokens to report; -1 for no log-probabilities.
-        token_rules: The sequences of which some tokens get a bias, or are forbidden.
-        known_tokens: Of sequences whose tokens the host has to know, as bad words do.
-        forced_tokens: Of sequences whose output is given, the length of the prompt, and the output.
-        prompts: Of the sequences whose prompt gets log-probabilities, the prompt and how many most likely
-            tokens to report.
+    Attributes:
+        block_tables: int32 [G, S, M], padded with the null block 0.
+        num_table_blocks: int32 [G, S], number of blocks in each table.
+        num_dropped: int32 [S], number of tokens whose blocks the user has dropped (`drop_kv`). A token at
+            position p uses slot p - num_dropped of its block table.
+        sampling: int32 [S, NUM_SAMPLING_COLUMNS], rows of the packed buffer's field `sampling`.
+        end_tokens: int32 [S, MAX_END_TOKENS], padded with -1. Only the first MAX_END_TOKENS end tokens of a
+            sequence.
+        count_slots: int32 [S], the batch slot itself if its sequence has penalties, else S.
+        num_top_logprobs: int32 [S], number of most likely tokens to report; -1 for no log-probabilities.
+        token_rules: Biases and forbidden tokens, for sequences that have any.
+        known_tokens: The tokens so far, for sequences with bad words or logits processors.
+        forced_tokens: (prompt length, forced output tokens), for sequences whose output is forced.
+        prompts: (prompt, number of most likely tokens to report), for sequences with prompt
+            log-probabilities.
     """
 
     def __init__(
@@ -91,7 +97,7 @@ class InputBatch:
 
     @property
     def num_batch_slots(self) -> int:
-        """S."""
+        """The number of batch slots, S."""
         return len(self.count_slots)
 
     def slots_of(self, seq_ids: Iterable[int]) -> np.ndarray:
@@ -99,14 +105,14 @@ class InputBatch:
         return np.array([self._batch_slots[seq_id] for seq_id in seq_ids], np.int64)
 
     def update(self, output: SchedulerOutput) -> list[TokenCountReset]:
-        """Takes in a step: who leaves, who sits down, and what has changed of the rows' block tables.
+        """Applies a step: frees and assigns batch slots, and updates block tables and known tokens.
 
         Args:
-            output: The step. With step 0, the first of a scheduler, all batch slots are empty: another
-                scheduler may have gone before.
+            output: The step. Step 0 is the first step of a scheduler. It frees all batch slots first, because
+                another scheduler may have used them before.
 
         Returns:
-            The sequences whose token counts have to be written before the step runs.
+            The sequences whose token counts must be initialized before the step runs.
         """
         if output.step_id == 0:
             for seq_id in list(self._batch_slots):
@@ -124,17 +130,18 @@ class InputBatch:
         return resets
 
     def take_table_changes(self) -> np.ndarray:
-        """Returns what has changed in block tables since the last call.
+        """Returns the block table entries that have changed since the last call.
 
         Returns:
-            int32 [2, n]: places, each once (see block_tables.py), and the blocks that stand there now.
+            int32 [2, n]: the flattened index of each changed entry (see block_tables.py), without duplicates,
+            and its current block id.
         """
         places = np.array(sorted(set(self._changed_places)), np.int32)
         self._changed_places.clear()
         return np.stack([places, self.block_tables.reshape(-1)[places]])
 
     def check_integrity(self) -> None:
-        """Asserts that every batch slot is either free and empty, or one sequence's."""
+        """Asserts that every batch slot is either free and empty or taken by exactly one sequence."""
         taken = sorted(self._batch_slots.values())
         assert sorted([*taken, *self._free]) == list(range(self.num_batch_slots)), (
             "a batch slot is lost or taken twice"
@@ -217,7 +224,7 @@ class InputBatch:
         return (g * num_batch_slots + batch_slot) * num_columns + column
 
     def _write(self, g: int, batch_slot: int, first: int, blocks: list[int]) -> None:
-        """Writes blocks to the end of a table."""
+        """Writes blocks into a table from column `first` on; the table ends after them."""
         if not blocks:
             return
         lowest, highest = min(blocks), max(blocks)
@@ -232,5 +239,5 @@ class InputBatch:
 
 
 def has_penalty(params: SamplingParams) -> bool:
-    """Returns whether the choice of a token depends on how often it was chosen before."""
+    """Returns whether the sampling parameters contain a penalty that depends on token counts."""
     return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
