@@ -1,14 +1,14 @@
-"""One step and the batch slots of its sequences -> the padded arrays that go to the device.
+"""Builder of the padded arrays that a step sends to the device.
 
-Three kinds of rows, each padded to the size of the bucket:
+A step has three kinds of rows. Each kind is padded to the size of the bucket:
 
-    scheduled sequences   B    SchedulerOutput.scheduled, in order
-    token rows            T    all tokens of the first sequence, then those of the second, ...
-    logits rows           L    a token row each, after which logits are computed; first those that
-                               something is drawn from (see step_rows.py)
+    scheduled sequences   B    SchedulerOutput.scheduled, in the same order
+    token rows            T    the tokens of the first sequence, then the tokens of the second, ...
+    logits rows           L    the token rows whose logits are computed (see step_rows.py): first the rows
+                               from which a token is drawn, then one row for each other sequence
 
-Arrays that outlive a step have a row per batch slot, S. A sequence keeps its batch slot while it runs, at
-whatever index of `scheduled` it is.
+State that outlives a step is indexed by batch slot instead (S batch slots). A sequence keeps its batch slot
+while its index in `scheduled` changes from step to step.
 """
 
 import dataclasses
@@ -40,19 +40,21 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StepInputs:
-    """What a step sends to the device.
+    """Arrays that a step sends to the device.
+
+    T token rows, L logits rows, V tokens in the vocabulary, E numbers per embedding.
 
     Args:
-        packed: int32, the bucket's buffer.
-        bias_ids: int32 [B, MAX_BIAS_IDS], padded with the size of the vocabulary; None if no row of the step
-            has a bias.
-        bias_values: float32 [B, MAX_BIAS_IDS], or None.
-        token_mask: int32 [B, ceil(V / 32)], see SamplingBatch; None if no row of the step has one.
-        changes_ahead: int32 [2, n], changes of block tables to write ahead of the step: those for which its
-            buffer has no room, when long tables take their batch slots.
-        num_shared_tokens: Tokens that are read once for several rows, each of these after the first counted.
-        embeds: float32 [T, E], the vectors of the token rows that have some; None if no row of the step has.
-        fields: The fields of `packed`, see packed_buffer.py.
+        packed: int32, the packed buffer of the bucket.
+        bias_ids: int32 [L, MAX_BIAS_IDS], padded with V; None if no row has a bias.
+        bias_values: float32 [L, MAX_BIAS_IDS]; None if no row has a bias.
+        token_mask: int32 [L, ceil(V / 32)], see SamplingBatch; None if no row has a mask.
+        changes_ahead: int32 [2, n], block table changes that do not fit into the buffer, for example because
+            a sequence with a long table takes a batch slot. They are written before the step runs.
+        num_shared_tokens: Number of token reads that cascade attention saves. A prefix of t tokens that n
+            sequences share saves (n - 1) * t.
+        embeds: float32 [T, E], embeddings that replace tokens; None if no token row has one.
+        fields: Views of the fields of `packed`, see packed_buffer.py.
     """
 
     packed: np.ndarray
@@ -66,18 +68,19 @@ class StepInputs:
 
 
 class BatchBuilder:
-    """Builds the inputs of steps.
+    """Builder of step inputs.
 
     Args:
-        input_batch: The batch slots; updated before a step is built.
-        block_size: Tokens per block.
-        num_blocks: Blocks of the pool; slots from num_blocks * block_size on are not written.
-        groups: Cache groups, each with block tables of its own.
-        vocab_size: Ids from here on pad biases.
-        checks_inputs: Whether to assert all that the kernels take for granted.
-        options: What the fields of the buffer depend on; None for those of `groups` alone.
-        features: Fills the fields of features; None if no feature has any.
-        shared_prefixes: Finds leading blocks that sequences attend to together; None if they never do.
+        input_batch: The batch slots. They must be updated with a step before the step is built.
+        block_size: Number of tokens per block.
+        num_blocks: Number of blocks in the KV cache. Padded token rows get the slot num_blocks * block_size,
+            which is not written.
+        groups: Cache groups. Each group has its own block tables.
+        vocab_size: Size of the vocabulary. It is also the token id that pads biases.
+        checks_inputs: Whether to assert all conditions that the kernels rely on.
+        options: Properties of the engine that determine the fields of the buffer; None if only `groups` does.
+        features: Fills the fields of features; None if no feature has a field.
+        shared_prefixes: Finds the leading blocks for cascade attention; None if it is off.
     """
 
     def __init__(
@@ -104,13 +107,13 @@ class BatchBuilder:
         self._neutral = neutral_sampling()
 
     def build(self, output: SchedulerOutput, logits_rows: LogitsRows, bucket: Bucket) -> StepInputs:
-        """Pads a step to a bucket.
+        """Builds the inputs of a step, padded to a bucket.
 
         Args:
-            output: At most bucket.num_seqs rows, bucket.num_logits rows of logits, and bucket.num_tokens
-                tokens; one token per row if bucket.is_decode.
-            logits_rows: Of the step.
-            bucket: The shape.
+            output: The step. It must fit into the bucket, and each of its sequences must have one token if
+                bucket.is_decode is True.
+            logits_rows: The logits rows of the step.
+            bucket: The shape of the step.
         """
         batch, rows = self._input_batch, self._rows(output, bucket)
         assert len(logits_rows.rows) <= bucket.num_logits, (len(logits_rows.rows), bucket)
@@ -150,7 +153,10 @@ class BatchBuilder:
         )
 
     def empty_sampling_inputs(self, num_logits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns bias_ids, bias_values and token_mask without any effect, for steps that need none."""
+        """Returns bias_ids, bias_values and token_mask that have no effect.
+
+        They are the inputs of steps without biases and masks.
+        """
         return (
             np.full((num_logits, MAX_BIAS_IDS), self._vocab_size, np.int32),
             np.zeros((num_logits, MAX_BIAS_IDS), np.float32),
@@ -179,7 +185,7 @@ class BatchBuilder:
         return ScheduledRows(batch_slots, start, num_tokens, end_loc, token_batch_slots, positions, tokens)
 
     def _fill_tokens(self, view: dict[str, np.ndarray], rows: ScheduledRows) -> None:
-        """Fills tokens, positions, query_start_loc and batch slots."""
+        """Fills the fields tokens, positions, query_start_loc and batch_slots."""
         n, total = len(rows.batch_slots), len(rows.tokens)
         view["tokens"][:total] = rows.tokens
         view["positions"][:total] = rows.positions
@@ -189,7 +195,7 @@ class BatchBuilder:
         view["batch_slots"][n:] = self._input_batch.num_batch_slots
 
     def _fill_slots(self, view: dict[str, np.ndarray], rows: ScheduledRows) -> None:
-        """Fills slot_mapping and context_lens of groups with self-attention."""
+        """Fills the fields slot_mapping and context_lens, for cache groups with self-attention."""
         batch, batch_slots, size = self._input_batch, rows.batch_slots, self._block_size
         n, total, stop = len(batch_slots), len(rows.positions), rows.stop
         places = rows.positions - batch.num_dropped[rows.token_batch_slots]
@@ -208,7 +214,7 @@ class BatchBuilder:
         logits_rows: LogitsRows,
         output: SchedulerOutput,
     ) -> np.ndarray:
-        """Fills the fields of logits rows; returns the batch slots of the drawn ones."""
+        """Fills the fields of logits rows; returns the batch slots of the rows that draw a token."""
         batch, num_drawn = self._input_batch, len(logits_rows.samples)
         num_rows, tokens_back = len(logits_rows.rows), logits_rows.tokens_back
         view["logits_rows"][:num_rows] = rows.end_loc[logits_rows.rows] - 1 - tokens_back
@@ -225,7 +231,7 @@ class BatchBuilder:
         return batch_slots
 
     def _check_penalties(self, sample_slots: np.ndarray, bucket: Bucket) -> None:
-        """Asserts that no sample with several logits rows has penalties, unless the step counts drafts."""
+        """Asserts that no sequence with penalties has several logits rows, unless the device counts drafts."""
         if bucket.num_drafts:
             return
         count_slots = self._input_batch.count_slots[sample_slots]
@@ -278,7 +284,14 @@ class BatchBuilder:
     def _token_mask(
         self, batch_slots: np.ndarray, positions: np.ndarray, given: TokenMasks | None, is_masked: np.ndarray
     ) -> np.ndarray | None:
-        """Returns the masks of a step, if there are any; notes the rows of logits that have one."""
+        """Returns the token masks of a step, or None if no row has a mask.
+
+        Args:
+            batch_slots: Batch slots of the logits rows from which tokens are drawn.
+            positions: Positions of the drawn tokens.
+            given: Masks from the scheduler, for structured output; None for none.
+            is_masked: The column MASK_COLUMN of all logits rows. It is set for the rows that have a mask.
+        """
         by_slot = self._input_batch.token_rules
         drawn = enumerate(zip(batch_slots.tolist(), positions.tolist(), strict=True)) if by_slot else ()
         own = (

@@ -1,43 +1,50 @@
-"""One int32 buffer per step, moved to the device in one transfer: its fields, and how the device reads them.
+"""The packed buffer: all small inputs of a step in one int32 array, so that one transfer moves them.
 
-The fields lie one after the other (floats as their bits). T token rows, B scheduled sequences (rows), L
-logits rows (B of them, but T in steps with drafts), G cache groups, C changes of block tables:
+The fields lie one after the other. Floats are stored as their bits. Sizes: T token rows, B scheduled
+sequences, L logits rows (L = B, or L = T in steps that verify drafts), G cache groups, C block table changes,
+S batch slots.
 
-    of the token rows:   tokens [T] | positions [T] | slot_mapping [G, T]
-    of the rows:         batch_slots [B] | context_lens [G, B] | query_start_loc [B + 1] | shared_blocks [B]
-    of the block tables: table_changes [2, C]
-    of the logits rows:  logits_rows [L] | sample_positions [L] | sample_slots [L] | count_slots [L]
+    token rows:          tokens [T] | positions [T] | slot_mapping [G, T]
+    sequences:           batch_slots [B] | context_lens [G, B] | query_start_loc [B + 1] | shared_blocks [B]
+    block tables:        table_changes [2, C]
+    logits rows:         logits_rows [L] | sample_positions [L] | sample_slots [L] | count_slots [L]
                          | sampling [L, NUM_SAMPLING_COLUMNS] | forced_tokens [L, K]
-    of hooks:            hook_args [B, A] | processor_args [L, P]
-    of multi-step:       max_draws [B] | end_tokens [B, E]
-    of drafts:           num_drafts [L]
-    of adapters:         adapter_slots [B]
-    of embeddings:       has_embeds [T]
-    of states:           state_slots [3, B]
-    of M-RoPE:           mrope_positions [3, T]
+    hooks, processors:   hook_args [B, A] | processor_args [L, P]
+    recurrent states:    state_slots [3, B]
+    multi-step decoding: max_draws [B] | end_tokens [B, E]
+    drafts:              num_drafts [L]
+    adapters:            adapter_slots [B]
+    prompt embeddings:   has_embeds [T]
+    M-RoPE:              mrope_positions [3, T]
 
-The block tables stay on the device, by batch slot (block_tables.py). An unused row has a batch slot that does
-not exist.
+The block tables themselves stay on the device, by batch slot (block_tables.py). The batch slot of an unused
+row is S, which does not exist.
 
-    tokens            NO_TOKEN for a token that the host does not know yet, always the last one of its row
-    logits_rows       the token row after which a logits row stands
-    sample_positions  the position of the token that is drawn from it
-    sample_slots      the batch slot that gets this token
-    count_slots       the batch slot whose token counts its penalties read; without penalties, one that does
-                      not exist
+    tokens            NO_TOKEN if the host does not know the token yet; only the last token of a sequence or
+                      drafts that the device makes can be unknown
+    slot_mapping,     see AttentionMetadata
+    context_lens,
+    query_start_loc,
+    shared_blocks
+    table_changes     flattened indices and new block ids, see block_tables.py
+    logits_rows       the token row whose hidden state the logits are computed from
+    sample_positions  the position of the token that is drawn from a logits row
+    sample_slots      the batch slot of the sequence that receives this token
+    count_slots       the batch slot whose token counts the penalties read; S without penalties
     sampling          the columns FLOATS, then INTS
     forced_tokens     tokens that replace the drawn ones in each of the K decode steps, -1 for none; K is 1
                       without multi-step decoding
-    hook_args         for each hook, whether it is on, and its arguments: A columns in all
-    processor_args    the same for each logits processor; 2 in place of 1 if its state begins
+    hook_args         for each hook, whether it is on, and its arguments (A columns in total)
+    processor_args    for each logits processor, whether it is on (2 to initialize its state), and its
+                      arguments (P columns in total)
     max_draws         the maximum number of tokens that a sequence draws in multi-step decoding
-    end_tokens        E = MAX_END_TOKENS tokens after which it draws no more, padded with -1
-    num_drafts        the number of drafts that precede a logits row: the token rows up to its own, and their
-                      logits rows
+    end_tokens        E = MAX_END_TOKENS tokens after which a sequence draws no more, padded with -1
+    num_drafts        the number of drafts that precede the token drawn from a logits row; they are the tokens
+                      of this many token rows, the last of which is the row's own
     adapter_slots     the slot of a sequence's adapter, 0 for none
-    has_embeds        whether a token row has a vector in place of its token
-    state_slots       that of AttentionMetadata; empty if no layer has a recurrent state
-    mrope_positions   only for models whose image tokens have positions in rows and columns
+    has_embeds        whether an embedding replaces the token of a token row
+    state_slots       see AttentionMetadata; empty if no layer has a recurrent state
+    mrope_positions   only for models whose image tokens have row and column positions
 """
 
 import dataclasses
@@ -55,7 +62,8 @@ from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.sampling.sampler import SamplingBatch
 
-# Options of SamplingParams, packed as they are: none may be None. SamplingBatch has the same names.
+# Options of SamplingParams that are packed unchanged. None of them may be None. SamplingBatch has fields of
+# the same names.
 OPTION_FLOATS = (
     "temperature",
     "top_p",
@@ -68,21 +76,22 @@ FLOATS = (*OPTION_FLOATS, "logprob_temperature")
 INTS = ("top_k", "seed_low", "seed_high", "wants_logprobs", "has_token_mask")
 NUM_SAMPLING_COLUMNS = len(FLOATS) + len(INTS)
 MASK_COLUMN = len(FLOATS) + INTS.index("has_token_mask")
-# In that column: of the mask of a form; 1 is another mask.
+# Value of MASK_COLUMN for rows with a structured output mask. Rows with any other mask have 1, rows without a
+# mask have 0.
 KEEPS_DRAW = 2
 
 
 def num_step_changes(bucket: Bucket, num_groups: int) -> int:
-    """Returns C, how many changes of block tables a step takes along.
+    """Returns C, the number of block table changes for which the buffer of a step has room.
 
-    In a decode step each row may append a block and lose one that has left a window, in each group. More
-    changes than these are written ahead of a step.
+    In a decode step, each sequence may append one block per cache group and replace one that has left a
+    window. Additional changes are written before the step.
     """
     return 2 * num_groups * bucket.num_seqs
 
 
 class Field(NamedTuple):
-    """Where a field lies in a bucket's buffer."""
+    """Offset and shape of a field in the packed buffer."""
 
     start: int
     shape: tuple[int, ...]
@@ -90,14 +99,14 @@ class Field(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BufferOptions:
-    """Properties of an engine that the fields of its buffers depend on.
+    """Properties of an engine that determine the fields of its packed buffers.
 
     Args:
-        num_groups: Cache groups, G.
-        num_hook_columns: Columns of hook_args, A.
-        num_processor_columns: Columns of processor_args, P.
-        has_states: Whether layers keep a recurrent state of each sequence.
-        has_mrope: Whether tokens of images have rotary positions of their own.
+        num_groups: Number of cache groups, G.
+        num_hook_columns: Number of columns of hook_args, A.
+        num_processor_columns: Number of columns of processor_args, P.
+        has_states: Whether layers keep a recurrent state for each sequence.
+        has_mrope: Whether image tokens have M-RoPE positions.
     """
 
     num_groups: int
@@ -109,7 +118,7 @@ class BufferOptions:
 
 @functools.cache
 def layout(bucket: Bucket, options: BufferOptions) -> tuple[dict[str, Field], int]:
-    """Returns the fields of a bucket's buffer, and the buffer's length."""
+    """Returns the fields of a bucket's packed buffer by name, and the length of the buffer."""
     t, b, g = bucket.num_tokens, bucket.num_seqs, options.num_groups
     num_logits = bucket.num_logits
     shapes: dict[str, tuple[int, ...]] = {
@@ -149,7 +158,7 @@ def layout(bucket: Bucket, options: BufferOptions) -> tuple[dict[str, Field], in
 
 
 def views(packed: np.ndarray, fields: dict[str, Field]) -> dict[str, np.ndarray]:
-    """Returns the fields of a buffer on the host, to be written to."""
+    """Returns writable views of the fields of a packed buffer on the host."""
     return {
         name: packed[start : start + math.prod(shape)].reshape(shape)
         for name, (start, shape) in fields.items()
@@ -157,7 +166,7 @@ def views(packed: np.ndarray, fields: dict[str, Field]) -> dict[str, np.ndarray]
 
 
 def unpack(packed: Array, bucket: Bucket, options: BufferOptions) -> dict[str, Array]:
-    """Returns the fields of a bucket's buffer, on the device; `sampling` stays packed."""
+    """Returns the fields of a packed buffer on the device; `sampling` stays packed."""
     fields, _ = layout(bucket, options)
     return {
         name: lax.slice_in_dim(packed, start, start + math.prod(shape)).reshape(shape)
@@ -172,7 +181,15 @@ def pack_sampling(
     wants_logprobs: bool,
     logprob_temperature: float,
 ) -> np.ndarray:
-    """Returns a row of the field `sampling`; all but MASK_COLUMN stays while a sequence lives.
+    """Returns the row of the field `sampling` for a sequence.
+
+    All columns except MASK_COLUMN stay the same while the sequence runs.
+
+    Args:
+        params: Sampling parameters of the request.
+        seed: Seed of the sequence, 64 bits.
+        wants_logprobs: Whether log-probabilities are returned.
+        logprob_temperature: Temperature of the log-probabilities, see SamplingBatch.
 
     Returns:
         int32 [NUM_SAMPLING_COLUMNS].
@@ -193,7 +210,10 @@ def pack_sampling(
 
 
 def neutral_sampling() -> np.ndarray:
-    """Returns the row of `sampling` of logits that nothing is drawn from: greedy, and without effects."""
+    """Returns the row of `sampling` for logits rows from which no token is drawn.
+
+    Such a row is greedy and has no penalties, filters or masks.
+    """
     return pack_sampling(
         SamplingParams(temperature=0.0),
         seed=0,
@@ -210,7 +230,16 @@ def sampling_batch(
     token_mask: Array,
     drafts: Array | None = None,
 ) -> SamplingBatch:
-    """Returns what the sampler reads: part of an unpacked buffer, and the arrays beside it."""
+    """Returns the inputs of the sampler.
+
+    Args:
+        fields: The unpacked buffer.
+        token_counts: int32 [S, V].
+        bias_ids: int32 [L, MAX_BIAS_IDS].
+        bias_values: float32 [L, MAX_BIAS_IDS].
+        token_mask: int32 [L, ceil(V / 32)].
+        drafts: int32 [L, K], the drafts that precede each logits row, padded with V; None for none.
+    """
     columns = fields["sampling"].T
     floats = lax.bitcast_convert_type(columns[: len(FLOATS)], jnp.float32)
     ints = dict(zip(INTS, columns[len(FLOATS) :], strict=True))

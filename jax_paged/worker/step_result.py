@@ -1,4 +1,4 @@
-"""Results on the device -> values on the host."""
+"""Conversion of a step's results from device arrays to a ModelRunnerOutput."""
 
 import dataclasses
 
@@ -12,18 +12,19 @@ from jax_paged.worker.step_rows import LogitsRows
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PendingStep:
-    """A step that the device works on.
+    """A dispatched step whose result has not been read.
 
     Args:
-        step_id: That of its SchedulerOutput.
-        num_rows: Entries of SchedulerOutput.scheduled.
-        num_samples: Entries of SchedulerOutput.samples.
-        logits_rows: What the columns of `results` stand for.
-        num_top: Per drawn token, how many most likely tokens to report; -1 for no log-probabilities.
+        step_id: The step_id of its SchedulerOutput.
+        num_rows: Number of entries in SchedulerOutput.scheduled.
+        num_samples: Number of entries in SchedulerOutput.samples.
+        logits_rows: The logits rows that the columns of `results` belong to.
+        num_top: For each drawn token, the number of most likely tokens to report; -1 for no
+            log-probabilities.
         results: StepResult.tokens; None if the step computes nothing.
         details: StepResult.details; None if no sample wants log-probabilities.
-        row_outputs: What features compute of the step's rows; None for nothing.
-        num_shared_tokens: Of StepInputs.
+        row_outputs: Outputs of features; None if the step uses none.
+        num_shared_tokens: See StepInputs.
     """
 
     step_id: int
@@ -43,7 +44,7 @@ class PendingStep:
         return cls(step_id, 0, 0, LogitsRows(none, none, none), none, None, None)
 
     def begin_transfer(self) -> None:
-        """Lets the results travel to the host as soon as they are there."""
+        """Starts to copy the results to the host, without waiting for them."""
         for array in (self.results, self.details):
             if array is not None:
                 array.copy_to_host_async()
@@ -80,7 +81,13 @@ class PendingStep:
     def _by_sample(
         self, output: ModelRunnerOutput, columns: np.ndarray, num_drafts: np.ndarray
     ) -> ModelRunnerOutput:
-        """Returns the result of a step that verifies drafts, given that with a sample per logits row."""
+        """Groups the results of a step that verifies drafts by sample.
+
+        Args:
+            output: The results with one entry per logits row.
+            columns: int32 [4 or 5, L], StepResult.tokens without padding.
+            num_drafts: The number of drafts that precede each drawn token.
+        """
         samples = self.logits_rows.samples.tolist()
 
         def split[T](items: list[list[T]]) -> list[list[T]]:
@@ -92,7 +99,9 @@ class PendingStep:
         token_ids, logprobs = split(output.token_ids), split(output.logprobs)
         is_bad = columns[2] == 0
         is_bad_draft = is_bad[: len(samples)] & (num_drafts > 0)
-        # A row after drafts may never count: its sequence gets the tokens before it, and draws again there.
+        # A logits row after a draft counts only if the draft is accepted, so logits that are not finite do
+        # not end the sequence. The sequence gets the tokens before this row and draws again at this position
+        # in a later step.
         for j in np.flatnonzero(is_bad_draft)[::-1].tolist():
             for items in (token_ids, logprobs):
                 del items[samples[j]][num_drafts[j] :]
@@ -101,7 +110,7 @@ class PendingStep:
         finite[self.logits_rows.rows[is_bad]] = False
         drafts: list[list[int]] = []
         if len(columns) > 4:
-            # The first logits row of a sample follows the token that the sample had.
+            # The token before the first logits row of a sample is not a draft.
             drafts = [
                 tokens[1:] for tokens in split([[token] for token in columns[4, : len(samples)].tolist()])
             ]
@@ -110,14 +119,14 @@ class PendingStep:
         )
 
     def _read_multi_step(self, results: np.ndarray, details: np.ndarray | None) -> ModelRunnerOutput:
-        """Returns the result of multi-step decoding, whose row i is that of sample i.
+        """Returns the result of multi-step decoding, in which sequence i is also sample i.
 
         Args:
-            results: int32 [K, 5, num_samples].
+            results: int32 [K, 5, num_samples] for K decode steps.
             details: int32 [K, B, 1 + 2N], or None.
         """
         token_ids, logprobs, is_finite, has_choice, is_live = results.transpose(1, 2, 0)
-        # What is not finite comes last, and draws nothing.
+        # A decode step with logits that are not finite is the sequence's last, and its token does not count.
         counts = np.sum(is_live & is_finite, axis=1).tolist()
         tokens = np.where(has_choice != 0, token_ids, NO_TOKEN).tolist()
         chosen = np.ascontiguousarray(logprobs).view(np.float32).tolist()
@@ -144,10 +153,11 @@ def read_details(
     """Returns the log-probabilities of n tokens.
 
     Args:
-        details: int32 [n or more, 1 + 2N]: rank, most likely ids, bits of their log-probabilities; None if no
-            token wants them.
-        logprobs: Of the tokens themselves.
-        num_top: Per token, how many of the most likely ones to report; -1 for neither them nor the rank.
+        details: int32 [n or more, 1 + 2N]: rank, ids of the N most likely tokens, bits of their
+            log-probabilities; None if no token wants them.
+        logprobs: Log-probabilities of the tokens themselves.
+        num_top: For each token, the number of most likely tokens to report; -1 to report neither them nor the
+            rank.
     """
     if details is None:
         return [TokenLogprobs(logprob, 0, [], []) for logprob in logprobs]

@@ -1,4 +1,4 @@
-"""Rows of a step: scheduled sequences, token rows and logits rows."""
+"""The three kinds of rows of a step: scheduled sequences, token rows and logits rows."""
 
 import itertools
 from typing import NamedTuple
@@ -9,16 +9,16 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 
 
 class ScheduledRows(NamedTuple):
-    """The scheduled sequences and token rows of a step. n sequences, t tokens.
+    """Scheduled sequences and token rows of a step, for n sequences and t tokens.
 
     Args:
         batch_slots: int64 [n], the batch slot of each sequence.
-        start: int32 [n], the position of its first token.
-        num_tokens: int32 [n].
-        end_loc: int32 [n], the token row after its last one.
+        start: int32 [n], the position of the first token that the step computes for the sequence.
+        num_tokens: int32 [n], the number of tokens that the step computes for the sequence.
+        end_loc: int32 [n], the index after the last token row of the sequence.
         token_batch_slots: int64 [t], the batch slot of each token row.
         positions: int32 [t], the position of each token row.
-        tokens: int32 [t].
+        tokens: int32 [t], the token of each token row.
     """
 
     batch_slots: np.ndarray
@@ -31,20 +31,24 @@ class ScheduledRows(NamedTuple):
 
     @property
     def stop(self) -> np.ndarray:
-        """int32 [n], the position after the last token of each sequence."""
+        """The position after the last token of each sequence, int32 [n]."""
         return self.start + self.num_tokens
 
 
 class LogitsRows(NamedTuple):
-    """The logits rows of a step, L of them: those of the samples, then one per sequence without a sample.
+    """Logits rows of a step, L in total.
+
+    The first N logits rows belong to the samples; tokens are drawn from them. Then follows one row for each
+    sequence without a sample, because its logits are checked for NaN too.
 
     Args:
-        rows: int64 [L], index in SchedulerOutput.scheduled.
-        tokens_back: int64 [L], the number of tokens between its token row and the sequence's last one.
-        samples: int64 [N], index in SchedulerOutput.samples of the first N logits rows, from which tokens are
-            drawn. Those of one sample are neighbours, in order of position.
-        num_drafts: int64 [N], the number of drafts that precede each logits row of a sample; None in a step
-            that verifies no drafts, where each sample has one logits row.
+        rows: int64 [L], the index in SchedulerOutput.scheduled of each logits row.
+        tokens_back: int64 [L], how many token rows each logits row lies before the last token row of its
+            sequence.
+        samples: int64 [N], the index in SchedulerOutput.samples of each of the first N logits rows. The
+            logits rows of one sample are adjacent and ordered by position.
+        num_drafts: int64 [N], the number of drafts that precede the token drawn from each of the first N
+            logits rows. None if each sample has one logits row, as in a step that verifies no drafts.
     """
 
     rows: np.ndarray
@@ -73,7 +77,7 @@ def plan_logits_rows(output: SchedulerOutput) -> LogitsRows:
 
 
 def _with_several_per_sample(rows: np.ndarray, num_logits: np.ndarray) -> LogitsRows:
-    """Returns the logits rows of samples that verify drafts."""
+    """Returns the logits rows of a step in which samples have several, to verify drafts."""
     assert num_logits.min() >= 1, "a sample has no row of logits"
     samples = np.repeat(np.arange(len(rows)), num_logits)
     tokens_back = np.cumsum(num_logits)[samples] - 1 - np.arange(len(samples))
