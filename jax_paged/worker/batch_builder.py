@@ -231,7 +231,7 @@ class BatchBuilder:
         return batch_slots
 
     def _check_penalties(self, sample_slots: np.ndarray, bucket: Bucket) -> None:
-        """Asserts that no sequence with penalties has several logits rows, unless the device counts drafts."""
+        """Asserts that no sequence with penalties has several logits rows unless drafts are counted."""
         if bucket.num_drafts:
             return
         count_slots = self._input_batch.count_slots[sample_slots]

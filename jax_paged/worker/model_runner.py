@@ -1,4 +1,4 @@
-"""The device side of an engine: owns weights, pool and batch slots, and runs steps on them."""
+"""The model runner: owns weights, KV cache and batch slots of one engine, and runs steps on them."""
 
 import collections
 import dataclasses
@@ -43,25 +43,27 @@ _FIELDS_BY_SLOT = [f for f in dataclasses.fields(StepState) if f.name != "kv_cac
 
 
 class ModelRunner:
-    """Runs the steps of one scheduler, on one device or several.
+    """Runner for the steps of one scheduler, on one or several devices.
 
     Args:
         args: Model and limits.
-        parts: A model and functions of the caller.
-        first_device: The first of its devices, among those that JAX sees.
-        group: The processes whose devices they are; None for this one alone.
-        beside: A runner of the same arguments, whose weights and programs it shares; its pool is its own.
+        parts: Model and functions that the caller provides.
+        first_device: Index of the first device to use, among the devices that JAX sees.
+        group: The processes whose devices are used; None for this process alone.
+        beside: A runner with the same arguments, whose weights and programs this one shares. The KV cache is
+            not shared.
 
     Attributes:
-        config: What the settings have come to.
-        context: What its programs are traced for.
-        compiled: Everything that it has compiled.
-        builder: Builds the inputs of steps.
-        features: What features run around steps.
-        served: The weights; they may be exchanged between steps.
+        config: The resolved configuration.
+        context: The context for which programs are traced (of the last stage in a pipeline).
+        compiled: The compiled programs.
+        builder: The builder of step inputs.
+        features: The features that work around a step.
+        served: The weights (of the first stage of this process in a pipeline). They may be replaced between
+            steps.
 
     Raises:
-        ValueError: If the model can't be loaded or a limit does not fit it.
+        ValueError: If the model cannot be loaded or a limit does not fit it.
     """
 
     def __init__(
@@ -86,7 +88,8 @@ class ModelRunner:
         self._movers, self._host = self._make_movers()
         self.allocate()
         self._pending: collections.deque[PendingStep] = collections.deque()
-        # Last, as it leaves threads behind.
+        # Created near the end because it starts background threads. If the constructor failed after this
+        # line, they would be left running.
         self.compiled = model.compiled([program for mover in self._movers for program in mover.programs])
         self._has_mixed = any(not b.is_decode and not b.num_drafts for b in self.compiled.buckets)
         run = self.compiled.run
@@ -103,7 +106,7 @@ class ModelRunner:
 
     @property
     def arrays(self) -> dict[str, list[Array]]:
-        """What lies on the device between steps, in the runner's own lists, by name."""
+        """The arrays that stay on the device between steps, by name. The lists are the runner's own."""
         return {
             "weights": self._weights,
             "kv_cache": self._state.kv_cache,
@@ -112,17 +115,21 @@ class ModelRunner:
 
     @property
     def host_blocks(self) -> list[np.ndarray]:
-        """Host memory for blocks that are swapped out, an array per array of the pool."""
+        """Host memory for swapped blocks, one array for each array of the KV cache."""
         return self._host.arrays
 
     def dispatch(self, output: SchedulerOutput) -> None:
-        """Begins a step; returns as soon as the device has what it needs.
+        """Starts a step. Returns as soon as its inputs have been handed to the device.
 
-        1. Batch slots take in the step. 2. What comes before it runs: moved blocks, then features. 3. The
-        smallest compiled bucket that fits is chosen. 4. Its inputs are built. 5. It runs. 6. Its results are
-        pending, and the features that follow a step are started. A plain step enters no feature.
+        1. The batch slots are updated with the step.
+        2. The programs that precede the step run: they move blocks, prepare features and reset token counts.
+        3. The smallest compiled bucket that fits the step is chosen.
+        4. The inputs are built, and block table changes that do not fit into them are written.
+        5. The step runs.
+        6. The features that follow a step start their work, and the results are queued for `result`.
 
-        Only swapping out waits for the device, which runs the steps that are dispatched in order.
+        A plain step calls no feature. The device runs dispatched programs in order. Only swapping out waits
+        for the device.
         """
         batch = self._input_batch
         resets = batch.update(output)
@@ -154,17 +161,17 @@ class ModelRunner:
         self._pending.append(pending)
 
     def result(self) -> ModelRunnerOutput:
-        """Waits for the oldest step that was dispatched, and returns its result."""
+        """Waits for the oldest dispatched step whose result has not been read, and returns its result."""
         assert self._pending, "no step was dispatched whose result was not asked for yet"
         return self._pending.popleft().read()
 
     def check_weights(self) -> None:
-        """Raises RuntimeError if the caller's model has other weights than those that are served."""
+        """Raises RuntimeError if the caller's model has other weights than the served ones."""
         if not self.served.is_own:
             self.served.check()
 
     def fill_kv_cache(self, value: float) -> None:
-        """Overwrites the whole pool, whatever sequences keep there: to see that nobody reads stale blocks."""
+        """Fills the whole KV cache with a value. Tests use this to prove that no step reads stale blocks."""
         kv_cache = self._state.kv_cache
         first = len(kv_cache) - len(self.context.layout.states)
         filled = [kv_cache_arrays.filled(array, value) for array in kv_cache[:first]]
@@ -172,24 +179,31 @@ class ModelRunner:
         self._state = dataclasses.replace(self._state, kv_cache=filled)
 
     def allocate(self) -> None:
-        """Allocates the arrays that stay on the device: zeros, or what `free` has kept."""
+        """Allocates the arrays that stay on the device: zeros, or the contents that `free` saved."""
         make = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding))
         self._state: StepState[Any] = self.features.restore(make(state_shapes(self._stages)))
         self._empty_inputs: dict[int, tuple[Array, ...]] = {}
 
     def free(self) -> None:
-        """Frees what `allocate` has allocated, between two steps; no sequence goes on in its batch slot."""
+        """Frees the arrays that `allocate` allocates.
+
+        No step may be in flight. All sequences must take new batch slots and be recomputed afterwards.
+        """
         self.features.free(self._state)
         for array in jax.tree.leaves([self._state, self._empty_inputs]):
             array.delete()
         self._state, self._empty_inputs = dataclasses.replace(self._state, kv_cache=[]), {}
 
     def forget_images(self) -> None:
-        """Drops the vectors of images, after the weights have changed."""
+        """Drops cached image embeddings, because the weights have changed."""
         self.features.forget_images()
 
     def close(self) -> None:
-        """Frees pool and weights (not those of a model that the caller brought); the runner is done."""
+        """Frees the KV cache and the weights, except weights of the caller's model.
+
+        The runner cannot be used again. Weights that other runners share are freed when the last runner is
+        closed.
+        """
         self._shared.close()
         if self._state.kv_cache:
             self.free()
@@ -199,9 +213,9 @@ class ModelRunner:
         trim_heap()
 
     def _make_movers(self) -> tuple[list[BlockMover], HostBlocks]:
-        """Returns what moves blocks and recurrent states, and the host memory for blocks."""
+        """Returns the movers of blocks and of recurrent states, and the host memory for blocks."""
         num_slots, num_swapped_slots = self.config.state_slots
-        # Host memory has one block or slot more than can be swapped: number 0 stays unused.
+        # Number 0 is never used, so host memory needs one more block or slot than can be swapped.
         num_swapped = self.config.num_swap_blocks + 1
         blocks = [x for stage in self._stages for x in stage.pool(num_swapped)] if num_swapped > 1 else []
         mover, host_blocks = self._make_mover(self.config.num_blocks, blocks)
@@ -225,7 +239,7 @@ class ModelRunner:
         return mover, host
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
-        """Swaps and copies blocks, and moves recurrent states, before a step."""
+        """Swaps and copies blocks and moves recurrent states before a step."""
         moves = output.blocks_to_swap_out, output.blocks_to_swap_in, output.blocks_to_copy
         if any(moves) or any(output.state_moves):
             kv_cache = self._state.kv_cache
@@ -234,13 +248,18 @@ class ModelRunner:
             self._state = dataclasses.replace(self._state, kv_cache=kv_cache)
 
     def _reset_token_counts(self, resets: list[TokenCountReset]) -> None:
-        """Writes the token counts of sequences with penalties that take a batch slot."""
+        """Initializes the token counts of sequences with penalties that take a batch slot."""
         if resets:
             counts = reset_token_counts(self._run, self._state.token_counts, resets)
             self._state = dataclasses.replace(self._state, token_counts=counts)
 
     def _smallest_ready(self, output: SchedulerOutput, variant: StepVariant | None) -> Bucket:
-        """Returns the bucket for a step: of a variant that features need, or of a plain one."""
+        """Returns the smallest compiled bucket for a step.
+
+        Args:
+            output: The step.
+            variant: The variant that features need; None for a plain step.
+        """
         num_tokens, num_seqs = output.num_batched_tokens, len(output.scheduled)
         if variant is None:
             variant = StepVariant(is_decode=not self._has_mixed or num_tokens == num_seqs)
@@ -249,7 +268,7 @@ class ModelRunner:
         )
 
     def _write_tables_ahead(self, changes: np.ndarray) -> None:
-        """Writes the changes of block tables for which the step's buffer has no room."""
+        """Writes the block table changes that do not fit into the packed buffer."""
         if changes.shape[1]:
             tables = write_block_tables(self._run, self._state.block_tables, changes)
             self._state = dataclasses.replace(self._state, block_tables=tables)
@@ -319,6 +338,9 @@ def _make_builder(config: EngineConfig, context: TraceContext, batch: InputBatch
 
 
 def _placed(*arrays: np.ndarray, sharding: NamedSharding) -> tuple[Array, ...]:
-    """Returns arrays that every device has, also those of other processes, which do the same."""
+    """Returns copies of host arrays on all devices.
+
+    If the devices belong to several processes, every process must call this with the same arrays.
+    """
     place = jax.make_array_from_callback
     return tuple(place(x.shape, sharding, lambda index, x=x: x[index]) for x in arrays)

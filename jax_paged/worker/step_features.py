@@ -1,8 +1,10 @@
-"""Features around the steps of a runner. A plain step enters none of this.
+"""Features that work around a step: before its inputs are built, in the packed buffer, and after it.
 
-StepFields       fills the fields of the packed buffer that belong to features
-RunnerFeatures   runs programs around a step: prepare() and plan() before it, finish() after it
-RowOutputs       what finish() has started, to be read with the step's result
+    StepFields       fills the fields of the packed buffer that belong to features
+    RunnerFeatures   runs programs around a step: prepare() and plan() before it, finish() after it
+    RowOutputs       the outputs that finish() has started; they are read with the step's result
+
+A plain step of an engine without features calls nothing in this module.
 """
 
 import dataclasses
@@ -42,7 +44,7 @@ from jax_paged.worker.step_rows import LogitsRows, ScheduledRows
 
 
 def has_step_features(features: FeatureSet, config: EngineConfig) -> bool:
-    """Returns whether every step of an engine passes through this module, whatever its requests use."""
+    """Returns whether every step of an engine calls RunnerFeatures, whatever its requests use."""
     is_traced = features.has_encoder or features.lora or features.embed_path or features.image_spec
     is_traced = is_traced or features.hooks or features.processors or features.pooling
     return bool(is_traced or config.speculation or config.num_scheduler_steps > 1)
@@ -50,14 +52,15 @@ def has_step_features(features: FeatureSet, config: EngineConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StepFields:
-    """Fields of the packed buffer that belong to features.
+    """Writer of the packed buffer fields that belong to features.
 
     Args:
-        input_batch: State of the batch slots.
-        block_size: Tokens per block.
-        num_state_slots: Slots for recurrent states; 0 if no layer has such states.
-        embeds_size: Size of a vector in place of a token, with the parts that are added to outputs of layers.
-        has_mrope: Whether image tokens have rotary positions in rows and columns.
+        input_batch: The batch slots.
+        block_size: Number of tokens per block.
+        num_state_slots: Number of slots for recurrent states; 0 if no layer has such states.
+        embeds_size: Size of an embedding that replaces a token, including the parts that are added to module
+            outputs.
+        has_mrope: Whether image tokens have M-RoPE positions.
     """
 
     input_batch: InputBatch
@@ -68,7 +71,7 @@ class StepFields:
 
     @classmethod
     def of(cls, context: TraceContext, config: EngineConfig, batch: InputBatch) -> "StepFields | None":
-        """Returns the fields of an engine; None if it uses no feature that has fields."""
+        """Returns the writer for an engine; None if the engine uses no feature that has fields."""
         features = context.features
         if not has_step_features(features, config) and not config.state_slots[0]:
             return None
@@ -89,7 +92,7 @@ class StepFields:
         output: SchedulerOutput,
         bucket: Bucket,
     ) -> np.ndarray | None:
-        """Fills the fields; returns the vectors of token rows, float32 [T, E], if the bucket has them."""
+        """Fills the fields; returns the embeddings of token rows, float32 [T, E], if the bucket has them."""
         batch, n = self.input_batch, len(rows.batch_slots)
         fill_encoder_lens(view["context_lens"], batch, rows.batch_slots)
         if self.num_state_slots:
@@ -113,7 +116,7 @@ class StepFields:
 
 
 def make_feature_rows(config: EngineConfig, context: TraceContext) -> FeatureRows:
-    """Returns the owner of what features keep for each sequence."""
+    """Returns the owner of the features' per-sequence state."""
     return FeatureRows(
         config.max_num_seqs,
         hooks=config.hooks,
@@ -125,22 +128,24 @@ def make_feature_rows(config: EngineConfig, context: TraceContext) -> FeatureRow
 def plan_shared_prefixes(
     context: TraceContext, batch: InputBatch, block_size: int
 ) -> cascade.SharedPrefixes | None:
-    """Returns the finder of common leading blocks; None if sequences do not attend to them together."""
+    """Returns the finder of shared leading blocks; None if the engine does not use cascade attention."""
     groups = context.layout.groups if context.min_shared_rows else ()
-    # All groups without a window share alike: a block is cached or forked in all of them.
+    # Sequences share the same leading blocks in all groups without a window, because a prefix is cached or
+    # forked in all of these groups together. So one group is enough to find them.
     full = [g for g, group in enumerate(groups) if group.window is None and not group.is_cross]
     return cascade.SharedPrefixes(batch, full[0], block_size) if full else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeaturePlan:
-    """What the features need of one step.
+    """Requirements of the features for one step.
 
     Args:
-        variant: Variant of the bucket.
-        targets: Prompt tokens or drafts that get log-probabilities, by row.
-        pooling: What is pooled; None for nothing.
-        has_functions: Whether requests have logits processors on the host.
+        variant: The bucket variant that the step needs.
+        targets: By sequence index: prompt tokens or drafts that get log-probabilities, and the number of most
+            likely tokens to report.
+        pooling: The pooling to do after the step; None for none.
+        has_functions: Whether requests have logits processors that run on the host.
     """
 
     variant: StepVariant
@@ -150,12 +155,12 @@ class FeaturePlan:
 
 
 class Device(NamedTuple):
-    """The device as features use it.
+    """The device operations that features use.
 
     Args:
-        run: Runs a program on arguments.
+        run: Runs a program with the given arguments.
         compiled: Compiles further programs.
-        weights: Of the model.
+        weights: The weights of the model.
     """
 
     run: Callable[..., Any]
@@ -164,20 +169,20 @@ class Device(NamedTuple):
 
 
 class RunnerFeatures:
-    """Features of one engine that run programs, or work on the host, around its steps.
+    """Features of one engine that run programs or host code around its steps.
 
     Args:
-        context: What programs are traced for.
-        config: Of the engine.
-        batch: State of the batch slots.
+        context: The context for which programs are traced.
+        config: The configuration of the engine.
+        batch: The batch slots.
         grid: The devices.
         place: Copies host arrays to all devices.
 
     Attributes:
-        are_on: Whether all steps of the engine pass through its features. If not, only those do that have
-            requests with prompt log-probabilities or logits processors on the host.
+        are_on: Whether every step calls these methods. If False, only steps with prompt log-probabilities,
+            host logits processors or scored drafts do.
         adapters: Adapter arrays; None without adapters.
-        image_encoder: Encodes images; None without images.
+        image_encoder: Encoder of images; None without images.
     """
 
     def __init__(
@@ -206,7 +211,11 @@ class RunnerFeatures:
         return [] if self.adapters is None else self.adapters.arrays
 
     def prepare(self, device: Device, state: StepState[Array], output: SchedulerOutput) -> StepState[Array]:
-        """Runs what comes before a step: processor states, encoders, images, adapters; returns the state."""
+        """Runs the programs of features that precede a step.
+
+        It moves the states of logits processors, runs encoders, encodes images and loads adapters. Returns
+        the state.
+        """
         if self._processors is not None:
             states = self._processors.move(output, self._batch, state.processor_states, self._place)
             state = dataclasses.replace(state, processor_states=states)
@@ -220,18 +229,19 @@ class RunnerFeatures:
         return state
 
     def plan(self, output: SchedulerOutput, *, has_mixed: bool) -> FeaturePlan:
-        """Returns what the requests of a step need of its program.
+        """Returns the requirements of the features for a step.
 
         Args:
             output: The step.
-            has_mixed: Whether the engine has buckets of mixed steps. Hidden states are read from these.
+            has_mixed: Whether the engine has buckets for mixed steps. Only these return hidden states in the
+                size that the programs of features read.
         """
         batch, rows, config = self._batch, self._batch.features, self._config
         targets, pooling = row_targets(output, batch), plan_pooling(output, batch, self._context)
         has_functions, has_embeds = bool(rows.functions), rows.has_embeds(output)
         reads_all_rows = bool(targets or pooling or has_functions or has_embeds)
         is_mixed = has_mixed and (reads_all_rows or output.num_batched_tokens > len(output.scheduled))
-        if config.batch_invariant:  # one program serves all
+        if config.batch_invariant:  # all steps of a size use the same program
             has_embeds = self._context.features.embed_size > 0 and (is_mixed or not has_mixed)
         has_adapters = self.adapters is not None and (
             config.batch_invariant or has_embeds or rows.has_adapters(output)
@@ -250,7 +260,7 @@ class RunnerFeatures:
         return FeaturePlan(variant=variant, targets=targets, pooling=pooling, has_functions=has_functions)
 
     def with_adapters(self, inputs: DeviceInputs[Any], plan: FeaturePlan) -> DeviceInputs[Any]:
-        """Adds the adapter arrays to the inputs of a step, if the bucket has them."""
+        """Adds the adapter arrays to the inputs of a step if its bucket has adapters."""
         return dataclasses.replace(inputs, adapters=self.arrays) if plan.variant.has_adapters else inputs
 
     def finish(
@@ -262,8 +272,12 @@ class RunnerFeatures:
         inputs: DeviceInputs[Any],
         result: StepResult[Array],
     ) -> "RowOutputs":
-        """Starts what follows a step: host processors, prompt log-probabilities, pooling, hook captures."""
-        hidden: Any = result.hidden  # not None in the steps that are read
+        """Starts the work of features that follows a step.
+
+        It redraws tokens with logits processors on the host, and starts prompt log-probabilities, pooling and
+        the transfer of captured values.
+        """
+        hidden: Any = result.hidden  # None in multi-step decoding, where no feature reads it
         redrawn = {}
         if plan.has_functions:
             redrawn = host_processors.redraw(
@@ -282,14 +296,14 @@ class RunnerFeatures:
         )
 
     def free(self, state: StepState[Array]) -> None:
-        """Copies to host memory what is to be kept while the engine sleeps."""
+        """Copies feature state that must survive sleep mode to host memory."""
         if self.adapters is not None:
             self.adapters.free()
         if self._processors is not None:
             self._processors.free(state.processor_states)
 
     def restore(self, state: StepState[Array]) -> StepState[Array]:
-        """Brings back what `free` has kept; returns the state."""
+        """Restores the arrays that `free` saved; returns the state."""
         if self.adapters is not None:
             self.adapters.restore()
         if self._processors is not None:
@@ -298,7 +312,7 @@ class RunnerFeatures:
         return state
 
     def forget_images(self) -> None:
-        """Drops the vectors of images: the weights have changed."""
+        """Drops cached image embeddings, because the weights have changed."""
         if self.image_encoder is not None:
             self.image_encoder.clear()
 
@@ -315,15 +329,15 @@ class RunnerFeatures:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowOutputs:
-    """Outputs of a step's rows beside tokens, while the device computes them.
+    """Outputs of a step in addition to tokens, while the device computes them.
 
     Args:
-        prompt_logprobs: Of rows whose prompt or drafts are scored.
+        prompt_logprobs: Log-probabilities of prompt tokens and drafts.
         captures: Values captured by hooks.
         pooled: Pooled hidden states.
-        redrawn: Columns of StepResult.tokens and rows of StepResult.details in place of the step's, by
-            logits row.
-        errors: Messages for sequences that have to end, by row.
+        redrawn: By logits row: the column of StepResult.tokens and the row of StepResult.details that replace
+            the step's.
+        errors: By sequence index: error messages of sequences that must end.
     """
 
     prompt_logprobs: list[PendingPromptLogprobs]
@@ -333,7 +347,7 @@ class RowOutputs:
     errors: dict[int, str]
 
     def redraw(self, results: np.ndarray, details: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the results and details of a step with the redrawn tokens in their places."""
+        """Returns the results and details of a step with the redrawn tokens."""
         if not self.redrawn:
             return results, details
         results, details = results.copy(), None if details is None else details.copy()
@@ -344,11 +358,15 @@ class RowOutputs:
         return results, details
 
     def add_to(self, output: ModelRunnerOutput, num_live: list[int] | None = None) -> ModelRunnerOutput:
-        """Waits for the outputs; returns the result of the step with them.
+        """Waits for the outputs and adds them to the result of the step.
 
         Args:
-            output: The result without them.
-            num_live: The number of decode steps each row took part in; None unless several were done.
+            output: The result without these outputs.
+            num_live: Number of decode steps in which each sequence took part; None without multi-step
+                decoding.
+
+        Returns:
+            The complete result.
         """
         scored: list[list[TokenLogprobs]] = [[] for _ in output.prompt_logprobs]
         for pending in self.prompt_logprobs:

@@ -1,6 +1,7 @@
-"""What features add to a traced step: each function is called at one place of traced_step.py.
+"""Parts of the traced step that belong to features.
 
-The code of a feature that is off is not entered.
+traced_step.py calls each of these functions at one place. A function adds nothing to the program if
+the engine does not use its feature.
 """
 
 import dataclasses
@@ -27,7 +28,10 @@ __all__ = ["accept", "adapter_shapes", "decode_steps", "drafts_before"]
 
 
 def module_edits(step: TracedStep) -> ModuleEdits:
-    """Returns the edits of modules in a forward pass, and what the drafter reads there."""
+    """Returns the edits that features make to modules in a forward pass: hooks, adapters, embeddings.
+
+    The edits also collect the module outputs that a drafter reads.
+    """
     features, edits = step.context.features, ModuleEdits()
     if features.hooks:
         first = step.context.model.num_weights
@@ -52,7 +56,11 @@ def process(
     batch: SamplingBatch,
     state: StepState[Array],
 ) -> tuple[Float[Array, "l v"] | None, StepState[Array]]:
-    """Applies logits processors; returns the logits, None without processors, and the state."""
+    """Applies logits processors.
+
+    Returns:
+        The processed logits, or None if the engine has no logits processors; and the state.
+    """
     if not step.context.features.processors:
         return None, state
     fields = step.fields
@@ -71,7 +79,7 @@ def process(
 def propose(
     step: TracedStep, tokens: Int[Array, " t"], state: StepState[Array]
 ) -> tuple[Int[Array, " t"], StepState[Array]]:
-    """Replaces drafts by those that are made on the device, if a drafter makes them."""
+    """Replaces the draft tokens of a step by those of the drafter on the device, if there is one."""
     drafter = step.context.features.drafter
     return (tokens, state) if drafter is None else verification.propose(drafter, step, tokens, state)
 
@@ -85,7 +93,7 @@ def observe(
     rows: DrawnTokens,
     state: StepState[Array],
 ) -> StepState[Array]:
-    """Lets the drafter, if there is one, read what the model has computed; returns the state."""
+    """Lets the drafter, if there is one, read the outputs of the model; returns the state."""
     drafter = step.context.features.drafter
     if drafter is None:
         return state
@@ -93,7 +101,7 @@ def observe(
 
 
 def with_drafts(step: TracedStep, tokens: Int[Array, " t"], result: StepResult[Array]) -> StepResult[Array]:
-    """Adds the drafts that were made on the device to the result."""
+    """Adds the drafts to the result if a drafter on the device has made them."""
     if step.context.features.drafter is None:
         return result
     drafts = tokens[None, step.fields["logits_rows"]]

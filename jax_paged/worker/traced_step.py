@@ -1,10 +1,11 @@
-"""The step as it is traced: weights, StepState and DeviceInputs in; StepResult and StepState out.
+"""The traced step: weights, StepState and DeviceInputs in; StepResult and StepState out.
 
     traced_step   unpack --> write block tables --> [drafts] --> decode --> last tokens
     decode        forward --> logits --> [logits processors] --> sample --> token counts
-    forward       attention metadata, module edits --> the model on the paged cache
+    forward       attention metadata, module edits --> the model on the paged KV cache
 
-Parts in brackets are features: traced_features.py calls them, and only those that the engine uses.
+Parts in brackets belong to features (traced_features.py). They are not traced if the engine does not use the
+feature.
 """
 
 import dataclasses
@@ -36,16 +37,21 @@ from jax_paged.worker.sampling.token_counts import add_tokens
 
 
 def known_tokens(fields: dict[str, Array], last_tokens: Int[Array, " s"]) -> Int[Array, " t"]:
-    """Returns the tokens of a step, with the last drawn token of a batch slot in place of its NO_TOKEN."""
+    """Returns the tokens of a step, with NO_TOKEN replaced by the last token drawn for its batch slot.
+
+    Args:
+        fields: The unpacked buffer. Only the last token of a sequence is replaced.
+        last_tokens: The last drawn token of each batch slot.
+    """
     tokens, first, batch_slots = fields["tokens"], fields["query_start_loc"], fields["batch_slots"]
-    rows = jnp.where(first[1:] > first[:-1], first[1:] - 1, len(tokens))  # unused rows: none
+    rows = jnp.where(first[1:] > first[:-1], first[1:] - 1, len(tokens))  # out of range if unused
     last = tokens.at[rows].get(mode="clip")
     drawn = last_tokens.at[batch_slots].get(mode="clip")
     return tokens.at[rows].set(jnp.where(last == NO_TOKEN, drawn, last), mode="drop")
 
 
 def buffer_options(context: TraceContext) -> BufferOptions:
-    """Returns what the fields of a step's buffer depend on."""
+    """Returns the properties that determine the fields of the packed buffer."""
     features = context.features
     return BufferOptions(
         num_groups=len(context.layout.groups),
@@ -63,7 +69,11 @@ def open_step(
     block_tables: Int[Array, "g s m"],
     inputs: DeviceInputs[Array],
 ) -> tuple[TracedStep, Int[Array, "g s m"]]:
-    """Unpacks the inputs of a step; returns it, and the block tables of all batch slots after its changes."""
+    """Unpacks the inputs of a step and applies its block table changes.
+
+    Returns:
+        The step, and the block tables of all batch slots with the changes.
+    """
     fields = unpack(inputs.packed, bucket, buffer_options(context))
     block_tables = write_changes(block_tables, fields["table_changes"])
     tables = tables_of(block_tables, fields["batch_slots"])
@@ -98,11 +108,11 @@ def traced_step(
 def decode(
     step: TracedStep, tokens: Int[Array, " t"], state: StepState[Array]
 ) -> tuple[SampledTokens, DrawnTokens, StepResult[Array], StepState[Array]]:
-    """Computes tokens and draws from every logits row.
+    """Runs the model and draws a token from every logits row.
 
     Returns:
-        What is drawn, the batch slots that take it, the result, and the state with token counts and
-        everything that the model and features have written.
+        The drawn tokens, the batch slots that receive them, the result, and the state. Token counts and
+        everything that the model and features have written are updated in the state; last_tokens is not.
     """
     context, fields = step.context, step.fields
     model = context.merge(step.weights)
@@ -133,7 +143,12 @@ def forward(
     state: StepState[Array],
     metadata: AttentionMetadata,
 ) -> tuple[Float[Array, "t e"], StepState[Array], ModuleEdits]:
-    """Runs the model; returns hidden states of all token rows, the state, and what was read of modules."""
+    """Runs the model on the paged KV cache.
+
+    Returns:
+        The hidden states of all token rows, the state, and the module edits with the values read from
+        modules.
+    """
     num_arrays = step.context.layout.num_arrays
     own, others = state.kv_cache[:num_arrays], state.kv_cache[num_arrays:]
     edits = traced_features.module_edits(step)
@@ -145,16 +160,16 @@ def forward(
 def with_last_tokens(
     state: StepState[Array], batch_slots: Int[Array, " l"], tokens: Int[Array, " l"]
 ) -> StepState[Array]:
-    """Returns the state with the tokens that some batch slots have drawn last."""
+    """Returns the state with new last tokens for some batch slots; slots that do not exist are dropped."""
     last_tokens = state.last_tokens.at[batch_slots].set(tokens, mode="drop")
     return dataclasses.replace(state, last_tokens=last_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepProgram(Program):
-    """The step of one bucket: it runs the model on all token rows, and draws a token from every logits row.
+    """Program of one bucket: runs the model on all token rows and draws a token from every logits row.
 
-    Its arguments are weights, StepState (donated) and DeviceInputs. It returns StepResult and StepState.
+    Its arguments are the weights, StepState (donated) and DeviceInputs. It returns StepResult and StepState.
     """
 
     bucket: Bucket
@@ -163,6 +178,7 @@ class StepProgram(Program):
         return str(self.bucket)
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces the program; see Program."""
         bucket = self.bucket
 
         def step(
