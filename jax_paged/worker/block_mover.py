@@ -1,4 +1,4 @@
-"""Blocks and state slots: copied inside the pool, swapped to host memory and back."""
+"""Programs that copy KV blocks and recurrent state slots on the device, or swap them to host memory."""
 
 import dataclasses
 import functools
@@ -16,18 +16,19 @@ from jax_paged.models.attention import POOL_SPEC
 from jax_paged.pallas_kernels import ops
 from jax_paged.worker.compilation.programs import Program, TraceContext
 
-# The dimension of the pool's arrays that is divided: kv heads.
+# Dimension of the KV cache arrays that devices divide: kv heads.
 _HEADS = 2
-# Blocks that one call moves; the last call of a step is padded.
+# Number of blocks that one swap moves, and that the smaller copy program copies. The last call of a step is
+# padded.
 SWAP_BLOCKS = 32
 FEW_COPIES = 8
-# The same of slots: one may be as large as a thousand blocks.
+# Number of state slots that one swap moves. A slot may be as large as a thousand blocks.
 SWAP_SLOTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class CopyProgram(Program):
-    """Copies up to num_copies blocks, or slots of states, inside the pool, which is donated."""
+    """Program that copies up to num_copies blocks, or state slots, inside the KV cache, which is donated."""
 
     num_copies: int
     of_states: bool = False
@@ -36,6 +37,7 @@ class CopyProgram(Program):
         return f"copy {'states ' * self.of_states}{self.num_copies}"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces the program; see Program."""
         own = _own_arrays(context, of_states=self.of_states)
         copy: Callable[[Array, Array, Array], Array] = _copy_slots
         if not self.of_states:
@@ -55,7 +57,10 @@ class CopyProgram(Program):
 
 @dataclasses.dataclass(frozen=True)
 class SwapOutProgram(Program):
-    """Gathers SWAP_BLOCKS blocks (or SWAP_SLOTS slots) of the pool, on a GPU into host memory."""
+    """Program that gathers SWAP_BLOCKS blocks (or SWAP_SLOTS state slots) from the KV cache.
+
+    On a GPU the results are in pinned host memory.
+    """
 
     of_states: bool = False
 
@@ -63,6 +68,7 @@ class SwapOutProgram(Program):
         return "swap out" + " states" * self.of_states
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces the program; see Program."""
         on_host = context.pool_sharding
         if on_host is not None and jax.default_backend() != "cpu":
             on_host = on_host.with_memory_kind("pinned_host")
@@ -79,7 +85,7 @@ class SwapOutProgram(Program):
 
 @dataclasses.dataclass(frozen=True)
 class SwapInProgram(Program):
-    """Scatters SWAP_BLOCKS blocks (or SWAP_SLOTS slots) into the pool, which is donated."""
+    """Program that scatters SWAP_BLOCKS blocks (or SWAP_SLOTS state slots) into the donated KV cache."""
 
     of_states: bool = False
 
@@ -87,6 +93,7 @@ class SwapInProgram(Program):
         return "swap in" + " states" * self.of_states
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces the program; see Program."""
         own = _own_arrays(context, of_states=self.of_states)
 
         def scatter(pool: list[Array], blocks: list[Array], dst: Array) -> list[Array]:
@@ -102,7 +109,10 @@ class SwapInProgram(Program):
 
 
 def _own_arrays(context: TraceContext, *, of_states: bool) -> slice:
-    """Returns which arrays of the pool programs move something of; they return the others as they are."""
+    """Returns the slice of the KV cache arrays that a program reads or writes.
+
+    Programs return the other arrays unchanged.
+    """
     num_pools = len(context.pool())
     return slice(num_pools, None) if of_states else slice(num_pools)
 
@@ -112,14 +122,15 @@ def _copy_slots(states: Array, src: Array, dst: Array) -> Array:
 
 
 class BlockMover:
-    """Moves many blocks per call.
+    """Mover of blocks, many per call.
 
     Args:
-        num_blocks: Of the pool.
-        max_copies: Maximum copies that one call makes.
-        store: Keeps blocks in host memory, as HostBlocks.store does; None if nothing is swapped.
-        load: Brings them back, as HostBlocks.load does.
-        of_states: Whether it moves slots of states, and no blocks: then these are meant everywhere here.
+        num_blocks: Number of blocks in the KV cache.
+        max_copies: Maximum number of copies in one call.
+        store: Copies blocks to host memory, see HostBlocks.store; None if nothing is swapped.
+        load: Copies blocks back to the device, see HostBlocks.load; None if nothing is swapped.
+        of_states: Whether this mover moves recurrent state slots instead of blocks. The methods then apply to
+            slots.
     """
 
     def __init__(
@@ -138,15 +149,16 @@ class BlockMover:
 
     @property
     def programs(self) -> list[Program]:
-        """The programs that the methods below run."""
+        """The programs that the other methods run."""
         kind = self._of_states
         swaps = [SwapOutProgram(kind), SwapInProgram(kind)] if self._store else []
         return [*self._copies, *swaps]
 
     def move(self, run: Callable[..., Any], pool: list[Array], step: SchedulerOutput) -> list[Array]:
-        """Swaps and copies the blocks of a step; returns the pool, which is donated.
+        """Swaps and copies the blocks of a step; returns the KV cache, which is donated.
 
-        In this order: blocks that are swapped out may be taken again in the same step.
+        Blocks are swapped out first because the same step may reuse them. Then blocks are swapped in and
+        copied.
         """
         swap_out, swap_in, copies = step.blocks_to_swap_out, step.blocks_to_swap_in, step.blocks_to_copy
         if self._of_states:
@@ -160,12 +172,15 @@ class BlockMover:
     def copy(
         self, run: Callable[..., Any], pool: list[Array], pairs: tuple[tuple[int, int], ...]
     ) -> list[Array]:
-        """Copies (from, to) blocks inside the pool; returns the pool.
+        """Copies blocks inside the KV cache.
 
         Args:
-            run: Runs a program on arguments.
-            pool: Donated.
-            pairs: No block is read and written.
+            run: Runs a program with the given arguments.
+            pool: The arrays of the KV cache. Donated.
+            pairs: (source, destination) block ids. No block may be both a source and a destination.
+
+        Returns:
+            The arrays of the KV cache.
         """
         while pairs:
             program = next((p for p in self._copies if p.num_copies >= len(pairs)), self._copies[-1])
@@ -178,7 +193,7 @@ class BlockMover:
     def swap_out(
         self, run: Callable[..., Any], pool: list[Array], pairs: tuple[tuple[int, int], ...]
     ) -> None:
-        """Copies (device block, host block) pairs to host memory; waits until they are there."""
+        """Copies (device block, host block) pairs to host memory and waits for the copies."""
         n, program = self._num_swapped, SwapOutProgram(self._of_states)
         chunks = [pairs[i : i + n] for i in range(0, len(pairs), n)]
         gathered = [run(program, pool, self._columns(c, n, 0, 0)[0]) for c in chunks]
@@ -189,7 +204,10 @@ class BlockMover:
     def swap_in(
         self, run: Callable[..., Any], pool: list[Array], pairs: tuple[tuple[int, int], ...]
     ) -> list[Array]:
-        """Copies (host block, device block) pairs back; returns the pool, which is donated."""
+        """Copies (host block, device block) pairs back to the device.
+
+        Returns the KV cache, which is donated.
+        """
         assert self._load is not None, "there are blocks in host memory"
         n, program = self._num_swapped, SwapInProgram(self._of_states)
         for i in range(0, len(pairs), n):
@@ -200,19 +218,21 @@ class BlockMover:
     def _columns(
         self, pairs: tuple[tuple[int, int], ...], size: int, pad_from: int, pad_to: int
     ) -> list[np.ndarray]:
-        """Returns the two columns of the pairs, padded."""
+        """Returns the two columns of the pairs as arrays, padded to `size` pairs."""
         columns = np.array([*pairs, *[(pad_from, pad_to)] * (size - len(pairs))], np.int32).T
         return [np.ascontiguousarray(c) for c in columns]
 
 
 class HostBlocks:
-    """Owns host memory for the part of each block that lies on this process's devices.
+    """Owner of the host memory for swapped blocks, or for the heads that lie on this process's devices.
 
     Args:
-        shapes: Of the arrays of the pool, with as many blocks as host memory has, and where they lie.
+        shapes: Shapes and shardings of the KV cache arrays, with the number of host blocks in place of device
+            blocks.
 
     Attributes:
-        arrays: Host memory, an array per array of the pool; it is taken as it is written to.
+        arrays: Host memory, one array per KV cache array. The operating system allocates it when it is first
+            written.
     """
 
     def __init__(self, shapes: list[jax.ShapeDtypeStruct]) -> None:
@@ -227,11 +247,11 @@ class HostBlocks:
             self.arrays.append(np.empty(local, shape.dtype))
 
     def store(self, places: Int[np.ndarray, " n"], blocks: list[Array]) -> None:
-        """Waits for blocks and keeps them.
+        """Waits for blocks and copies them to host memory.
 
         Args:
-            places: Where in host memory.
-            blocks: Per array of the pool, as many blocks or more.
+            places: The host block ids to write.
+            blocks: The blocks of each KV cache array. Blocks after the first len(places) are padding.
         """
         for memory, array in zip(self.arrays, blocks, strict=True):
             for shard in array.addressable_shards:
@@ -239,7 +259,7 @@ class HostBlocks:
                 memory[places, :, heads] = np.asarray(shard.data)[: len(places)]
 
     def load(self, places: Int[np.ndarray, " n"]) -> list[Array]:
-        """Returns what is kept in some places, on the devices, per array of the pool."""
+        """Returns host blocks as arrays on the devices, one per KV cache array."""
         arrays = []
         for memory, whole in zip(self.arrays, self._shapes, strict=True):
             taken, shape = memory[places], (len(places), *whole.shape[1:])
@@ -251,6 +271,6 @@ class HostBlocks:
         return arrays
 
     def _local(self, index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
-        """Returns the heads of a device in this process's memory, of the index of its part of all."""
+        """Returns a device's heads as a slice of this process's memory, given its index into all heads."""
         first, end, _ = index[_HEADS].indices(shape[_HEADS])
         return slice(first - self._first, end - self._first)

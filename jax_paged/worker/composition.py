@@ -1,7 +1,8 @@
-"""Loading of the worker's features: their arguments, settings, weights and programs.
+"""Registration of the worker's features: their arguments, settings, weights and programs.
 
-The features are also imported by feature_set.py (their values), traced_features.py (what they add to a traced
-step) and step_features.py (what they run around a step), and by no other module.
+Apart from type annotations, only four modules import feature modules: this one, feature_set.py (the values of
+features), traced_features.py (their parts of the traced step) and step_features.py (their work around a
+step).
 """
 
 import functools
@@ -44,10 +45,10 @@ __all__ = ["Inspector", "snapshot"]
 def encoder_runner(
     args: EngineArgs, parts: CallerParts, first_device: int
 ) -> Callable[[], EncoderRunner] | None:
-    """Returns what makes the runner of an encoder-only model; None for a model that draws tokens.
+    """Returns a constructor of the runner for an encoder-only model; None for a model that generates tokens.
 
     Raises:
-        ValueError: If the model is an encoder and can't be used with an argument.
+        ValueError: If the model is an encoder and an argument does not apply to it.
     """
     if not is_encoder(args, parts.model):
         return None
@@ -56,11 +57,7 @@ def encoder_runner(
 
 
 def check_arguments(args: EngineArgs, parts: CallerParts) -> None:
-    """Checks features that the model or the other arguments rule out; reads no weights.
-
-    Raises:
-        ValueError: If a feature can't be used.
-    """
+    """Raises ValueError if the model or another argument rules out a feature. Reads no weights."""
     check_images(args, parts.model)
     num_stages, hooks = args.pipeline_parallel_size, parts.hooks
     check(num_stages == 1 or not hooks, "hooks", hooks, "() with pipeline_parallel_size above 1")
@@ -75,19 +72,19 @@ def load_features(
     *,
     packs: bool,
 ) -> tuple[FeatureSet, list[Any]]:
-    """Loads what features need beside the model.
+    """Loads the weights and settings of features.
 
     Args:
-        args: Of the engine.
-        parts: Of the caller.
-        loaded: The model, or its last stage; its weights are not packed yet.
-        layout: Of the pool.
+        args: Arguments of the engine.
+        parts: Functions that the caller provides.
+        loaded: The model, or its last stage. Its weights are not packed yet.
+        layout: Layout of the KV cache.
         grid: The devices.
-        packs: Whether oneDNN multiplies.
+        packs: Whether oneDNN computes the matrix products, for which weights are packed.
 
     Returns:
-        The features, and their weights, which follow the model's in the list of weights: parameters of
-        hooks, then the weights of what drafts.
+        The features and their weights. In the list of weights they follow the model's: first the parameters
+        of hooks, then the weights of the drafter.
 
     Raises:
         ValueError: If a feature does not fit the model.
@@ -121,7 +118,7 @@ def load_features(
 
 
 def feature_settings(args: EngineArgs, features: FeatureSet) -> dict[str, Any]:
-    """Returns the fields of EngineConfig about features."""
+    """Returns the fields of EngineConfig that belong to features."""
     spec, processors = features.image_spec, features.processors
     return adapter_settings(args, features.lora) | {
         "embed_size": features.embed_size if args.enable_prompt_embeds else 0,
@@ -134,12 +131,12 @@ def feature_settings(args: EngineArgs, features: FeatureSet) -> dict[str, Any]:
 
 
 def encoder_programs(context: TraceContext) -> list[Program]:
-    """Returns the programs of encoders that write the cache; they are compiled first."""
+    """Returns the programs that run the encoder of an encoder-decoder model. They are compiled first."""
     return [*plan_encoders(context.max_model_len)] if context.features.has_encoder else []
 
 
 def feature_programs(context: TraceContext) -> list[Program]:
-    """Returns the programs of features that are compiled with the steps."""
+    """Returns the other programs of features, which are compiled together with the steps."""
     features = context.features
     programs: list[Program] = [PromptLogprobsProgram(features.hidden_size)]
     if features.pooling:
@@ -156,15 +153,15 @@ def image_programs(context: TraceContext) -> list[Program]:
 
 
 def check_traced_features(context: TraceContext) -> None:
-    """Traces a program that encodes images, if the model reads any.
+    """Traces a program that encodes images, if the model reads images.
 
     Raises:
-        ValueError: If the shapes of the model's configuration do not fit together.
+        ValueError: If the shapes in the model's configuration do not fit together.
     """
     if context.features.image_spec is not None:
         check_images_can_be_encoded(context.features.image_spec, context)
 
 
 def min_shared_rows(config: EngineConfig, parts: CallerParts) -> int:
-    """Returns the fewest sequences that attend to common leading blocks together; 0 if none do."""
+    """Returns the minimum number of sequences for cascade attention; 0 if it is off."""
     return cascade.MIN_ROWS if config.cascade_attention and parts.attend is None else 0

@@ -1,26 +1,29 @@
-"""The pool: which layers share blocks, how many blocks fit, and the arrays.
+"""Layout of the KV cache: which layers share block tables and arrays, and how many bytes are free for it.
 
-Layers that cache the same are split into cache groups of one size; the i-th layers of all groups share the
-i-th array, [blocks, 2, kv_heads, block_size, head_dim]; of a quantised cache, each row has a scale behind it
-(pallas_kernels/quantization.py), and where layers cache latents there is a 1 in place of the 2
-(pallas_kernels/ops.py). A block belongs to one group at a time, so all groups take theirs from one pool. Four
-layers, every second one with a window, and two arrays:
+Layers with the same KVCacheSpec are split into cache groups of equal size (the last group may be smaller).
+The layers of a group share block tables. The i-th layers of all groups share the i-th array, [blocks, 2,
+kv_heads, block_size, head_dim]. A block belongs to one group at a time, so all groups take their blocks from
+one pool. For example, four layers in two groups need two arrays if every second layer has a window:
 
     layer            0        1        2        3
     window           -       128       -       128
     group            0        1        0        1
     array            0        0        1        1
 
-Layers may differ in heads. The arrays are then those of the layers with most numbers per token, and where
-others have half or a third of them, two or three of one group share an array (View in models/kv_location.py).
-Layers 1, 3, 4 and 5 have a window here, and half as many numbers:
+In a quantized cache each row has a scale after its numbers (pallas_kernels/quantization.py). If layers cache
+latents, the second dimension is 1 instead of 2 (pallas_kernels/ops.py).
+
+Layers may differ in the number and size of heads. The arrays then have the size of the layers with the most
+numbers per token. Layers with a half or a third of these numbers share an array with one or two other layers
+of their group (View in models/kv_location.py). In this example layers 1, 3, 4 and 5 have a window and half as
+many numbers:
 
     layer            0        1        2        3        4        5
     group            0        1        0        1        1        1
     array            0        0        1        0        1        1
     half             -        0        -        1        0        1
 
-Layers that keep a state of each sequence have arrays of their own behind these, [slots, ...], and no group.
+Layers with a recurrent state belong to no group. Their arrays, [slots, ...], follow the arrays of blocks.
 """
 
 import dataclasses
@@ -50,11 +53,11 @@ from jax_paged.pallas_kernels.quantization import DTYPES, quantize, row_size, ti
 
 
 class DeviceMemory(NamedTuple):
-    """The kind of a device, and what its allocator says.
+    """Platform of a device and the memory statistics of its allocator.
 
     Args:
-        platform: "cpu", "gpu" or another of JAX's names.
-        stats: Bytes in use, and what JAX has set aside in all; None if the allocator does not tell.
+        platform: The platform name in JAX: "cpu", "gpu" or another.
+        stats: Statistics such as the bytes in use and the limit; None if the allocator does not report any.
     """
 
     platform: str
@@ -62,7 +65,7 @@ class DeviceMemory(NamedTuple):
 
 
 def device_memory(devices: Sequence[Any]) -> DeviceMemory:
-    """Returns the kind of devices, and what the allocator of the one with the least memory left says now."""
+    """Returns the platform of devices, and the statistics of the device with the least free memory."""
     stats = [device.memory_stats() for device in devices]
     least = None if None in stats else min(stats, key=lambda s: s["bytes_limit"] - s["bytes_in_use"])
     return DeviceMemory(devices[0].platform, least)
@@ -70,19 +73,20 @@ def device_memory(devices: Sequence[Any]) -> DeviceMemory:
 
 @dataclasses.dataclass(frozen=True)
 class KVCacheLayout:
-    """How the layers of a model lie in the pool.
+    """Assignment of a model's layers to cache groups and arrays.
 
     Args:
-        groups: What the layers of each cache group need.
-        places: Of each layer, in the order of the model's kv_cache_specs(); of one that keeps a state, its
-            first array and NO_GROUP.
-        num_pools: Arrays of blocks.
-        num_kv_heads: Of each of them; on all devices together, so that one may be there several times.
-        head_dim: Of each of them.
-        dtype: Of the arrays.
-        num_devices: How many share the heads.
-        value_dim: Of every layer that attends, as value_dim_of says it.
-        states: Of the arrays of states, which lie behind those of blocks.
+        groups: The cache groups.
+        places: For each entry of the model's kv_cache_specs(), the group and the array of the layer. For a
+            layer with a recurrent state, its first array and NO_GROUP.
+        num_pools: Number of arrays of blocks.
+        num_kv_heads: Number of kv heads of each array on all devices together. A head that is replicated on
+            several devices counts several times.
+        head_dim: Size of a head in each array.
+        dtype: Dtype of the arrays of blocks.
+        num_devices: Number of devices that divide the heads.
+        value_dim: Size of the value in a cached latent; None for layers that cache separate keys and values.
+        states: Arrays of recurrent states, which follow the arrays of blocks.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -97,35 +101,35 @@ class KVCacheLayout:
 
     @property
     def num_arrays(self) -> int:
-        """Arrays of blocks and of states."""
+        """The number of arrays of blocks and of states."""
         return self.num_pools + len(self.states)
 
     @property
     def state_bytes(self) -> int:
-        """The bytes that one slot takes in all arrays of states together, on each device."""
+        """The size of one slot in all arrays of states together (bytes per device)."""
         sizes = (math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in self.states)
         return sum(sizes) // self.num_devices
 
     def pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Returns the shape of each array."""
+        """Returns the shape of each array of blocks."""
         parts = 2 if self.value_dim is None else 1
         return num_blocks, parts, self.num_kv_heads, block_size, row_size(self.head_dim, self.dtype)
 
     def block_bytes(self, block_size: int) -> int:
-        """Returns the bytes that one block takes in all arrays together, on each device."""
+        """Returns the size of one block in all arrays together (bytes per device)."""
         num_values = math.prod(self.pool_shape(1, block_size)) // self.num_devices
         return self.num_pools * num_values * self.dtype.itemsize
 
 
 def stage_layout(layout: KVCacheLayout, layers: Sequence[int]) -> KVCacheLayout:
-    """Returns how some layers lie in a pool of their own, whose blocks are those of the whole one.
+    """Returns the layout of one pipeline stage, which has its own arrays.
 
-    Where one cache group has more of these layers than another, the arrays that are over have blocks that
-    the latter never uses.
+    Block ids are the same in all stages. If one cache group has more layers in the stage than another, the
+    smaller group does not use its blocks in the last arrays.
 
     Args:
-        layout: Of all layers.
-        layers: Those of one stage.
+        layout: Layout of all layers.
+        layers: Indices of the stage's layers.
     """
     counts = [0] * len(layout.groups)
     places = [place._replace(array=0) for place in layout.places]
@@ -138,7 +142,7 @@ def stage_layout(layout: KVCacheLayout, layers: Sequence[int]) -> KVCacheLayout:
 
 
 def _nth_place(n: int, place: Place) -> Place:
-    """Returns the place of the n-th layer of a cache group, given that of another."""
+    """Returns the location of the n-th layer of a cache group, given that of another layer in it."""
     if (view := place.view) is None:
         return place._replace(array=n)
     return place._replace(array=n // view.num_parts, view=view._replace(part=n % view.num_parts))
@@ -153,17 +157,19 @@ def plan_layout(
 ) -> KVCacheLayout:
     """Splits the layers of a model into cache groups.
 
-    The kind whose layers fill the fewest arrays sets the size of a group, so that no array is used by few
-    groups only; where the kinds fill nearly the same number of arrays, the larger does.
+    The layer type that fills the fewest arrays determines how many arrays a group fills, so that no array is
+    used by only a few groups. If all types fill nearly the same number of arrays, the largest number is used
+    instead.
 
     Args:
-        specs: One per layer.
-        dtype: Of the arrays of blocks.
-        num_devices: How many share the heads.
-        state_dtype: Of the states that have the model's type; None if that is dtype.
+        specs: The cache spec of each layer.
+        dtype: Dtype of the arrays of blocks.
+        num_devices: Number of devices that divide the heads.
+        state_dtype: Dtype of recurrent states whose spec names no dtype; None for `dtype`.
 
     Raises:
-        ValueError: If no layer attends, the heads can't be divided, or layers that differ can't share arrays.
+        ValueError: If no layer attends, the heads cannot be divided, or layers that differ cannot share
+            arrays.
     """
 
     def heads_of(spec: AttentionSpec) -> int:
@@ -221,13 +227,13 @@ def plan_layout(
 
 
 def kv_cache_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Returns how a mesh splits an array of the pool: along the kv heads."""
+    """Returns the sharding of a KV cache array on a mesh: kv heads are divided."""
     return NamedSharding(mesh, POOL_SPEC)
 
 
 def filled(array: Array, value: float) -> Array:
-    """Returns an array of the pool that holds one number everywhere."""
-    # A row of a quantised pool is as long as what it holds, and a scale.
+    """Returns a KV cache array of the same shape, dtype and sharding, with one value everywhere."""
+    # A row of a quantized cache has one more element, its scale.
     head_dim = array.shape[-1] - (array.dtype in DTYPES.values())
     row = quantize(jnp.full(head_dim, value), array.dtype)
     tile = tiles_of(jnp.broadcast_to(row, array.shape[3:]))
@@ -235,22 +241,22 @@ def filled(array: Array, value: float) -> Array:
 
 
 def free_kv_cache_bytes(memory: DeviceMemory, step_bytes: int, gpu_memory_utilization: float) -> int:
-    """Returns the bytes that a device has left for the pool.
+    """Returns the number of bytes that a device has free for the KV cache.
 
     Args:
-        memory: Of a device on which the weights lie.
-        step_bytes: What the engine needs beside weights and pool.
-        gpu_memory_utilization: Share of the memory that all may fill together.
+        memory: Memory of the device, after the weights were loaded.
+        step_bytes: Memory that the engine needs in addition to weights and KV cache (bytes).
+        gpu_memory_utilization: Fraction of the memory that weights, KV cache and steps may use together.
 
     Raises:
-        ValueError: If nothing is left, or the device does not tell how much is.
+        ValueError: If nothing is left, or the device does not report its memory.
     """
     if memory.stats is None:
         raise ValueError(
             "`kv_cache_memory_bytes` must be a number of bytes because the device does not report its free "
             "memory, got None"
         )
-    # bytes_limit is what JAX has set aside, its own share of the whole GPU.
+    # bytes_limit is the memory that JAX may use. It can be less than the memory of the GPU.
     used, limit = memory.stats["bytes_in_use"] + step_bytes, memory.stats["bytes_limit"]
     left = int(limit * gpu_memory_utilization) - used
     if left <= 0:

@@ -1,4 +1,4 @@
-"""A model as engines serve it: its weights on their devices, settings that fit them, compiled programs."""
+"""A served model: weights on their devices, the configuration that fits them, and compiled programs."""
 
 import dataclasses
 import math
@@ -53,18 +53,18 @@ from jax_paged.worker.sampling.token_counts import ResetTokenCountsProgram
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _LoadedStages:
-    """The stages of a model that this process has, as programs are traced for them.
+    """The loaded stages of a model, from which configuration and trace contexts are made.
 
     Args:
-        args: Of the engine.
-        parts: Of the caller.
-        backend: Which kernels attend.
-        models: All stages of the model; weights of other processes' stages are shapes.
-        layouts: Of each stage's part of the pool.
-        grids: The devices of each stage.
-        own: The stages of this process.
-        served: Their weights.
-        features: Features that are traced.
+        args: Arguments of the engine.
+        parts: Model and functions that the caller provides.
+        backend: The attention backend.
+        models: All stages of the model. Stages of other processes have shapes in place of weights.
+        layouts: KV cache layout of each stage.
+        grids: Devices of each stage.
+        own: Indices of this process's stages.
+        served: Weights of this process's stages.
+        features: The features that are traced into programs.
     """
 
     args: EngineArgs
@@ -78,7 +78,13 @@ class _LoadedStages:
     features: FeatureSet
 
     def context(self, stage: int, config: EngineConfig, num_blocks: int) -> TraceContext:
-        """Returns what the programs of a stage are traced for."""
+        """Returns the trace context of a stage.
+
+        Args:
+            stage: Index of the stage.
+            config: The configuration of the engine.
+            num_blocks: Number of blocks in the KV cache.
+        """
         args, last, served = self.args, self.models[-1], self.served[self.own.index(stage)]
         has_states = len(self.layouts[stage].states) > 0
         return TraceContext(
@@ -112,10 +118,10 @@ class _LoadedStages:
         )
 
     def facts(self, layout: kv_cache.KVCacheLayout) -> ModelFacts:
-        """Returns what the settings of an engine depend on.
+        """Returns the properties of the model that determine the configuration.
 
         Args:
-            layout: Of the whole pool.
+            layout: Layout of the KV cache of all stages.
         """
         last, features, block_size = self.models[-1], self.features, self.args.block_size
         weight_bytes = sum(m.weight_bytes for m in self.models)
@@ -140,31 +146,33 @@ class _LoadedStages:
 
 
 class ServedModel:
-    """What the engines have in common that serve one model on the same devices.
+    """Model, configuration and compiled programs that several engines on the same devices share.
+
+    Each engine of a pipeline uses the same ServedModel. Without a pipeline there is one engine.
 
     Args:
         args: Model and limits.
-        parts: Of the caller.
-        first_device: The first of its devices, among those that JAX sees.
-        group: The processes whose devices they are.
+        parts: Model and functions that the caller provides.
+        first_device: Index of the first device to use, among the devices that JAX sees.
+        group: The processes whose devices are used.
 
     Attributes:
-        config: The settings of each engine.
-        grids: The devices of each stage; a single entry without a pipeline. If each stage has a process of
-            its own, all entries are the devices of this process.
-        stages: What the programs of each stage of this process are traced for.
+        config: The resolved configuration of each engine.
+        grids: The devices of each stage; a single entry without a pipeline. If each stage has its own
+            process, all entries are the devices of this process.
+        stages: The trace context of each stage of this process.
         served: The weights of each of these stages.
-        weights: The weights of all of them, one after the other.
-        num_users: How many engines have not called `close`.
+        weights: The weights of all these stages in one list.
+        num_users: Number of engines that have not called `close`.
 
     Raises:
-        ValueError: If the model can't be loaded or a limit does not fit it.
+        ValueError: If the model cannot be loaded or a limit does not fit it.
     """
 
     def __init__(self, args: EngineArgs, parts: CallerParts, first_device: int, group: ProcessGroup) -> None:
         num_stages, links = args.pipeline_parallel_size, group.links
         check_arguments(args, parts)
-        # Before the weights take the GPU's memory.
+        # The backend is chosen before the weights are loaded because checking kernels needs free GPU memory.
         backend, backend_reason = choose_backend(args, parts.model, parts.attend)
         use_persistent_cache()
         own = range(num_stages) if links is None else [links.stage]
@@ -173,8 +181,8 @@ class ServedModel:
             self.grids *= num_stages
         grid, is_own = self.grids[0], parts.model is None
         models = load(args, parts.model, self.grids, own)
-        # The weights of an engine that is dropped are deleted at once: modules refer to each other, and would
-        # keep them until Python looks for garbage.
+        # If this object is dropped or the constructor fails, the weights are deleted at once. Otherwise they
+        # would stay until the next garbage collection, because modules refer to each other.
         read = [x for m in models for x in jax.tree.leaves(nnx.state(m.model))] if is_own else []
         not_served = weakref.finalize(self, _delete, read)
         matmul_backend = choose_products(args, models[-1].dtype)
@@ -190,7 +198,7 @@ class ServedModel:
         ]
         not_served.detach()
         weakref.finalize(self, _close_all, self.served).atexit = False
-        # A single stage's list itself, whose arrays may be exchanged.
+        # With one stage, this is the list of ServedWeights itself, so that it contains replaced weights.
         self.weights: list[Any] = self.served[0].arrays
         if len(own) > 1:
             self.weights = [array for served in self.served for array in served.arrays]
@@ -217,10 +225,10 @@ class ServedModel:
         self._compiled: CompiledPrograms | None = None
 
     def compiled(self, movers: list[Program]) -> CompiledPrograms:
-        """Returns all programs; begins to compile them when it is called first.
+        """Returns the compiled programs. The first call starts the compilation.
 
         Args:
-            movers: Those that move blocks.
+            movers: Programs that move blocks and recurrent states.
         """
         if self._compiled is None:
             context, limit_s = self.stages[-1], self._args.max_compile_s
@@ -246,7 +254,7 @@ class ServedModel:
         return self._compiled
 
     def close(self) -> None:
-        """Ends the compilation and frees the weights, when the last engine calls it."""
+        """Stops the compilation and frees the weights when the last engine has called it."""
         self.num_users -= 1
         if self.num_users == 0:
             assert self._compiled is not None, "an engine has begun it"
@@ -269,7 +277,7 @@ def _close_all(served: list[ServedWeights]) -> None:
 def _plan_layouts(
     args: EngineArgs, models: Sequence[LoadedModel], grid: DeviceGrid
 ) -> tuple[kv_cache.KVCacheLayout, list[kv_cache.KVCacheLayout]]:
-    """Returns how the layers of a model lie in the pool, and how those of each stage lie in its part."""
+    """Returns the KV cache layout of the whole model and the layout of each stage."""
     last = models[-1]
     dtype = DTYPES.get(args.kv_cache_dtype, last.dtype)
     specs = last.model.kv_cache_specs()
@@ -288,13 +296,13 @@ def _plan_layouts(
 def _resolve_config(
     loaded: _LoadedStages, facts: ModelFacts, group: ProcessGroup, matmul_backend: str
 ) -> EngineConfig:
-    """Returns the settings of an engine that fit its model and its devices."""
+    """Returns the configuration that fits the model and its devices."""
     args = loaded.args
     memory = kv_cache.device_memory([device for grid in loaded.grids for device in grid.devices])
 
     def free_bytes(config: EngineConfig) -> int:
-        # What the largest step needs is found out with a tiny pool; the last stage, which draws tokens, has
-        # most to do. Each engine of a pipeline has a step under way.
+        # The memory of the largest step is determined with a tiny KV cache. The last stage needs the most
+        # memory because it also draws tokens. Each engine of a pipeline has one step in flight.
         context = loaded.context(loaded.own[-1], config, 2)
         needed = step_bytes(context, config.num_scheduler_steps, plan_verifying(config))
         needed *= args.pipeline_parallel_size
