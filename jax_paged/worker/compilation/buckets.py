@@ -1,4 +1,4 @@
-"""The few shapes that steps are padded to, so that each is compiled once."""
+"""Buckets: the shapes that steps are padded to, so that only a few programs have to be compiled."""
 
 import dataclasses
 import functools
@@ -7,19 +7,20 @@ from typing import NamedTuple
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.speculation import sizes_up_to
 
-# XLA compiles what surrounds the products of fewer rows in another way.
+# Minimum number of rows with batch_invariant. For fewer rows, XLA compiles the operations around matrix
+# products differently.
 MIN_INVARIANT_ROWS = 16
 
 
 class StepVariant(NamedTuple):
-    """What the program of a step depends on beside its size; programs differ between variants.
+    """Properties of a step, other than its size, that determine its program.
 
     Args:
-        is_decode: Whether every row has one token.
-        num_steps: Decode steps in one program; 1 without multi-step decoding.
-        num_drafts: Maximum number of drafts of a row; 0 in steps that verify none.
-        has_adapters: Whether rows may have an adapter.
-        has_embeds: Whether token rows may have vectors in place of tokens.
+        is_decode: Whether every sequence has exactly one token.
+        num_steps: Number of decode steps in the program; 1 without multi-step decoding.
+        num_drafts: Maximum number of drafts per sequence; 0 in steps that verify no drafts.
+        has_adapters: Whether sequences may have an adapter.
+        has_embeds: Whether embeddings may replace tokens.
     """
 
     is_decode: bool
@@ -31,17 +32,16 @@ class StepVariant(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Bucket:
-    """A shape that a step is padded to.
+    """A shape that steps are padded to.
 
     Args:
-        is_decode: Whether every row has just one token, and row b is token row b.
-        num_tokens: Token rows.
-        num_seqs: Rows, and as many rows of logits, unless there are drafts.
-        num_steps: Decode steps that are done in one; 1 without multi-step decoding.
-        num_drafts: Most drafts of a row; 0 unless it serves speculation. Then there is a row of logits for
-            each token row.
-        has_adapters: Whether rows may have an adapter.
-        has_embeds: Whether token rows may have vectors of their own in place of tokens.
+        is_decode: Whether every sequence has exactly one token, so that sequence b is token row b.
+        num_tokens: Number of token rows.
+        num_seqs: Number of scheduled sequences.
+        num_steps: Number of decode steps in the program; 1 without multi-step decoding.
+        num_drafts: Maximum number of drafts per sequence; 0 in buckets for steps that verify no drafts.
+        has_adapters: Whether sequences may have an adapter.
+        has_embeds: Whether embeddings may replace tokens.
     """
 
     is_decode: bool
@@ -54,12 +54,12 @@ class Bucket:
 
     @functools.cached_property
     def num_logits(self) -> int:
-        """Rows of logits."""
+        """The number of logits rows: one per token row if the bucket is for drafts, else one per sequence."""
         return self.num_tokens if self.num_drafts else self.num_seqs
 
     @functools.cached_property
     def variant(self) -> StepVariant:
-        """Everything except the size."""
+        """All properties except the size."""
         return StepVariant(
             self.is_decode, self.num_steps, self.num_drafts, self.has_adapters, self.has_embeds
         )
@@ -77,19 +77,20 @@ class Bucket:
 def plan_buckets(
     max_num_seqs: int, max_num_batched_tokens: int, *, is_fine: bool = False, min_rows: int = 1
 ) -> list[Bucket]:
-    """Returns the few shapes that serve every step, the largest of each kind last.
+    """Returns the decode buckets and the mixed buckets, each in ascending order.
 
-    Decode steps double from 1 to max_num_seqs. Mixed steps (prefill chunks and decodes together) go in
-    steps of four to a quarter of the token budget, then double: small prompts stay quick, and large steps
-    are nearly full anyway.
+    The sizes of decode buckets double from 1 to max_num_seqs. A mixed bucket is for steps with prefill chunks
+    and decodes. Its number of tokens grows by a factor of four up to a quarter of max_num_batched_tokens, and
+    then by a factor of two. So small prompts stay fast. Large steps are nearly full anyway.
 
     Args:
-        max_num_seqs: Maximum rows of a step.
-        max_num_batched_tokens: Maximum tokens of a step.
-        is_fine: Whether a padded row costs as much as a live one, as on a CPU. Then decode steps go on in
-            eighths of max_num_seqs, but not fewer than 8 rows, and mixed steps double to a quarter of the
-            token budget, and go on in quarters.
-        min_rows: Rows of the smallest step, where the device has the tokens for it.
+        max_num_seqs: Maximum number of sequences in a step.
+        max_num_batched_tokens: Maximum number of tokens in a step.
+        is_fine: Whether to plan more buckets, because a padded row costs as much as a used one, as on a CPU.
+            Decode buckets then double only up to a quarter of max_num_seqs, and grow by an eighth of it (at
+            least 8) after that. Mixed buckets double up to a quarter of max_num_batched_tokens, and grow by
+            quarters after that.
+        min_rows: Minimum size of a decode bucket, if max_num_batched_tokens is not smaller.
     """
     min_rows = min(min_rows, max_num_batched_tokens)
     max_num_seqs = max(max_num_seqs, min_rows)
@@ -115,12 +116,13 @@ def plan_buckets(
 def plan_invariant_buckets(
     max_num_seqs: int, max_num_batched_tokens: int, *, has_invariant_products: bool
 ) -> list[Bucket]:
-    """Returns one shape for decode steps and one for the others, in which a token gets the same sums.
+    """Returns one decode bucket and one mixed bucket that both compute each token with the same sums.
 
     Args:
-        max_num_seqs: As `plan_buckets` takes it, and so is max_num_batched_tokens.
-        has_invariant_products: Whether a product adds up a row in the same order however many rows it has.
-            Otherwise both shapes have as many.
+        max_num_seqs: See plan_buckets.
+        max_num_batched_tokens: See plan_buckets.
+        has_invariant_products: Whether matrix products sum up a row in the same order for any number of rows.
+            If not, both buckets get the same number of rows.
     """
     rows = max(max_num_seqs, MIN_INVARIANT_ROWS) if has_invariant_products else max_num_batched_tokens
     buckets = plan_buckets(max_num_seqs, max_num_batched_tokens, min_rows=rows)
@@ -128,13 +130,13 @@ def plan_invariant_buckets(
 
 
 def plan_multi_step(buckets: list[Bucket], num_steps: int) -> list[Bucket]:
-    """Returns the shapes of multi-step decoding, in ascending order: those of decode steps, none for 1."""
+    """Returns the buckets of multi-step decoding in ascending order; none if num_steps is 1."""
     decode = [b for b in buckets if b.is_decode and not b.has_embeds and num_steps > 1]
     return [dataclasses.replace(bucket, num_steps=num_steps) for bucket in decode]
 
 
 def plan_verifying(config: EngineConfig) -> list[Bucket]:
-    """Returns the shapes of steps with drafts, in ascending order: they double, as rows are short or long."""
+    """Returns the buckets for steps with drafts in ascending order. Their sizes double."""
     speculation = config.speculation
     if speculation is None:
         return []
@@ -146,16 +148,18 @@ def plan_verifying(config: EngineConfig) -> list[Bucket]:
 def plan_variants(
     buckets: list[Bucket], has_adapters: bool, has_embeds: bool, *, is_invariant: bool
 ) -> list[Bucket]:
-    """Returns shapes, and those of the steps that need more than others, each kind in ascending order.
+    """Returns buckets and their variants with adapters and embeddings, each type in ascending order.
 
-    Steps without adapters and vectors of their own are what they are in an engine that knows neither. Vectors
-    are in prompts, so that mixed steps alone bring them, if there are any.
+    Steps without adapters and embeddings use the same programs as in an engine without these features.
+    Embeddings occur in prompts. Therefore only mixed buckets get a variant with embeddings, if there are
+    mixed buckets.
 
     Args:
-        buckets: Of `plan_buckets`.
+        buckets: The buckets from plan_buckets and plan_verifying.
         has_adapters: Whether requests may have adapters.
-        has_embeds: Whether prompts may have vectors of their own.
-        is_invariant: Whether one program has to serve all steps of a kind.
+        has_embeds: Whether prompts may contain embeddings.
+        is_invariant: Whether all decode steps, and all mixed steps, have to use the same program. Only the
+            variant with the most features is then returned.
     """
     adapted = [dataclasses.replace(b, has_adapters=True) for b in buckets] if has_adapters else []
     has_mixed = not all(b.is_decode for b in buckets)

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of all programs, in parallel; all but the largest steps in the background."""
+"""Ahead-of-time compilation of all programs, in parallel, and for most programs in the background."""
 
 import collections
 import concurrent.futures
@@ -20,29 +20,29 @@ from jax_paged.worker.traced_step import StepProgram
 
 _LOGGER = logging.getLogger(__name__)
 
-# On a GPU these make a step one CUDA graph: XLA would break it at slices of the packed buffer, and at the
-# sampler's loops.
+# Options that make a step one CUDA graph. By default, XLA would split the graph at slices of the packed
+# buffer and at the loops of the sampler.
 ONE_GRAPH: dict[str, str | bool | int] = {
     "xla_gpu_enable_dynamic_slice_fusion": False,
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
 }
-# In bfloat16 on a CPU: XLA's own choice is 256 bits, even where the processor has 512. (In float32 a single
-# reading, which was not interleaved, showed no gain.)
+# Options for bfloat16 on a CPU. XLA's default is 256 bits even if the processor has vectors of 512 bits. In
+# float32, a single measurement showed no gain.
 WIDE_VECTORS: dict[str, str | bool | int] = {"xla_cpu_prefer_vector_width": 512}
-# XLA compiles one program mostly on one core.
+# XLA uses mostly one core to compile a program, so several programs are compiled in parallel.
 NUM_COMPILE_THREADS = 2
 _LOG_INTERVAL_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """One compiled program and what it cost.
+    """A compiled program and the cost of its compilation.
 
     Args:
-        execute: The compiled program: jax.stages.Compiled, or what stands for several of them.
-        trace_s: Seconds of tracing and lowering (Python).
-        compile_s: Seconds of XLA's compilation, or of reading it from the cache.
-        memory: What XLA says of its arguments, results and temporaries; None on devices that do not tell.
+        execute: The compiled program: a jax.stages.Compiled, or a StagedProgram that calls several of them.
+        trace_s: Time for tracing and lowering in Python (seconds).
+        compile_s: Time for XLA's compilation, or for reading the program from the cache (seconds).
+        memory: XLA's memory analysis; None on devices without one.
     """
 
     execute: Any
@@ -52,22 +52,23 @@ class CompiledProgram:
 
     @property
     def temp_bytes(self) -> int:
-        """Memory beside arguments and results while it runs."""
+        """The memory that a run needs in addition to arguments and results (bytes)."""
         return 0 if self.memory is None else self.memory.temp_size_in_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class CompileRecord:
-    """What is known of one program.
+    """State and compilation cost of one program.
 
     Args:
-        program: Its name, such as "decode 8".
-        state: "compiled"; "waiting" for its turn; "skipped", as max_compile_s was over; or "failed".
+        program: Name of the program, such as "decode 8".
+        state: "compiled"; "waiting" for compilation; "skipped" because max_compile_s had passed; or "failed".
         num_tokens: Token rows of a step; 0 for other programs.
-        num_seqs: Rows of logits of a step; 0 for other programs.
-        trace_s: Seconds of tracing and lowering; 0 until it is compiled, as are the two that follow.
-        compile_s: Seconds of XLA's compilation, or of reading it from the cache.
-        temp_bytes: Memory beside arguments and results while it runs.
+        num_seqs: Scheduled sequences of a step; 0 for other programs.
+        trace_s: Time for tracing and lowering (seconds); 0 until the program is compiled.
+        compile_s: Time for XLA's compilation, or for reading the program from the cache (seconds); 0 until
+            then.
+        temp_bytes: Memory that a run needs in addition to arguments and results (bytes); 0 until then.
     """
 
     program: str
@@ -80,36 +81,39 @@ class CompileRecord:
 
 
 def trim_heap() -> None:
-    """Returns memory that is free to the operating system, if the C library is glibc.
+    """Returns free heap memory to the operating system, if the C library is glibc.
 
-    XLA frees most of what it needs to compile a program, but glibc keeps it for later allocations.
+    XLA frees most of the memory that a compilation needs, but glibc keeps it for later allocations.
     """
-    with contextlib.suppress(OSError, TypeError, AttributeError):  # there is no C library, or no malloc_trim
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # no C library or no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class CompiledPrograms:
-    """The compiled step of every planned bucket, and all other programs.
+    """The compiled steps of all buckets, and all other programs.
 
-    The constructor returns when the largest bucket of each kind is there: any step fits one of them. The
-    others follow in background threads; until one is there, steps use the next larger.
+    The constructor returns when the largest bucket of each variant is compiled, because every step fits into
+    one of these. The other programs are compiled in background threads. Until a bucket is compiled, steps use
+    the next larger one.
 
     Args:
-        buckets: Whose steps are compiled, each kind in ascending order.
-        others: Programs beside the steps.
-        lower: Traces and lowers a program, as jax.stages.Lowered has it; called from several threads.
-        options: Of the compiler.
-        max_compile_s: Seconds after which no other step is begun to be compiled; the largest of each kind
-            and the other programs always are.
-        is_ready: Whether a step that is compiled here is compiled in all processes; None for one process.
+        buckets: The buckets of the steps, for each variant in ascending order.
+        others: Programs other than steps.
+        lower: Traces and lowers a program; the result has the interface of jax.stages.Lowered. It is called
+            from several threads.
+        options: Compiler options.
+        max_compile_s: Time after which the compilation of further steps is skipped (seconds). The largest
+            bucket of each variant and the other programs are always compiled.
+        is_ready: Returns whether all processes have compiled a step that is compiled here; None for a single
+            process.
 
     Attributes:
         buckets: See Args.
-        programs: What is compiled: the steps, then the others.
-        num_traces: Programs that were traced so far.
+        programs: All programs: the steps, then the others.
+        num_traces: Number of programs traced so far.
 
     Raises:
-        Exception: Whatever the compilation of one of the largest buckets has failed with.
+        Exception: If one of the largest buckets cannot be compiled; the error of its compilation.
     """
 
     def __init__(
@@ -128,8 +132,8 @@ class CompiledPrograms:
         self._futures: dict[Program, concurrent.futures.Future[CompiledProgram]] = {
             program: concurrent.futures.Future() for program in self.programs
         }
-        # After the largest come the small programs, then the small buckets: they make a lone user's steps
-        # quick.
+        # After the largest buckets come the other programs, then the buckets from small to large. Small
+        # buckets make steps with few requests fast.
         by_variant = {b.variant: b for b in buckets}
         largest = [StepProgram(by_variant[variant]) for variant in sorted(by_variant)]
         needed = [*largest, *others]
@@ -137,11 +141,12 @@ class CompiledPrograms:
         rest = (p for p in self.programs if p not in self._needed)
         self._queue: collections.deque[Program] = collections.deque([*needed, *rest])
         self._lock = threading.Lock()
-        # Tracing is Python: two at a time are no quicker, but leave running steps a third of the time.
+        # Tracing is Python code, so only one thread does it at a time. A second one would not make tracing
+        # faster, but running steps would get only a third of the interpreter's time.
         self._tracing = threading.Lock()
         self._stopped = False
         self._skipped: set[Program] = set()
-        self._usable: set[Bucket] = set()  # those whose steps may run
+        self._usable: set[Bucket] = set()  # compiled in all processes
         self.num_traces = 0
         self._num_compiled = 0
         self._start = self._logged = time.monotonic()
@@ -161,19 +166,19 @@ class CompiledPrograms:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How many programs are compiled, and how many will be."""
+        """The number of compiled programs, and the number of programs that will be compiled."""
         return self._num_compiled, len(self.programs) - len(self._skipped)
 
     def smallest_ready(
         self, variant: StepVariant, *, num_tokens: int, num_seqs: int, num_logits: int
     ) -> Bucket:
-        """Returns the smallest compiled bucket of a variant that a step fits in.
+        """Returns the smallest compiled bucket of a variant that a step fits into.
 
         Args:
             variant: Variant of the step.
-            num_tokens: Tokens of all rows together.
-            num_seqs: Rows.
-            num_logits: Logits rows.
+            num_tokens: Number of tokens of all sequences.
+            num_seqs: Number of scheduled sequences.
+            num_logits: Number of logits rows.
         """
         for bucket in self.buckets:
             fits = bucket.variant == variant and bucket.num_tokens >= num_tokens
@@ -183,7 +188,7 @@ class CompiledPrograms:
         raise AssertionError(f"no bucket for {num_tokens} tokens of {num_seqs} sequences")
 
     def add(self, program: Program) -> None:
-        """Compiles a program that hardly anybody needs, if it is not there."""
+        """Compiles a rarely used program in this thread, unless it is already compiled."""
         if program not in self._futures:
             self.num_traces += 1
             future: concurrent.futures.Future[CompiledProgram] = concurrent.futures.Future()
@@ -193,24 +198,29 @@ class CompiledPrograms:
             self._note_compiled(program)
 
     def __getitem__(self, program: Program) -> CompiledProgram:
-        """Returns a program, when it is compiled."""
+        """Waits until a program is compiled, and returns it."""
         return self._futures[program].result()
 
     def run(self, program: Program, *args: Any) -> Any:
-        """Runs a program, when it is compiled, and returns its results."""
+        """Waits until a program is compiled, runs it, and returns its results."""
         return self._futures[program].result().execute(*args)
 
     def wait(self) -> None:
-        """Returns when everything is compiled; raises what has failed, CancelledError after `stop`."""
+        """Waits until all programs are compiled.
+
+        Raises:
+            Exception: If a compilation has failed; the error of the compilation.
+            CancelledError: If `stop` was called.
+        """
         for program, future in self._futures.items():
             try:
                 future.result()
             except concurrent.futures.CancelledError:
-                if program not in self._skipped:  # perhaps only since it was waited for
+                if program not in self._skipped:  # it may have been skipped during the wait
                     raise
 
     def when_compiled(self, note: Callable[[Program], None]) -> None:
-        """Calls a function for each program once it is compiled, in the thread that has compiled it."""
+        """Registers a callback for compiled programs, which runs in the thread that compiled the program."""
 
         def note_done(program: Program) -> Callable[[concurrent.futures.Future[CompiledProgram]], None]:
             return lambda _: note(program) if self._is_compiled(program) else None
@@ -219,7 +229,7 @@ class CompiledPrograms:
             future.add_done_callback(note_done(program))
 
     def stop(self) -> None:
-        """Ends the background threads; a compilation under way is waited for."""
+        """Ends the background threads. Waits for compilations that have started."""
         self._stopped = True
         for thread in self._threads:
             thread.join()
@@ -227,21 +237,21 @@ class CompiledPrograms:
             self._futures[program].cancel()
 
     def abandon(self) -> None:
-        """Ends the background threads after the programs that they compile now, without waiting for them.
+        """Ends the background threads after their current compilations, without waiting for them.
 
-        For an engine that nothing refers to any more. Garbage collection may call it in any thread, also one
-        that holds a lock of this object, so that it takes none. What programs are traced for, such as the
-        weights, is let go of at once.
+        It is called when an engine is no longer referenced. The garbage collector may call it in any thread,
+        even one that holds a lock of this object, so it takes no lock. It also releases the function that
+        refers to the weights and other traced arguments.
         """
         self._stopped = True
         self._lower = _lower_nothing
 
     def report(self) -> list[CompileRecord]:
-        """Returns what is compiled, and what it cost."""
+        """Returns a record of each program."""
         return [self._record(program) for program in self.programs]
 
     def plan(self) -> str:
-        """Returns the report as a table."""
+        """Returns the records as a table."""
         records = self.report()
         width = max(16, *(len(record.program) + 1 for record in records))
         lines = [f"{'program':<{width}}{'trace s':>9}{'compile s':>11}{'temp MiB':>10}"]
@@ -275,8 +285,8 @@ class CompiledPrograms:
         return future.done() and not future.cancelled() and future.exception() is None
 
     def _work(self) -> None:
-        # Not daemons: a thread inside XLA when the interpreter ends would crash it. So they look up whether
-        # the program is still there.
+        # The threads are not daemons because a thread that runs XLA code while the interpreter exits would
+        # crash it. Instead, they end when the main thread has ended.
         while not self._stopped and threading.main_thread().is_alive():
             with self._lock:
                 if not self._queue:
@@ -293,7 +303,7 @@ class CompiledPrograms:
                 self._note_compiled(program)
                 self._futures[program].set_result(compiled)
             except BaseException as error:
-                if self._stopped:  # what it is traced for may be gone
+                if self._stopped:  # the traced arguments may have been released
                     self._futures[program].cancel()
                     return
                 _LOGGER.error("%s was not compiled (of a step, a larger one is used): %r", program, error)
@@ -311,7 +321,7 @@ class CompiledPrograms:
         _LOGGER.log(level, "compiled %d of %d programs in %.1f s: %s", done, num_programs, seconds, program)
 
     def _compile(self, program: Program) -> CompiledProgram:
-        # The threads that compile do not inherit the settings of the thread that has started them.
+        # The compiling threads do not inherit JAX settings from the thread that started them.
         with default_settings():
             return self._traced_and_compiled(program)
 
@@ -326,11 +336,11 @@ class CompiledPrograms:
 
 
 def _compile(programs: list[CompiledPrograms]) -> None:
-    """Compiles programs in a background thread, then tidies up.
+    """Compiles programs in a background thread, then limits the size of the cache and trims the heap.
 
     Args:
-        programs: What is compiled; it is taken out of the list, so that the thread does not keep it any
-            longer than it works on it.
+        programs: A list with the programs object. The object is removed from the list, so that the thread
+            refers to it only while it compiles.
     """
     programs.pop()._work()
     bound_persistent_cache()

@@ -1,4 +1,4 @@
-"""The features of an engine as values: what its programs are traced with."""
+"""The features of an engine for which programs are traced."""
 
 import dataclasses
 from typing import Any
@@ -20,18 +20,18 @@ class FeatureSet:
     Args:
         has_encoder: Whether the model is an encoder-decoder model.
         lora: Layout of the adapter arrays; None without adapters.
-        embed_path: Path of the token embedding if prompts may have vectors in place of tokens.
-        embed_size: Size of such a vector.
+        embed_path: Path of the token embedding if prompts may contain embeddings in place of tokens.
+        embed_size: Size of such an embedding.
         image_spec: How prompts contain images; None without images.
         hooks: Hooks of modules.
         hook_structure: Tree structure of the hooks' parameters, which follow the model's weights.
-        captured: Shapes of the values that hooks capture of a token row, by name.
+        captured: By name: the shape per token row of the values that hooks capture.
         processors: Logits processors, in order.
-        drafter: What drafts tokens on the device; None if nothing does.
-        draft_bytes: Bytes of the drafter's weights.
-        pooling: How prompts are pooled; None if the model only draws tokens.
+        drafter: The drafter that proposes tokens on the device; None without one.
+        draft_bytes: Size of the drafter's weights (bytes).
+        pooling: How prompts are pooled; None if the model only generates tokens.
         hidden_size: Size of the hidden states, from which prompt log-probabilities are computed; 0 for a
-            model that draws no tokens.
+            model that generates no tokens.
     """
 
     has_encoder: bool = False
@@ -50,35 +50,35 @@ class FeatureSet:
 
     @property
     def added_paths(self) -> tuple[str, ...]:
-        """Paths of the modules to whose outputs further parts of a token's vector are added."""
+        """The paths of the modules to whose outputs further parts of an embedding are added."""
         return self.image_spec.added_paths if self.image_spec else ()
 
     @property
     def embeds_size(self) -> int:
-        """Size of a token's vector with these parts."""
+        """The size of an embedding including the parts that are added to module outputs."""
         return self.embed_size * (1 + len(self.added_paths))
 
     @property
     def has_mrope(self) -> bool:
-        """Whether image tokens have rotary positions in rows and columns."""
+        """Whether image tokens have M-RoPE positions."""
         return isinstance(self.image_spec, PatchSpec)
 
     @property
     def num_hook_columns(self) -> int:
-        """Columns of the field hook_args."""
+        """The number of columns of the field hook_args."""
         return num_hook_columns(self.hooks) if self.hooks else 0
 
     @property
     def num_processor_columns(self) -> int:
-        """Columns of the field processor_args."""
+        """The number of columns of the field processor_args."""
         return logits_processors.num_columns(self.processors) if self.processors else 0
 
     def processor_states(self, num_batch_slots: int) -> list[tuple[tuple[int, ...], Any]]:
-        """Returns shapes and types of the states of logits processors."""
+        """Returns the shapes and dtypes of the states of logits processors."""
         if not self.processors:
             return []
         return [(x.shape, x.dtype) for x in logits_processors.state_shapes(self.processors, num_batch_slots)]
 
     def draft_states(self, num_batch_slots: int) -> list[tuple[tuple[int, ...], Any]]:
-        """Returns shapes and types of the states of the drafter."""
+        """Returns the shapes and dtypes of the states of the drafter."""
         return [] if self.drafter is None else self.drafter.states(num_batch_slots)

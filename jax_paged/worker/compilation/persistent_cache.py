@@ -1,4 +1,4 @@
-"""JAX's compilation cache on disk: where it is, and its limit."""
+"""JAX's compilation cache on disk: its folder and its size limit."""
 
 import contextlib
 import functools
@@ -13,22 +13,22 @@ from jax_paged.config.engine_args import cache_dir, max_cache_bytes
 
 _LOGGER = logging.getLogger(__name__)
 
-# The smallest compiled program, in bytes, that JAX writes to a cache that can only be read.
+# Minimum size of a cache entry (bytes) that keeps JAX from writing to a read-only cache.
 _WRITES_NOTHING = 2**62
 
 
 def use_persistent_cache() -> None:
-    """Turns JAX's compilation cache on, for programs of any size, unless the user has set it up.
+    """Turns on JAX's compilation cache for programs of any size, unless the user has configured it.
 
-    If the folder can't be written to, one warning is logged, and programs that it already holds are still
+    If the folder is not writable, one warning is logged. Programs that the folder already contains are still
     read.
 
     Raises:
-        ValueError: If JAX_PAGED_CACHE_GB is not a size.
+        ValueError: If JAX_PAGED_CACHE_GB is not a valid size.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    max_cache_bytes()  # rather now than when the cache is bounded
+    max_cache_bytes()  # raises now and not later in a background thread
     folder = Path(cache_dir("compiled"))
     min_entry_bytes = -1
     try:
@@ -57,10 +57,9 @@ def _warn_not_writable(folder: Path, reason: str) -> None:
 
 
 def bound_persistent_cache() -> None:
-    """Deletes the least recently used compiled programs of the default cache, if it exceeds its limit.
+    """Deletes the least recently used programs of the default cache if it exceeds its limit.
 
-    A folder that the user has chosen for JAX's compilation cache, or a limit that the user has set for it,
-    is left to JAX.
+    If the user has configured a folder or a size limit for JAX's compilation cache, nothing is deleted.
     """
     folder = Path(cache_dir("compiled"))
     if (
@@ -73,13 +72,14 @@ def bound_persistent_cache() -> None:
 def evict(folder: Path, max_bytes: float) -> None:
     """Deletes the least recently used files of a folder until the rest has at most `max_bytes`.
 
-    A file was used when it was read or written last, as the file system says. Other processes may read,
-    write and evict at the same time: a file that is gone is compiled and written again.
+    The file system's access and modification times tell when a file was last used. Other processes may read,
+    write and evict at the same time. If a program's file is missing, JAX compiles the program and writes the
+    file again.
     """
     found = []
     with contextlib.suppress(OSError):
         for file in folder.iterdir():
-            with contextlib.suppress(OSError):  # another process has deleted it
+            with contextlib.suppress(OSError):  # another process may have deleted it
                 stat = file.stat()
                 found.append((max(stat.st_atime_ns, stat.st_mtime_ns), stat.st_size, file))
     num_bytes = sum(size for _, size, _ in found)

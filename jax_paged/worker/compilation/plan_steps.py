@@ -1,4 +1,4 @@
-"""The shapes of all steps of an engine."""
+"""The buckets for all steps of an engine."""
 
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.worker.compilation.buckets import (
@@ -12,20 +12,20 @@ from jax_paged.worker.compilation.buckets import (
 
 
 def plan_steps(config: EngineConfig, *, on_cpu: bool, packs: bool) -> list[Bucket]:
-    """Returns the shapes of an engine's steps: each kind in ascending order.
+    """Returns the buckets for all steps of an engine, for each variant in ascending order.
 
     Args:
-        config: Of the engine.
-        on_cpu: Whether a padded row costs as much as a live one.
-        packs: Whether oneDNN multiplies.
+        config: Configuration of the engine.
+        on_cpu: Whether the engine runs on a CPU, where a padded row costs as much as a used one.
+        packs: Whether oneDNN computes the matrix products.
     """
     limits = config.max_num_seqs, config.max_num_batched_tokens
     is_invariant = config.batch_invariant
     if is_invariant:
-        # XLA computes what adapters add.
+        # oneDNN products are invariant. XLA computes the products of adapters, which are not.
         buckets = plan_invariant_buckets(*limits, has_invariant_products=packs and not config.max_loras)
     else:
-        # XLA multiplies a single row in bfloat16 several times slower than two.
+        # In bfloat16, XLA computes a matrix product with one row several times slower than one with two rows.
         min_rows = 2 if on_cpu and config.dtype == "bfloat16" and not packs else 1
         buckets = plan_buckets(*limits, is_fine=on_cpu, min_rows=min_rows)
     may_have = config.max_loras > 0, config.embed_size > 0 or config.images is not None

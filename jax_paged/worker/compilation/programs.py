@@ -1,4 +1,4 @@
-"""What is compiled ahead of time: each program is a value that can be traced for a model and its limits."""
+"""Programs that are compiled ahead of time, and the arrays and the context for which they are traced."""
 
 import abc
 import contextlib
@@ -23,18 +23,18 @@ from jax_paged.worker.sampling.sampler import SampledTokens, SamplerOptions
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepState[T]:
-    """Arrays that stay on the device between steps. A step takes them, donated, and returns them.
+    """Arrays that stay on the device between steps. Each step receives them, donated, and returns them.
 
     The order of the fields is the order of a program's arguments. S batch slots, G cache groups.
 
     Args:
-        kv_cache: The arrays of blocks, then those of recurrent states.
+        kv_cache: The arrays of blocks, then the arrays of recurrent states.
         token_counts: int32 [S, V], see token_counts.py.
-        block_tables: int32 [G, S, M], see block_tables.py; a tuple with one per stage in a pipeline.
-        last_tokens: int32 [S], the last token drawn for each sequence. A step that is dispatched before the
-            host knows this token reads it here.
-        processor_states: States of logits processors, [S, ...] each; see logits_processors.py.
-        draft_states: States of what drafts on the device, [S, ...] each.
+        block_tables: int32 [G, S, M], see block_tables.py. In a pipeline, a tuple with one array per stage.
+        last_tokens: int32 [S], the last token drawn for each sequence. A step reads it here if it is
+            dispatched before the host knows the token.
+        processor_states: States of logits processors, each [S, ...]; see logits_processors.py.
+        draft_states: States of the drafter on the device, each [S, ...].
     """
 
     kv_cache: list[T]
@@ -48,16 +48,16 @@ class StepState[T]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceInputs[T]:
-    """Arrays that a step reads beside weights and StepState. T token rows, L logits rows.
+    """Arrays that a step reads in addition to weights and StepState. T token rows, L logits rows.
 
     Args:
         packed: The packed buffer, see packed_buffer.py.
-        bias_ids: int32 [L, MAX_BIAS_IDS], see SamplingBatch; so are the two that follow.
-        bias_values: float32 [L, MAX_BIAS_IDS].
-        token_mask: int32 [L, ceil(V / 32)].
+        bias_ids: int32 [L, MAX_BIAS_IDS], see SamplingBatch.
+        bias_values: float32 [L, MAX_BIAS_IDS], see SamplingBatch.
+        token_mask: int32 [L, ceil(V / 32)], see SamplingBatch.
         adapters: Arrays of all adapter slots; empty unless the bucket has adapters.
-        embeds: float32 [T, E], vectors of token rows; None unless the bucket has embeddings.
-        hidden: Hidden states of the token rows from the previous pipeline stage; None in the first one.
+        embeds: float32 [T, E], embeddings of token rows; None unless the bucket has embeddings.
+        hidden: Hidden states of the token rows from the previous pipeline stage; None in the first stage.
     """
 
     packed: T
@@ -72,17 +72,17 @@ class DeviceInputs[T]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepResult[T]:
-    """Results of a step. L logits rows, N reported likely tokens, K decode steps of multi-step decoding.
+    """Results of a step. L logits rows, N most likely tokens to report, K steps of multi-step decoding.
 
     Args:
         tokens: int32 [4, L]: token ids, bits of their log-probabilities, whether the logits were finite,
-            whether any token could be chosen. If drafts are made on the device, a fifth row has the tokens
-            that precede the logits rows. Multi-step decoding returns [K, 5, B], see features/multi_step.py.
-        details: int32 [L, 1 + 2N] or [K, B, 1 + 2N]: rank, most likely token ids, bits of their
-            log-probabilities.
-        hidden: Hidden states of all token rows, padded to those of the largest step if the step is mixed;
-            None in multi-step decoding.
-        captured: Values captured by hooks, float32 [T, ...] or [K, B, ...], by name.
+            whether any token was allowed. If a drafter on the device makes drafts, a fifth row has the token
+            at each logits row's token row. In multi-step decoding [K, 5, B], see features/multi_step.py.
+        details: int32 [L, 1 + 2N], or [K, B, 1 + 2N] in multi-step decoding: rank, ids of the most likely
+            tokens, bits of their log-probabilities.
+        hidden: Hidden states of all token rows; in a mixed step, padded to the largest step. None in
+            multi-step decoding.
+        captured: Values captured by hooks, by name: float32 [T, ...], or [K, B, ...] in multi-step decoding.
     """
 
     tokens: T
@@ -96,7 +96,7 @@ class StageRole:
     """Position of a stage in its pipeline.
 
     Args:
-        hidden_size: Columns of the hidden states from the previous stage; 0 in the first one.
+        hidden_size: Size of the hidden states from the previous stage; 0 in the first stage.
         is_last: Whether this stage draws the tokens.
     """
 
@@ -106,30 +106,31 @@ class StageRole:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TraceContext:
-    """What programs are traced for: a model, the shapes of its inputs, and their devices.
+    """The model, the shapes and the devices for which programs are traced.
 
     Args:
         model: The model without its weights.
         weights: Arrays of all weights, or their shapes.
-        layout: Of the pool.
-        num_blocks: Blocks of the pool, null block included.
-        block_size: Tokens per block.
-        dtype: Of weights and activations.
-        vocab_size: Columns of the logits.
-        max_model_len: Maximum tokens of a sequence; sets the columns of block tables.
-        max_num_seqs: Batch slots.
-        max_num_batched_tokens: Token rows of the largest step.
-        backend: Which kernels attend.
-        batch_invariant: Whether a token's sums may not depend on what is computed beside it.
-        mesh: The devices; None leaves them open, to lower for devices that are not there.
+        layout: Layout of the KV cache.
+        num_blocks: Number of blocks in the KV cache, including the null block.
+        block_size: Number of tokens per block.
+        dtype: Dtype of weights and activations.
+        vocab_size: Number of columns of the logits.
+        max_model_len: Maximum number of tokens of a sequence. It determines the number of block table
+            columns.
+        max_num_seqs: Number of batch slots.
+        max_num_batched_tokens: Number of token rows of the largest step.
+        backend: The attention backend.
+        batch_invariant: Whether the result of a token must not depend on other tokens in the batch.
+        mesh: The devices; None to lower programs for devices that are not present.
         features: Features that are traced into the programs.
         sampling: How tokens are drawn.
-        splits_experts: Whether each expert is whole on one of several devices.
-        attend: Attends in the backend's place; None for the backend.
-        min_shared_rows: Fewest sequences of a step that may attend to common leading blocks together; 0 if
-            none may.
-        num_state_slots: Slots for recurrent states, one unused slot included; 0 if no layer has such states.
-        stage: Role in a pipeline.
+        splits_experts: Whether experts are distributed over the devices, instead of dividing each expert.
+        attend: Attention function that replaces the backend; None for the backend.
+        min_shared_rows: Minimum number of sequences for cascade attention; 0 if it is off.
+        num_state_slots: Number of slots for recurrent states, including one unused slot; 0 if no layer has
+            such states.
+        stage: Position in a pipeline.
     """
 
     model: FlatModel[LanguageModel]
@@ -155,53 +156,61 @@ class TraceContext:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Columns of block tables."""
+        """The number of block table columns."""
         return -(-self.max_model_len // self.block_size)
 
     @property
     def num_mask_words(self) -> int:
-        """Columns of token masks, 32 tokens each."""
+        """The number of columns of token masks, for 32 tokens each."""
         return -(-self.vocab_size // 32)
 
     @property
     def grid(self) -> DeviceGrid | None:
-        """The devices that the model is divided among; None for one."""
+        """The devices that divide the model; None for a single device."""
         if self.mesh is None or self.mesh.size == 1:
             return None
         return DeviceGrid(self.mesh, self.splits_experts)
 
     @property
     def replicated(self) -> NamedSharding | None:
-        """How everything but weights and pool lies on the mesh."""
+        """The sharding of all arrays except weights and KV cache: a copy on each device."""
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def pool_sharding(self) -> NamedSharding | None:
-        """How the arrays of the pool lie on the mesh."""
+        """The sharding of the KV cache arrays."""
         return None if self.mesh is None else kv_cache_sharding(self.mesh)
 
     @property
     def layouts(self) -> tuple[KVCacheLayout, ...]:
-        """Layouts of the pool's arrays: those of the model, then those of the drafter."""
+        """The layouts of the KV cache arrays: the model's, then the drafter's."""
         drafter = self.features.drafter
         return (self.layout,) if drafter is None else (self.layout, drafter.layout)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all arrays of the pool together."""
+        """The size of one block in all KV cache arrays together (bytes)."""
         return sum(layout.block_bytes(self.block_size) for layout in self.layouts)
 
     def shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """Returns the shape of an input that lies on every device."""
+        """Returns the shape of an input that every device holds completely."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
     def states(self, num_slots: int | None = None) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of the arrays of states, or of as many with another number of slots."""
+        """Returns the shapes of the arrays of recurrent states.
+
+        Args:
+            num_slots: Number of slots; None for num_state_slots.
+        """
         n, sharding = num_slots or self.num_state_slots, self.pool_sharding
         return [jax.ShapeDtypeStruct((n, *a.shape), a.dtype, sharding=sharding) for a in self.layout.states]
 
     def pool(self, num_blocks: int | None = None) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of the pool's arrays of blocks, or of as many with another number of blocks."""
+        """Returns the shapes of the KV cache arrays of blocks.
+
+        Args:
+            num_blocks: Number of blocks; None for the KV cache's.
+        """
         arrays = []
         for layout in self.layouts:
             shape = layout.pool_shape(num_blocks or self.num_blocks, self.block_size)
@@ -210,7 +219,7 @@ class TraceContext:
         return arrays
 
     def kv_cache(self) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of the arrays that steps take and return: those of blocks, then of states."""
+        """Returns the shapes of the arrays of blocks and then of recurrent states, as in StepState."""
         return [*self.pool(), *self.states()]
 
     def state(self) -> StepState[jax.ShapeDtypeStruct]:
@@ -226,50 +235,55 @@ class TraceContext:
         )
 
     def state_sharding(self) -> StepState[Any]:
-        """Returns the shardings of `state`, as jax.jit takes them."""
+        """Returns the shardings of `state` for jax.jit."""
         return StepState(
             kv_cache=[self.pool_sharding] * len(self.kv_cache()),
             token_counts=self.replicated,
             block_tables=self.replicated,
             last_tokens=self.replicated,
-            processor_states=self.replicated,  # pyright: ignore[reportArgumentType]  # of all in the list
+            processor_states=self.replicated,  # pyright: ignore[reportArgumentType]
             draft_states=self.replicated,  # pyright: ignore[reportArgumentType]
         )
 
     def merge(self, weights: list[Array]) -> LanguageModel:
-        """Returns the model with the weights that a program is traced with."""
+        """Returns the model with the weights for which a program is traced."""
         return self.model.merge(weights)
 
     def logits(self, model: LanguageModel, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
-        """Returns the logits of hidden states; every device gets all of them, at once."""
+        """Returns the logits of hidden states. Every device holds all columns."""
         return whole_logits(model.logits(hidden), self.vocab_size, self.grid)
 
 
 class Program(abc.ABC):
-    """A program that is compiled ahead of time; its subclasses are frozen dataclasses, and keys of dicts.
+    """A program that is compiled ahead of time.
+
+    Subclasses are frozen dataclasses, so that programs can be dictionary keys.
 
     Attributes:
-        reads_hidden: Whether it reads hidden states of a step, which only the last stage of a pipeline has.
+        reads_hidden: Whether it reads hidden states of a step. In a pipeline, only the last stage has these.
     """
 
     reads_hidden: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __str__(self) -> str:
-        """Returns its name in the compile plan."""
+        """Returns the name of the program in the compile plan."""
 
     @abc.abstractmethod
     def trace(self, context: TraceContext) -> jax.stages.Traced:
-        """Traces it."""
+        """Traces the program for a context."""
 
     def lower(self, context: TraceContext, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
-        """Traces and lowers it, for the devices of its context or for other platforms."""
+        """Traces and lowers the program, for the devices of its context or for other platforms."""
         with matmul_precision(context.dtype):
             return self.trace(context).lower(lowering_platforms=platforms)
 
 
 def matmul_precision(dtype: jnp.dtype) -> contextlib.AbstractContextManager[None]:
-    """Makes float32 mean float32: GPUs would multiply in TF32, which is not exact to the token."""
+    """Returns a context in which float32 matrix products are computed in float32.
+
+    GPUs would otherwise use TF32, which changes tokens.
+    """
     return jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default")
 
 
@@ -279,7 +293,7 @@ def bits(x: Array) -> Array:
 
 
 def packed_results(drawn: SampledTokens) -> tuple[Int[Array, "4 b"], Int[Array, "b n"]]:
-    """Returns what a step reports of its tokens; see StepProgram."""
+    """Returns the arrays `tokens` and `details` of a StepResult."""
     flags = [drawn.is_finite.astype(jnp.int32), drawn.has_choice.astype(jnp.int32)]
     columns = [drawn.rank[:, None], drawn.top_token_ids, bits(drawn.top_logprobs)]
     return jnp.stack([drawn.token_ids, bits(drawn.logprob), *flags]), jnp.concatenate(columns, axis=1)

@@ -1,4 +1,4 @@
-"""The memory that the steps of an engine need beside weights and pool."""
+"""The memory that the steps of an engine need in addition to weights and KV cache."""
 
 import dataclasses
 import math
@@ -14,12 +14,15 @@ from jax_paged.worker.traced_step import StepProgram
 
 
 def step_bytes(context: TraceContext, num_steps: int, verifying: list[Bucket]) -> int:
-    """Returns the memory that an engine needs beside weights and pool; the largest step tells.
+    """Returns the memory that an engine needs in addition to weights and KV cache (bytes).
+
+    It compiles the largest steps to find out.
 
     Args:
-        context: With a small pool: its size does not matter.
-        num_steps: Decode steps of multi-step decoding, whose results take memory beside a step's; 1 without.
-        verifying: Shapes of steps with drafts.
+        context: A context with a small KV cache, whose size does not matter.
+        num_steps: Number of decode steps in multi-step decoding, whose results need additional memory; 1
+            without it.
+        verifying: The buckets for steps with drafts.
     """
     buckets = plan_buckets(context.max_num_seqs, context.max_num_batched_tokens)
     mixed = sorted(buckets, key=lambda b: b.num_tokens)[-1:]
@@ -30,7 +33,8 @@ def step_bytes(context: TraceContext, num_steps: int, verifying: list[Bucket]) -
     ]
     largest = {b.variant: b for b in [*largest_mixed, *verifying]}
     row_bytes = 4 * (2 * MAX_BIAS_IDS + context.num_mask_words)
-    # What steps without biases and masks read, of every size; and what a step with them brings along.
+    # For each number of logits rows, the device keeps arrays for steps without biases and masks. A step with
+    # biases and masks brings its own arrays.
     num_rows = {b.num_logits for b in [*buckets, *verifying]}
     sampling_inputs = row_bytes * (sum(num_rows) + max(num_rows))
     kept = jax.tree.leaves(dataclasses.replace(context.state(), kv_cache=[]))
@@ -43,7 +47,7 @@ def step_bytes(context: TraceContext, num_steps: int, verifying: list[Bucket]) -
 
 
 def _program_bytes(program: Program, context: TraceContext) -> int:
-    """Returns the memory that a program needs beside its arguments."""
+    """Returns the memory that a program needs in addition to its arguments (bytes)."""
     memory = lower_part(program, context).compile().memory_analysis()
     assert memory is not None, "a GPU's compiler tells what a program needs"
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes

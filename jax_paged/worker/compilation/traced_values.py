@@ -1,4 +1,4 @@
-"""Values of a step while it is traced."""
+"""Values of a step that exist while it is traced."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,13 +16,14 @@ from jax_paged.worker.sampling.sampler import SamplingBatch
 
 @dataclasses.dataclass
 class ModuleEdits:
-    """Edits of module outputs in one forward pass, and values read there; see ForwardContext.
+    """Edits of module outputs in one forward pass, and values that are read from modules; see ForwardContext.
 
     Args:
-        changes: Functions of a module's input and output rows, by the module's path.
-        hooks: Functions of a module's output, by the module's path.
-        captured: Values captured by hooks, by name; filled by the pass.
-        outputs: Outputs of the modules that the drafter reads, by path; filled by the pass.
+        changes: By module path: a function of the module's input rows and output rows that returns new output
+            rows.
+        hooks: By module path: a function of the module's output that returns a new output.
+        captured: Values captured by hooks, by name. The pass fills it.
+        outputs: Outputs of the modules that the drafter reads, by path. The pass fills it.
     """
 
     changes: dict[str, Callable[..., Array]] = dataclasses.field(default_factory=dict)
@@ -32,11 +33,11 @@ class ModuleEdits:
 
 
 class DrawnTokens(NamedTuple):
-    """Sequences that go on after a step, and from where.
+    """The batch slots that receive and count the tokens drawn in a step.
 
     Args:
-        sample_slots: int32 [L], the batch slot that takes the token of each logits row; S for none.
-        count_slots: int32 [L], the batch slot in whose token counts it is counted; S for none.
+        sample_slots: int32 [L], the batch slot that receives the token of each logits row; S for none.
+        count_slots: int32 [L], the batch slot in whose token counts the token is counted; S for none.
     """
 
     sample_slots: Int[Array, " l"]
@@ -45,15 +46,15 @@ class DrawnTokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
-    """Inputs of a step while it is traced.
+    """The inputs of a step while it is traced.
 
     Args:
-        context: Model and limits.
-        bucket: The shape.
-        weights: Of the model.
-        inputs: Arrays of the step.
-        fields: Fields of the packed buffer.
-        tables: int32 [G, B, M], block tables of the scheduled sequences.
+        context: The context for which the step is traced.
+        bucket: The shape of the step.
+        weights: The weights of the model, followed by the weights of features.
+        inputs: The arrays of the step.
+        fields: The unpacked buffer.
+        tables: int32 [G, B, M], the block tables of the scheduled sequences.
     """
 
     context: TraceContext
@@ -64,11 +65,11 @@ class TracedStep:
     tables: Int[Array, "g b m"]
 
     def with_fields(self, **fields: Array) -> "TracedStep":
-        """Returns the step with other values of some fields."""
+        """Returns the step with some fields replaced."""
         return dataclasses.replace(self, fields=self.fields | fields)
 
     def metadata(self) -> AttentionMetadata:
-        """Returns what the model's layers read of the step."""
+        """Returns the attention metadata of the step."""
         context, fields = self.context, self.fields
         names = ["positions", "slot_mapping", "context_lens", "query_start_loc"]
         names += ["state_slots"] * bool(context.layout.states)
@@ -89,14 +90,19 @@ class TracedStep:
     def sampling_batch(
         self, token_counts: Int[Array, "s v"], drafts: Int[Array, "l k"] | None = None
     ) -> SamplingBatch:
-        """Returns the sampling parameters of all logits rows; `drafts` precede each of them."""
+        """Returns the inputs of the sampler for all logits rows.
+
+        Args:
+            token_counts: Token counts of all batch slots.
+            drafts: The drafts that precede each logits row; None for none.
+        """
         inputs = self.inputs
         return sampling_batch(
             self.fields, token_counts, inputs.bias_ids, inputs.bias_values, inputs.token_mask, drafts
         )
 
     def by_token(self, rows: Array) -> Array:
-        """Returns the value of its sequence for each token row; 0 in padding."""
+        """Returns for each token row the value of its sequence; 0 for padding."""
         if self.bucket.is_decode:
             return rows
         token = jnp.arange(self.bucket.num_tokens)[:, None]
