@@ -241,7 +241,7 @@ class TraceContext:
             token_counts=self.replicated,
             block_tables=self.replicated,
             last_tokens=self.replicated,
-            processor_states=self.replicated,  # pyright: ignore[reportArgumentType]
+            processor_states=self.replicated,  # pyright: ignore[reportArgumentType]  # for the whole list
             draft_states=self.replicated,  # pyright: ignore[reportArgumentType]
         )
 

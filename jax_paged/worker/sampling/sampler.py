@@ -1,4 +1,4 @@
-"""Logits to tokens, on the device: one pure function of the logits and each row's parameters."""
+"""The sampler: a pure function from logits and sampling parameters to tokens, traced into the step."""
 
 import dataclasses
 from typing import Protocol
@@ -9,44 +9,47 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 GREEDY_BELOW = 1e-5
-# The bit of a token count that says whether the token stands in the prompt; those below count the output.
+# Bit of a token count that is set if the token occurs in the prompt. The lower bits count its occurrences in
+# the output.
 IN_PROMPT = 1 << 30
 
-# Tokens per group in the two-stage draw.
+# Number of tokens per group in the two-stage draw.
 _GROUP = 128
-# The bits of float32 infinity, read as an integer.
+# Bits of float32 infinity as an integer.
 _INF_BITS = 0x7F800000
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingBatch:
-    """What the sampler needs of each of B rows of logits; a padding row has temperature 0 and no effects.
+    """Sampling parameters of B logits rows. Padding rows have temperature 0 and no other effects.
 
     Args:
-        temperature: [B] float32; below 1e-5 is greedy.
+        temperature: [B] float32; below 1e-5 the row is greedy.
         top_p: [B] float32 in (0, 1]; 1 is off.
         top_k: [B] int32; 0 or less is off.
         min_p: [B] float32 in [0, 1]; 0 is off.
         presence_penalty: [B] float32; 0 is off.
         frequency_penalty: [B] float32; 0 is off.
         repetition_penalty: [B] float32, positive; 1 is off.
-        logprob_temperature: [B] float32, positive; divides the logits before anything else. Beams are ranked
-            by log-probabilities at a temperature; 1 for all others.
+        logprob_temperature: [B] float32, positive; divides the logits before anything else. Beam search uses
+            it to rank hypotheses by log-probabilities at a temperature; 1 otherwise.
         seed: [B, 2] uint32, the sequence's seed in two words.
-        position: [B] int32, where in its sequence the token to choose will stand.
-        wants_logprobs: [B] bool, whether rank and most likely tokens are asked for.
-        count_slots: [B] int32, the row of token_counts that belongs to a row with penalties; S for others.
-        token_counts: [S, V] int32, how often each token stands in the output so far, plus IN_PROMPT if it
-            stands in the prompt. Only rows with penalties read it.
+        position: [B] int32, the position of the token to choose in its sequence.
+        wants_logprobs: [B] bool, whether the rank and the most likely tokens are requested.
+        count_slots: [B] int32, the row of token_counts that a row with penalties reads; S for rows without
+            penalties.
+        token_counts: [S, V] int32, the number of occurrences of each token in the output so far, plus
+            IN_PROMPT if it occurs in the prompt. Only rows with penalties read it.
         has_token_mask: [B] bool, whether token_mask restricts the row.
-        token_mask: [B, ceil(V / 32)] int32, bit i % 32 of word i // 32 is 1 if token i may be chosen; read
-            where has_token_mask is True.
-        keeps_draw: [B] bool, whether a token that is drawn without the mask, and that it allows, stays.
+        token_mask: [B, ceil(V / 32)] int32, bit i % 32 of word i // 32 is 1 if token i is allowed. It is only
+            read for rows with has_token_mask.
+        keeps_draw: [B] bool, whether the row first draws without its mask, and keeps the token if the mask
+            allows it.
         bias_ids: [B, N] int32, the tokens of bias_values, padded with vocab_size.
         bias_values: [B, N] float32, finite or -inf.
-        drafts: [B, K] int32, of rows with penalties the tokens that token_counts does not count yet, padded
-            with vocab_size; None if there are none.
+        drafts: [B, K] int32, tokens of rows with penalties that token_counts does not contain yet, padded
+            with vocab_size; None for none.
     """
 
     temperature: Float[Array, " b"]
@@ -73,18 +76,20 @@ class SamplingBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SampledTokens:
-    """The chosen token of each of B rows; log-probabilities are those of the raw or the processed logits.
+    """The chosen token of each of B logits rows, and its log-probability.
+
+    Log-probabilities refer to the raw or the processed logits, see SamplerOptions.is_processed.
 
     Args:
         token_ids: [B] int32.
-        logprob: [B] float32 of the chosen token.
-        rank: [B] int32, 1 + the number of tokens more likely than the chosen one; 0 where not wanted.
-        top_token_ids: [B, max_logprobs] int32, most likely first; 0 where not wanted.
-        top_logprobs: [B, max_logprobs] float32 of them; 0 where not wanted.
-        is_finite: [B] bool; False where the logits held NaN or +inf, or nothing but -inf. Such a row's
-            token is 0 and its other values mean nothing.
-        has_choice: [B] bool; False where the logits are finite, but mask and bias together leave no token
-            to choose. Such a row's token is 0, which may be forbidden and must not be used.
+        logprob: [B] float32, log-probability of the chosen token.
+        rank: [B] int32, 1 + the number of tokens more likely than the chosen one; 0 if not requested.
+        top_token_ids: [B, max_logprobs] int32, most likely first; 0 if not requested.
+        top_logprobs: [B, max_logprobs] float32, log-probabilities of top_token_ids; 0 if not requested.
+        is_finite: [B] bool; False if the logits contain NaN or +inf, or only -inf. The token of such a row is
+            0, and its other values are meaningless.
+        has_choice: [B] bool; False if the logits are finite, but mask and bias together forbid every token.
+            The token of such a row is 0 and must not be used, because it may be forbidden.
     """
 
     token_ids: Int[Array, " b"]
@@ -97,26 +102,31 @@ class SampledTokens:
 
 
 class Sampler(Protocol):
-    """A choice of tokens of one's own, traced into the step: a pure function of arrays."""
+    """Interface of a custom sampler: a pure function of arrays that is traced into the step."""
 
     def __call__(self, logits: Float[Array, "b v"], batch: SamplingBatch) -> Int[Array, " b"]:
-        """Returns a token id per row, of logits after mask, bias and penalties; of greedy rows too.
+        """Returns a token id per row; greedy rows included.
 
-        Whoever draws at random makes keys of batch.seed and batch.position, so that a request gets the same
-        tokens in any batch. A row whose id is no token ends its request, which says so.
+        A custom sampler that draws at random should derive its keys from batch.seed and batch.position, so
+        that a request gets the same tokens in any batch. If an id is out of range, the request of the row
+        ends with an error.
+
+        Args:
+            logits: [B, V] float32, logits after mask, bias and penalties.
+            batch: The parameters of the rows.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplerOptions:
-    """How every step of an engine draws tokens.
+    """Sampling options that are the same for all steps of an engine.
 
     Args:
-        max_logprobs: Most likely tokens that are reported.
-        is_processed: Whether log-probabilities are those of the distribution that is drawn from. Of greedy
-            rows, that is the one before temperature, min_p, top_k and top_p.
-        custom: Chooses in place of temperature, min_p, top_k, top_p and the draw; None for these.
+        max_logprobs: Number of most likely tokens to report.
+        is_processed: Whether log-probabilities refer to the distribution from which tokens are drawn. For
+            greedy rows, they then refer to the logits before temperature, min_p, top_k and top_p.
+        custom: Custom sampler that replaces temperature, min_p, top_k, top_p and the draw; None for none.
     """
 
     max_logprobs: int
@@ -131,27 +141,29 @@ class SamplerOptions:
         forced: Int[Array, " b"] | None = None,
         processed: Float[Array, "b v"] | None = None,
     ) -> SampledTokens:
-        """Chooses one token per row: bias, penalties, mask, temperature, min_p, top_k, top_p, then the draw.
+        """Chooses one token per row.
 
-        A random row that keeps_draw gets what it would get without its mask, where that is allowed; if not,
-        it is drawn again. Without filters, each allowed token has its share of the probability of all of
-        them then.
+        The order is: bias, penalties, mask, temperature, min_p, top_k, top_p, and then the draw. A row's
+        result depends only on its own logits and parameters, and its random numbers only on (seed, position).
+        It does not depend on the row's index, on other rows or on B. Work that no row needs is skipped.
 
-        A row's result depends on its own logits and parameters only, and the draw on (seed, position): not on
-        the row's index, its neighbours or B. What no row asks for is not computed.
+        A random row with keeps_draw is first drawn without its mask. If the mask forbids the token, the row
+        is drawn again with the mask. Without min_p, top_k and top_p, the token then has the same distribution
+        as a single draw with the mask.
 
         Args:
-            logits: [B, V] float32; -inf is a token that can't be.
-            batch: The rows' parameters.
-            processed: float32, the logits to choose from, if others have changed them; they count as `logits`
-                do, which stay those whose log-probabilities are reported.
-            forced: int32, the token to choose whatever is drawn, -1 for none. Nothing else changes.
+            logits: [B, V] float32; -inf for impossible tokens.
+            batch: The parameters of the rows.
+            forced: int32 [B], tokens to choose instead of the drawn ones; -1 for none. Log-probabilities are
+                computed for the forced tokens.
+            processed: [B, V] float32, the logits after logits processors; None without processors. Tokens are
+                chosen from these. Log-probabilities refer to `logits` unless is_processed is True.
 
         Returns:
             The chosen tokens and their log-probabilities.
 
-        Source: the order and the meaning of each parameter are those of vLLM 1's sampler, except that
-        the bounds of top_k and top_p keep all tokens tied at the bound.
+        Source: order and meaning of the parameters are those of the sampler in vLLM V1, except that top_k and
+        top_p keep all tokens tied at the bound.
         """
         logits = lax.cond(
             jnp.any(batch.logprob_temperature != 1),
@@ -165,7 +177,7 @@ class SamplerOptions:
             is_finite &= ~jnp.any(jnp.isnan(processed) | (processed == jnp.inf), axis=-1)
         adjusted = _adjust(processed, batch, draws_before_mask=self.custom is None)
         greedy = _argmax(adjusted)
-        # One logit per row tells: the largest is -inf only where all are.
+        # The largest logit of a row is -inf only if all of its tokens are forbidden.
         largest = jnp.take_along_axis(adjusted, greedy[:, None], axis=-1)[:, 0]
         has_choice = ~is_finite | (largest != -jnp.inf)
         is_random = batch.temperature >= GREEDY_BELOW
@@ -196,13 +208,14 @@ def token_logprobs(
     *,
     max_logprobs: int,
 ) -> tuple[Float[Array, " b"], Int[Array, " b"], Int[Array, "b k"], Float[Array, "b k"]]:
-    """Returns logprob, rank, top_token_ids and top_logprobs of given tokens, as in SampledTokens.
+    """Returns logprob, rank, top_token_ids and top_logprobs of tokens, as in SampledTokens.
 
     Args:
         logits: [B, V] float32.
         token_ids: [B] int32 in [0, V).
-        wanted: [B] bool; all but logprob is 0 where False, and costs nothing if all are False.
-        max_logprobs: Most likely tokens to report; static, at most V. The lower id wins a tie.
+        wanted: [B] bool; if False, all values of a row except logprob are 0. If all are False, these values
+            are not computed.
+        max_logprobs: Number of most likely tokens to report; static, at most V. Ties are ordered by token id.
     """
     log_total = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)
@@ -230,8 +243,8 @@ def _adjust(
 ) -> Float[Array, "b v"]:
     """Applies bias, penalties and mask, in this order.
 
-    The mask comes last because a row that keeps_draw is drawn before it, with draws_before_mask (static). For
-    other rows its place changes nothing: -inf stays -inf.
+    With draws_before_mask (static), rows with keeps_draw are drawn before the mask is applied, so the mask
+    must come last. For other rows the order of the mask does not matter, because -inf stays -inf.
     """
     has_count_penalty = (batch.frequency_penalty != 0) | (batch.presence_penalty != 0)
     steps = (
@@ -256,7 +269,7 @@ def _mask_tokens(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "
 
 
 def _keep_draws(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "b v"]:
-    """Masks tokens; leaves rows that keep their draw only that, if it is allowed."""
+    """Masks tokens. If the unmasked draw of a row with keeps_draw is allowed, masks all other tokens."""
     is_random = batch.temperature >= GREEDY_BELOW
     drawn = _draw(x, batch, is_random, _keys(batch, again=False))[:, None]
     masked = _mask_tokens(x, batch)
@@ -282,7 +295,7 @@ def _penalise_counts(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Arra
 
 
 def _token_counts(batch: SamplingBatch) -> Int[Array, "b v"]:
-    """Returns the token counts of the rows with penalties; those of the other rows are of no effect."""
+    """Returns the token counts of the rows with penalties. Counts of other rows have no effect."""
     counts = batch.token_counts.at[batch.count_slots].get(mode="clip")
     if batch.drafts is None:
         return counts
@@ -290,7 +303,7 @@ def _token_counts(batch: SamplingBatch) -> Int[Array, "b v"]:
 
 
 def _argmax(x: Float[Array, "b v"]) -> Int[Array, " b"]:
-    """The first index of each row's maximum. On a CPU this takes a third of the time of jnp.argmax."""
+    """Returns the first index of each row's maximum. On a CPU, this is three times as fast as jnp.argmax."""
     index = jnp.arange(x.shape[1], dtype=jnp.int32)
     return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), index, x.shape[1] - 1), axis=-1)
 
@@ -304,19 +317,23 @@ def _draw(
 
 
 def _keys(batch: SamplingBatch, *, again: bool = True) -> Array:
-    """Returns a key per row, of (seed, position); another one if a row that keeps_draw is drawn `again`."""
+    """Returns a random key per row, derived from (seed, position).
+
+    If `again` is True, rows with keeps_draw get another key than in their draw without the mask.
+    """
     keys = jax.random.wrap_key_data(batch.seed, impl="threefry2x32")
     keys = jax.vmap(jax.random.fold_in)(keys, batch.position)
     if not again:
         return keys
-    # What was refused says where the first number lay: it is not random any more.
+    # The second draw happens only if the mask forbids the first token. Given that, the first random number is
+    # no longer uniformly distributed, so it must not be used again.
     return jnp.where(batch.keeps_draw, jax.vmap(jax.random.fold_in, (0, None))(keys, 1), keys)
 
 
 def _drawn_from(
     logits: Float[Array, "b v"], batch: SamplingBatch, is_random: Bool[Array, " b"]
 ) -> Float[Array, "b v"]:
-    """Returns the logits of the distribution that _draw draws from; those of greedy rows as they are."""
+    """Returns the logits of the distribution that _draw uses; logits of greedy rows are unchanged."""
     gap, limit = _gap_and_limit(logits, batch, is_random)
     return jnp.where(is_random[:, None], jnp.where(gap <= limit[:, None], -gap, -jnp.inf), logits)
 
@@ -324,14 +341,15 @@ def _drawn_from(
 def _gap_and_limit(
     logits: Float[Array, "b v"], batch: SamplingBatch, is_random: Bool[Array, " b"]
 ) -> tuple[Float[Array, "b v"], Float[Array, " b"]]:
-    """Returns the gap of each token, and the limit up to which min_p, top_k and top_p keep a row's tokens.
+    """Returns the gap of each token, and the limit up to which min_p, top_k and top_p keep tokens.
 
-    All three filters keep the tokens whose gap (how far the scaled logit lies below the row's largest) is
-    at most some limit, so they meet in one number per row, found without a sort.
+    The gap of a token is the difference between the row's largest scaled logit and the token's. Each of the
+    three filters keeps the tokens whose gap is at most some limit. So together they are one limit per row,
+    which is found without sorting.
     """
     temperature = jnp.where(is_random, batch.temperature, 1.0)[:, None]
     gap = (jnp.max(logits, axis=-1, keepdims=True) - logits) / temperature
-    limit = jnp.abs(jnp.log(batch.min_p))  # of a probability up to 1, so this is -log, without -0
+    limit = jnp.abs(jnp.log(batch.min_p))  # -log(min_p), without a negative zero
     has_top_k, has_top_p = is_random & (batch.top_k > 0), is_random & (batch.top_p < 1)
 
     def top_k(limit: Array) -> Array:
@@ -350,11 +368,12 @@ def _gap_and_limit(
 
 
 def _weights(gap: Float[Array, "b v"], limit: Float[Array, " b"]) -> Int[Array, "b v"]:
-    """Probabilities of the tokens with gap <= limit, as integers that sum to about 2**29 to 2**30 per row.
+    """Returns the probabilities of tokens with gap <= limit as integers.
 
-    Sums of integers are the same in any order, so no result depends on how a reduction is split for some
-    B. The scale is a power of two for the same reason. A probability is off by at most 2**-30: one below
-    2**-31 is never drawn.
+    The integers of a row sum to about 2**29 to 2**30. The sum of integers does not depend on the order of
+    summation, so results do not depend on how a reduction is split for some B. The scale is a power of two
+    for the same reason. The error of a probability is at most 2**-30. Probabilities below 2**-31 become 0, so
+    these tokens are never drawn.
     """
     p = jnp.where(gap <= limit[:, None], jnp.exp(-gap), 0.0)
     _, exponent = jnp.frexp(jnp.sum(p, axis=-1, keepdims=True))
@@ -364,10 +383,11 @@ def _weights(gap: Float[Array, "b v"], limit: Float[Array, " b"]) -> Int[Array, 
 def _smallest_limit(
     gap: Float[Array, "b v"], weights: Int[Array, "..."], target: Int[Array, " b"]
 ) -> Float[Array, " b"]:
-    """Returns a limit whose set {gap <= limit} is the smallest with weights of at least target.
+    """Returns a limit whose set {gap <= limit} is the smallest with a total weight of at least target.
 
-    It is inf where even all weights are less than target, and 0 where target is 0. Bisects over the bits
-    of the limit, as floats that are not negative order as their bits do, until every row has its set.
+    The limit is inf if the sum of all weights is less than target, and 0 if target is 0. It is found by
+    bisection over the bits of the limit, because non-negative floats have the same order as their bits. The
+    bisection ends when all rows are done.
     """
     key = lax.bitcast_convert_type(gap, jnp.int32)
 
@@ -385,7 +405,10 @@ def _smallest_limit(
 
 
 def _inverse_cdf(weights: Int[Array, "b v"], keys: Array) -> Int[Array, " b"]:
-    """Draws an index per row in proportion to integer weights: first a group of indices, then one of it."""
+    """Draws an index per row in proportion to integer weights.
+
+    It first finds the group of indices and then the index in the group.
+    """
     rows, size = weights.shape
     groups = jnp.pad(weights, ((0, 0), (0, -size % _GROUP))).reshape(rows, -1, _GROUP)
     group_weights = jnp.sum(groups, axis=-1, dtype=jnp.int32)
@@ -397,9 +420,10 @@ def _inverse_cdf(weights: Int[Array, "b v"], keys: Array) -> Int[Array, " b"]:
 
 
 def _integers_below(limit: Int[Array, " b"], keys: Array) -> Int[Array, " b"]:
-    """Draws floor(limit * u) per row, u uniform in [0, 1) with 30 bits, in 15-bit digits that fit 32 bits.
+    """Draws floor(limit * u) per row, where u is uniform in [0, 1) with 30 bits.
 
-    jax.random.randint is no choice: for limits this large it visibly favours the lower numbers.
+    The product is computed in 15-bit digits that fit into 32 bits. jax.random.randint cannot be used: for
+    such large limits it noticeably favors small numbers.
     """
     bits = jax.vmap(lambda key: jax.random.bits(key, dtype=jnp.uint32))(keys)
     u1, u0 = bits >> 17, (bits >> 2) & 0x7FFF
@@ -408,7 +432,7 @@ def _integers_below(limit: Int[Array, " b"], keys: Array) -> Int[Array, " b"]:
 
 
 def _find(weights: Int[Array, "b n"], value: Int[Array, " b"]) -> tuple[Int[Array, " b"], Int[Array, " b"]]:
-    """Returns the index whose stretch of the running sum holds value, and how far into it value lies."""
+    """Returns the index whose interval in the running sum of weights contains value, and the offset in it."""
     ends = jnp.cumsum(weights, axis=-1, dtype=jnp.int32)
     index = jnp.sum(ends <= value[:, None], axis=-1, dtype=jnp.int32)
     index = jnp.minimum(index, weights.shape[1] - 1)

@@ -1,8 +1,9 @@
-"""How often each token stands in a sequence, per batch slot, on the device: what penalties are computed from.
+"""Token counts of all batch slots on the device, from which penalties are computed.
 
-An int32 array [S, V]: row s belongs to batch slot s. The step reads the rows it needs, adds the tokens that
-it draws, and hands the array back in place. A sequence with penalties that takes a batch slot, new or back
-after a preemption, has its row written by ResetTokenCountsProgram; rows of other sequences mean nothing.
+The array is int32 [S, V]: row s belongs to batch slot s. A step reads the rows of its sequences, adds the
+drawn tokens, and returns the array, which is updated in place. When a sequence with penalties takes a batch
+slot, as a new sequence or after a preemption, ResetTokenCountsProgram writes its row. Rows of sequences
+without penalties have no meaning.
 """
 
 import dataclasses
@@ -19,31 +20,32 @@ from jax_paged.worker.compilation.programs import Program, TraceContext
 from jax_paged.worker.input_batch import TokenCountReset
 from jax_paged.worker.sampling.sampler import IN_PROMPT
 
-# Tokens that one call of ResetTokenCountsProgram takes in.
+# Number of tokens that one call of ResetTokenCountsProgram counts.
 NUM_RESET_TOKENS = 2048
 
 
 def add_tokens(
     token_counts: Int[Array, "s v"], batch_slots: Int[Array, " b"], token_ids: Int[Array, " b"]
 ) -> Int[Array, "s v"]:
-    """Counts one drawn token for each batch slot; batch slots from S on are dropped."""
+    """Counts one drawn token for each given batch slot; slots that do not exist are dropped."""
     return token_counts.at[batch_slots, token_ids].add(1, mode="drop")
 
 
 @dataclasses.dataclass(frozen=True)
 class ResetTokenCountsProgram(Program):
-    """Counts up to NUM_RESET_TOKENS tokens of one sequence into the row of its batch slot."""
+    """Program that counts up to NUM_RESET_TOKENS tokens of one sequence in the row of its batch slot."""
 
     def __str__(self) -> str:
         return "reset token counts"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces the program; see Program."""
         def reset(token_counts: Array, packed: Array) -> Array:
             (batch_slot, is_first, num_prompt), tokens = packed[:3], packed[3:]
             vocab_size = token_counts.shape[1]
             is_prompt = jnp.arange(NUM_RESET_TOKENS) < num_prompt
             zeros = jnp.zeros(vocab_size, jnp.int32)
-            # Ids of vocab_size and above are padding, and dropped.
+            # Ids from vocab_size on are padding and are dropped.
             prompt = zeros.at[jnp.where(is_prompt, tokens, vocab_size)].set(IN_PROMPT, mode="drop")
             output = zeros.at[jnp.where(is_prompt, vocab_size, tokens)].add(1, mode="drop")
             row = jnp.where(
@@ -61,12 +63,15 @@ def reset_token_counts(
     token_counts: Array,
     resets: Iterable[TokenCountReset],
 ) -> Array:
-    """Writes the rows of sequences that take a batch slot; returns the array, which is donated.
+    """Initializes the rows of sequences that take a batch slot.
 
     Args:
-        run: Runs a program on arguments.
-        token_counts: int32 [S, V].
+        run: Runs a program with the given arguments.
+        token_counts: int32 [S, V]. Donated.
         resets: The sequences.
+
+    Returns:
+        The updated token counts.
     """
     for reset in resets:
         for packed in _chunks(reset, token_counts.shape[1]):
@@ -75,7 +80,11 @@ def reset_token_counts(
 
 
 def _chunks(reset: TokenCountReset, vocab_size: int) -> Iterator[np.ndarray]:
-    """Yields the inputs of the calls that count a sequence: batch slot, is it the first, prompt tokens."""
+    """Yields the packed inputs of the calls that count a sequence.
+
+    Each is int32 [3 + NUM_RESET_TOKENS]: the batch slot, whether this is the first call, the number of prompt
+    tokens, and the tokens.
+    """
     tokens = np.array([*reset.prompt_token_ids, *reset.output_token_ids], np.int32)
     for start in range(0, len(tokens), NUM_RESET_TOKENS):
         chunk = tokens[start : start + NUM_RESET_TOKENS]

@@ -1,4 +1,4 @@
-"""Which tokens of one sequence get a bias, and which are forbidden where, as its parameters say."""
+"""Biases and token masks of one sequence, as its sampling parameters require."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -9,17 +9,17 @@ from jax_paged.core.scheduler_output import NewSequence
 
 
 class KnownTokens:
-    """The tokens of one sequence as far as rows have told them.
+    """The tokens of one sequence that the host knows.
 
     Args:
-        new: The sequence, as it takes its batch slot.
+        new: The sequence, when it takes its batch slot.
     """
 
     def __init__(self, new: NewSequence) -> None:
         self._prompt, self._output = new.request.prompt_token_ids, list(new.output_token_ids)
 
     def record(self, start: int, token_ids: list[int]) -> None:
-        """Takes in the tokens of a row, in place of what it knew from position `start` on."""
+        """Replaces the known tokens from position `start` on by the tokens of a scheduled sequence."""
         first = start - len(self._prompt)
         if first < 0:
             token_ids, first = token_ids[-first:], 0
@@ -37,15 +37,18 @@ class KnownTokens:
 
 
 class TokenRules:
-    """The tokens of one sequence that get a bias at any position, and those that are forbidden at some.
+    """Biases and forbidden tokens of one sequence.
+
+    Biases apply at all positions. Forbidden tokens depend on the position and, for bad words, on the tokens
+    before it.
 
     Args:
-        new: The sequence, as it takes its batch slot.
-        tokens: Those before any position that is asked for.
-        vocab_size: Of the model.
+        new: The sequence, when it takes its batch slot.
+        tokens: The known tokens of the sequence.
+        vocab_size: Size of the vocabulary.
 
     Attributes:
-        bias: What is added to logits, by token id.
+        bias: Values to add to logits, by token id.
     """
 
     def __init__(self, new: NewSequence, tokens: KnownTokens, vocab_size: int) -> None:
@@ -59,16 +62,17 @@ class TokenRules:
             self._mask = pack_token_mask(allowed, vocab_size) & ~pack_token_mask(banned, vocab_size)
         self._all = np.full(-(-vocab_size // 32), -1, np.int32)
         self._ends = pack_token_mask(new.end_token_ids, vocab_size) if params.min_tokens else None
-        # By length and content of what stands before the last token of a bad word: the last tokens.
+        # The last tokens of bad words, by the length and the content of the tokens that precede them in the
+        # word.
         self._bad_words: dict[int, dict[tuple[int, ...], list[int]]] = defaultdict(dict)
         for *before, last in params.bad_words_token_ids or ():
             self._bad_words[len(before)].setdefault(tuple(before), []).append(last)
-        self._tokens = tokens  # only bad words look at them
+        self._tokens = tokens  # only read for bad words
 
     def mask_at(self, position: int) -> np.ndarray | None:
-        """Returns what may be chosen at a position, int32 [ceil(V / 32)]; None if everything may.
+        """Returns the mask of allowed tokens at a position, int32 [ceil(V / 32)]; None if all are allowed.
 
-        The tokens before the position are known.
+        The tokens before the position must be known.
         """
         mask = self._mask
         if self._ends is not None and position < self._min_position:
@@ -82,7 +86,7 @@ class TokenRules:
         return mask
 
     def _last_of_bad_words(self, position: int) -> list[int]:
-        """Returns the tokens that would complete a bad word."""
+        """Returns the tokens that would complete a bad word at a position."""
         last: list[int] = []
         for length, words in self._bad_words.items():
             if length <= position:
@@ -91,7 +95,7 @@ class TokenRules:
 
 
 def pack_token_mask(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """Returns a mask that allows only these tokens, int32 [ceil(V / 32)]; the lowest bit is token 0."""
+    """Returns a mask that allows only the given tokens, int32 [ceil(V / 32)]; the lowest bit is token 0."""
     allowed = np.zeros(-(-vocab_size // 32) * 32, bool)
     allowed[list(token_ids)] = True
     return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
