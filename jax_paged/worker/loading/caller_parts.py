@@ -1,4 +1,4 @@
-"""A model and functions of the caller, in place of those that an engine loads or has."""
+"""A model and functions that the caller provides in place of the engine's own."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class CallerParts:
-    """A model and functions of the caller.
+    """A model and functions that the caller provides.
 
     Args:
-        model: A model in memory in place of args.model; its weights stay the caller's.
-        hooks: Hooks that requests may ask for by name.
-        attend: Attends in place of args.attention_backend.
-        sampler: Chooses tokens in place of the sampler.
-        logits_processors: Logits processors that requests may ask for by name.
+        model: A model in memory that replaces args.model. Its weights remain the caller's.
+        hooks: Hooks that requests may select by name.
+        attend: Attention function that replaces args.attention_backend.
+        sampler: Function that replaces the sampler.
+        logits_processors: Logits processors that requests may select by name.
     """
 
     model: LoadedModel | LanguageModel | None = None

@@ -1,8 +1,11 @@
-"""Which backend `auto` means: on a GPU the Pallas kernels are checked there once, and trusted from then on.
+"""The choice of the attention backend.
 
-The check is pallas_kernels/self_check/runner.py, in a process of its own that is killed when its time is
-over. The verdict is kept in a file. It holds until something changes that it depends on: the GPU, its
-driver, what compiles the kernels, the kernels themselves, the shapes of the model.
+With attention_backend="auto" on a GPU, the Pallas kernels are used if they pass a check on this machine.
+
+The check (pallas_kernels/self_check/runner.py) runs in a subprocess, which is killed after a time limit. It
+compares the kernels' results with a reference, and their speed with XLA. The verdict is stored in a file. It
+is valid until something that it depends on changes: the GPU, its driver, the compilers, the kernels or the
+shapes of the model.
 """
 
 import contextlib
@@ -45,9 +48,9 @@ from jax_paged.worker.loading.weights import check_divided, flatten
 
 _LOGGER = logging.getLogger(__name__)
 
-# Most of it is compiling: some twenty programs.
+# Time limit of the check (seconds). Most of the time is the compilation of about twenty programs.
 LIMIT_S = 240.0
-# The process finds the same modules as this one, however they were found here.
+# The subprocess gets the module search path of this process.
 _PROGRAM = """
 import json, sys
 task = json.loads(sys.argv[1])
@@ -57,7 +60,7 @@ runner.main(task)
 """
 _COMPILERS = "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin nvidia-cuda-nvcc-cu12 nvidia-cuda-nvcc"
 _OUTPUT_CHARACTERS = 2000
-# Times on a GPU that others use differ by so much.
+# Factor by which times on a GPU vary if other programs use it too.
 _NOISE = 1.03
 
 Outcome = Literal["passed", "slower", "wrong", "crashed", "hung", "unsupported", "not run"]
@@ -65,15 +68,16 @@ Outcome = Literal["passed", "slower", "wrong", "crashed", "hung", "unsupported",
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a check has found.
+    """The result of a check.
 
     Args:
-        outcome: "unsupported" if the kernels refuse these shapes or this device; "not run" if something else
-            than the kernels has failed, such as memory that was not free: then nothing is known of them.
-        reason: In a line.
-        seconds: That the check took.
-        rows: Of the table, as self_check.py describes them.
-        output: The end of what the process has printed, if the kernels have not passed.
+        outcome: "passed", "slower", "wrong", "crashed" or "hung"; "unsupported" if the kernels do not support
+            these shapes or this device; "not run" if something other than the kernels failed, for example
+            because memory was not free.
+        reason: The reason, in one line.
+        seconds: Duration of the check.
+        rows: Rows of the result table, see pallas_kernels/self_check/runner.py.
+        output: The end of the subprocess's output, if the kernels have not passed.
     """
 
     outcome: Outcome
@@ -83,7 +87,7 @@ class Verdict:
     output: str = ""
 
     def table(self) -> str:
-        """Returns all of it for people to read."""
+        """Returns the verdict as a table for people to read."""
         lines = [f"{'':<64}{'':>6}{'is':>10}{'at most':>10}"]
         for row in self.rows:
             mark = " TOO LARGE" if _is_over(row) else ""
@@ -94,15 +98,17 @@ class Verdict:
 def choose_backend(
     args: EngineArgs, loaded: LoadedModel | LanguageModel | None, attend: Attend | None
 ) -> tuple[ops.Implementation, str]:
-    """Returns which kernels attend, and why. On a GPU, `auto` checks them if they were not yet.
+    """Returns the attention backend and the reason for the choice.
+
+    With "auto" on a GPU, it runs the check if there is no stored verdict.
 
     Args:
-        args: Name the backend and the model.
-        loaded: A model in memory in place of it.
-        attend: Attends in the kernels' place; then none are checked.
+        args: Arguments of the engine, which contain the backend and the model.
+        loaded: A model in memory that replaces args.model; None for none.
+        attend: Attention function that replaces the kernels; None for none. With it, no kernels are checked.
 
     Raises:
-        ValueError: If the backend can't be used here, or there is no such model.
+        ValueError: If the backend cannot be used on this machine, or the model does not exist.
     """
     backend = resolve_backend(args.attention_backend, name="attention_backend")
     if args.attention_backend != "auto":
@@ -134,7 +140,7 @@ def choose_backend(
 
 
 def _command(args: EngineArgs) -> str:
-    """Returns the command that checks the same kernels by hand."""
+    """Returns the shell command that checks the same kernels."""
     options = [f"--model {args.model}"]
     for name in ("dtype", "block_size", "max_model_len", "kv_cache_dtype"):
         if (value := getattr(args, name)) != getattr(EngineArgs, name):
@@ -143,13 +149,17 @@ def _command(args: EngineArgs) -> str:
 
 
 def suites_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None) -> list[Suite]:
-    """Returns the shapes with which a device calls the kernels, whether or not the model is loaded yet.
+    """Returns the shapes with which each device calls the kernels. The weights need not be loaded.
 
-    They are found by running the model on shapes alone, with attention that takes notes. Layers that differ
-    in the heads of keys and values have a suite each.
+    The model is traced on shapes alone, with attention functions that record their arguments. Layers that
+    differ in the number or size of kv heads get separate suites.
+
+    Args:
+        args: Arguments of the engine.
+        loaded: A model in memory that replaces args.model; None for none.
 
     Raises:
-        ValueError: If the model can't be divided among so many devices.
+        ValueError: If the model cannot be divided among tensor_parallel_size devices.
     """
     if loaded is None:
         model = outline(
@@ -178,7 +188,7 @@ def suites_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = Non
         by_head = (more.get(name) is not None for name in ("distance_bias", "sinks"))
         asked = window_of(spec), soft_cap, *by_head
         variants = found.setdefault((spec.num_kv_heads, spec.head_dim, value_dim_of(spec)), {})
-        # Layers that differ in their scale only run the same kernels.
+        # The scale is not part of the key, because layers that differ only in it run the same kernels.
         variants.setdefault(asked, Variant(q.shape[-2] // size, float(scale), *asked))
         return q[..., : value_dim_of(spec)]
 
@@ -188,7 +198,7 @@ def suites_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = Non
     products = dict[Experts, None]()
 
     def multiply(x: Array, kernels: Array, group_sizes: Array) -> Array:
-        products[Experts(x.shape[0], *kernels.shape)] = None  # the rows of one token
+        products[Experts(x.shape[0], *kernels.shape)] = None  # the shapes for one token
         return jnp.zeros((x.shape[0], kernels.shape[2]), x.dtype)
 
     def run(weights: list[Array]) -> Array:
@@ -219,7 +229,7 @@ def suites_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = Non
 
 
 def check_all(suites: list[Suite], **options: Any) -> Verdict:
-    """Returns the verdict of `check` on the first suite that does not pass, or else on the last."""
+    """Returns the verdict on the first suite that does not pass, or on the last suite if all pass."""
     verdict = check(suites[0], **options)
     for suite in suites[1:]:
         if verdict.outcome == "passed":
@@ -236,38 +246,40 @@ def check(
     limit_s: float = LIMIT_S,
     is_anew: bool = False,
 ) -> Verdict:
-    """Returns the verdict on kernels, the one that is kept if there is one. One check runs at a time.
+    """Returns the verdict on kernels: a stored one if there is one, else that of a new check.
+
+    Only one check runs at a time on this machine.
 
     Args:
-        suite: The shapes.
-        folder: Where verdicts are kept; None for config.cache_dir's.
-        candidate: Backend, or module with the four ops, that is checked.
-        rival: That the candidate has to be at least as fast as.
-        limit_s: Seconds after which the check is killed.
-        is_anew: Whether it runs even if there is a verdict.
+        suite: The shapes to check.
+        folder: Folder of stored verdicts; None for the default in `cache_dir`.
+        candidate: The backend to check, or a module with the four ops.
+        rival: The backend that the candidate must not be slower than.
+        limit_s: Time after which the check is killed (seconds).
+        is_anew: Whether to ignore a stored verdict.
     """
     if suite.value_dim is not None:
         return Verdict("unsupported", "the kernels take no latent cache", 0.0)
     task = {"candidate": candidate, "rival": rival, "suite": dataclasses.asdict(suite)}
-    key = json.loads(json.dumps(task | _machine()))  # as it is read again
+    key = json.loads(json.dumps(task | _machine()))  # the same types as after reading a file
     folder = folder or Path(cache_dir("kernel-checks"))
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     file = folder / f"{digest[:32]}.json"
     if not is_anew and (verdict := _kept(file, key)) is not None:
         return verdict
     with _alone(folder):
-        # Perhaps somebody else has just checked the same.
+        # Another process may have finished the same check while this one waited.
         if not is_anew and (verdict := _kept(file, key)) is not None:
             return verdict
         verdict = _run(task | {"device_kind": key["device"]}, limit_s)
         if verdict.outcome != "not run":
-            with contextlib.suppress(OSError):  # which was said
+            with contextlib.suppress(OSError):  # _alone has logged a warning
                 _keep(file, key, verdict)
         return verdict
 
 
 def _machine() -> dict[str, Any]:
-    """Returns what a verdict depends on beside the shapes."""
+    """Returns everything except the shapes that a verdict depends on."""
     device, sources = jax.devices()[0], hashlib.sha256()
     for source in sorted(Path(ops.__file__).parent.rglob("*.py")):
         sources.update(source.name.encode() + source.read_bytes())
@@ -285,7 +297,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """Returns the version of NVIDIA's driver; None without one."""
+    """Returns the version of the NVIDIA driver; None without one."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -312,15 +324,18 @@ def _kept(file: Path, key: dict[str, Any]) -> Verdict | None:
 
 
 def _keep(file: Path, key: dict[str, Any], verdict: Verdict) -> None:
-    """Writes a file that others see whole or not at all."""
+    """Writes a verdict to a file. Other processes see either the complete file or none."""
     part = file.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps({"key": key, "verdict": dataclasses.asdict(verdict)}, indent=1), "utf-8")
     part.replace(file)
 
 
 def _alone(folder: Path) -> contextlib.AbstractContextManager[Any]:
-    """Waits until nobody else checks: two would spoil each other's times. The lock ends with its process."""
-    import fcntl  # where there are NVIDIA GPUs for JAX, there is fcntl
+    """Waits for the lock that only one process with a check can hold.
+
+    Two checks at the same time would distort each other's times. The lock is released when its process ends.
+    """
+    import fcntl  # available on all systems on which JAX supports NVIDIA GPUs
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -343,7 +358,7 @@ def _warn_not_kept(folder: Path, reason: str) -> None:
 
 
 def _run(task: dict[str, Any], limit_s: float) -> Verdict:
-    """Runs a check in a process of its own."""
+    """Runs a check in a subprocess."""
     text = "checking the kernels of backend %s on %s, once for this model: at most %.0f s"
     _LOGGER.info(text, task["candidate"], task["device_kind"], limit_s)
     start, platforms = time.monotonic(), jax.config.jax_platforms
@@ -372,7 +387,10 @@ def _run(task: dict[str, Any], limit_s: float) -> Verdict:
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """Ends a process with all that it has started; one that the driver holds on to is left behind."""
+    """Kills a process and all of its children.
+
+    A process that has not ended after ten seconds, because the driver blocks it, is left behind.
+    """
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         try:
@@ -386,10 +404,16 @@ def _is_over(row: dict[str, Any]) -> bool:
 
 
 def _judge(lines: list[str], end: Outcome, how: str) -> tuple[Outcome, str, tuple[dict[str, Any], ...]]:
-    """Returns outcome, reason and rows, from the events of a process and how it has ended."""
+    """Returns outcome, reason and rows of a check.
+
+    Args:
+        lines: The events that the subprocess has written, one JSON object per line.
+        end: The outcome if the subprocess ended in the middle of a case.
+        how: How the subprocess ended, for the reason.
+    """
     events: list[dict[str, Any]] = []
     for line in lines:
-        with contextlib.suppress(ValueError):  # the last one may be cut off
+        with contextlib.suppress(ValueError):  # the last line may be incomplete
             events.append(json.loads(line))
     rows = tuple(event["row"] for event in events if "row" in event)
     if not events or "end" not in events[-1]:

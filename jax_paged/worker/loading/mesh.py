@@ -1,4 +1,4 @@
-"""The devices of an engine, and what multiplies by weights on them."""
+"""The devices of an engine, and the backend that computes matrix products on them."""
 
 import logging
 
@@ -16,15 +16,15 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def device_grids(args: EngineArgs, first_device: int, num_stages: int) -> tuple[DeviceGrid, ...]:
-    """Returns the devices that the model of an engine is divided among, for each stage of it.
+    """Returns the devices of each pipeline stage of an engine.
 
     Args:
-        args: Say how many a stage has.
-        first_device: The first of them, among those that JAX sees.
-        num_stages: Stages of this process.
+        args: The engine's arguments, which contain the number of devices per stage.
+        first_device: Index of the first device, among the devices that JAX sees.
+        num_stages: Number of stages in this process.
 
     Raises:
-        ValueError: If there are not so many.
+        ValueError: If there are not enough devices.
     """
     size, devices = args.tensor_parallel_size, jax.devices()[first_device:]
     allowed = f"at most {len(devices)}, the devices that JAX sees"
@@ -47,10 +47,10 @@ def device_grids(args: EngineArgs, first_device: int, num_stages: int) -> tuple[
 
 
 def choose_products(args: EngineArgs, dtype: jnp.dtype) -> products.Products:
-    """Returns what multiplies by weights of a type.
+    """Returns the backend that computes matrix products with weights of a dtype.
 
     Raises:
-        ValueError: If what is asked for can't be had here, or not on several devices.
+        ValueError: If the requested backend is not available here, or not on several devices.
     """
     backend = products.resolve_products(args.matmul_backend, dtype, name="matmul_backend")
     if args.tensor_parallel_size > 1:

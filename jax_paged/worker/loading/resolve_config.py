@@ -1,4 +1,4 @@
-"""EngineArgs, what a model says of itself, and the device -> EngineConfig. Needs no JAX."""
+"""Resolution of EngineArgs into an EngineConfig that fits the model and the device. Does not need JAX."""
 
 import dataclasses
 import logging
@@ -18,39 +18,40 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 
-# The pool of an engine on a CPU that is given no size. A sequence of max_model_len may need a larger pool,
-# which then has up to vLLM's default for CPUs, and up to a share of the machine's memory.
+# Default size of the KV cache on a CPU. If a sequence of max_model_len needs more, the KV cache is larger: at
+# most vLLM's default for CPUs, and at most a fraction of the machine's memory.
 CPU_KV_CACHE_BYTES = 256 * 2**20
 _MAX_CPU_KV_CACHE_BYTES = 4 * 2**30
 _CPU_KV_CACHE_SHARE = 1 / 4
-# Token rows whose products take as long as reading the weights. On two cores by oneDNN, the layers of a model
-# of 120 M parameters take 5.2 ms for one row, 6.5 for 8 and 21.4 for 64; on an H100 it is arithmetic: 990
-# TFLOP/s in bfloat16 against 3.35 TB/s.
+# Number of token rows for which matrix products take as long as reading the weights. With oneDNN on two
+# cores, the layers of a model with 120 M parameters take 5.2 ms for 1 row, 6.5 ms for 8 rows and 21.4 ms for
+# 64 rows. The value for GPUs is calculated from an H100's 990 TFLOP/s in bfloat16 and 3.35 TB/s.
 _FREE_ROWS_CPU, _FREE_ROWS_GPU = 16, 256
-# Slots for states per sequence: its own, and one for a checkpoint of a prefix.
+# Recurrent state slots per sequence: one for its state, and one for the checkpoint of a prefix.
 _STATE_SLOTS_PER_SEQ = 2
-# Slots of the pool: they are numbered by int32.
+# Maximum number of token slots in the KV cache. Slot numbers are int32.
 MAX_SLOTS = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What the settings of an engine depend on, of a model that is loaded.
+    """Properties of a loaded model that determine the configuration of an engine.
 
     Args:
         architecture: The name under "architectures" in config.json.
-        dtype: Of weights and activations: "float32" or "bfloat16".
-        vocab_size: Rows of the embedding.
-        max_model_len: Maximum tokens that the model was made for.
-        weight_bytes: Of all weights.
-        cache_groups: What its layers need of a sequence's past.
-        block_bytes: Of one block in all arrays of the pool together; of the stage that has most of them.
-        eos_token_ids: Its end tokens.
-        sampling_defaults: What generation_config.json says of sampling, in the words of SamplingParams.
-        decoder_start_token_id: Of an encoder-decoder model; None for a decoder.
-        pooling: What it makes of texts; None if it only draws tokens.
-        state_bytes: Of what all layers keep of one sequence, whatever its length.
-        draft_cost: What a pass of its draft model costs, as a share of one of its own.
+        dtype: Dtype of weights and activations: "float32" or "bfloat16".
+        vocab_size: Number of rows of the token embedding.
+        max_model_len: Maximum number of tokens that the model supports.
+        weight_bytes: Size of all weights (bytes).
+        cache_groups: The cache groups of its layers.
+        block_bytes: Size of one block in all KV cache arrays together (bytes); in a pipeline, of the stage
+            with the largest blocks.
+        eos_token_ids: End tokens of the model.
+        sampling_defaults: Sampling parameters from generation_config.json, named as in SamplingParams.
+        decoder_start_token_id: Start token of an encoder-decoder model; None for a decoder.
+        pooling: How the model pools texts; None if it only generates tokens.
+        state_bytes: Size of the recurrent states of one sequence in all layers (bytes).
+        draft_cost: Cost of a pass of the draft model, as a fraction of the cost of a pass of this model.
     """
 
     architecture: str
@@ -77,23 +78,24 @@ def resolve_config(
     matmul_backend: str,
     free_bytes: Callable[[EngineConfig], int],
 ) -> EngineConfig:
-    """Resolves every setting against the model and the device.
+    """Returns the configuration of an engine: every setting resolved against the model and the device.
 
     Args:
-        args: What the user asks for.
-        model: The model.
-        platform: "cpu", "gpu" or another of JAX's names.
-        backend: Which kernels attend.
-        matmul_backend: What multiplies by weights.
-        free_bytes: Returns the bytes that the device has left for the pool of an engine with a
-            configuration whose pool is empty. Is called if no setting says how large the pool is, and the
-            device is no CPU.
+        args: The user's arguments.
+        model: Properties of the model.
+        platform: The platform name in JAX: "cpu", "gpu" or another.
+        backend: The attention backend.
+        matmul_backend: The backend of matrix products.
+        free_bytes: Returns the number of bytes that the device has free for the KV cache, given a
+            configuration whose KV cache is empty. It is called only if no setting determines the size of the
+            KV cache and the device is not a CPU.
 
     Raises:
-        ValueError: If a limit does not fit the model or the others.
+        ValueError: If a limit does not fit the model or the other settings.
     """
     on_cpu = platform == "cpu"
-    # With packed products of bfloat16 a step of 2048 tokens takes about as long as one of 512 in float32.
+    # With packed weights in bfloat16, a step with 2048 tokens takes about as long as one with 512 tokens in
+    # float32.
     is_slow = on_cpu and not (model.dtype == "bfloat16" and matmul_backend == "onednn")
     limits = _token_limits(
         args, model, on_cpu=on_cpu, is_slow=is_slow, multiplies_in_xla=matmul_backend == "xla"
@@ -148,7 +150,7 @@ def resolve_config(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _TokenLimits:
-    """The limits of an engine that its steps are sized by; see EngineConfig."""
+    """The limits of an engine that determine the size of its steps; see EngineConfig."""
 
     max_model_len: int
     max_num_seqs: int
@@ -158,7 +160,7 @@ class _TokenLimits:
 def _token_limits(
     args: EngineArgs, model: ModelFacts, *, on_cpu: bool, is_slow: bool, multiplies_in_xla: bool
 ) -> _TokenLimits:
-    """Returns the limits that are asked for, or defaults.
+    """Returns the requested limits, or their defaults.
 
     Raises:
         ValueError: If a limit does not fit the model or another limit.
@@ -168,7 +170,8 @@ def _token_limits(
     max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
     max_num_batched_tokens = args.max_num_batched_tokens or (512 if is_slow else 2048)
     if args.batch_invariant and args.max_num_batched_tokens is None and multiplies_in_xla:
-        # Decode steps are as large (see plan_invariant_buckets): prompts are slow then, rather than answers.
+        # Decode steps are padded to this number of tokens too (see plan_invariant_buckets). A small number
+        # makes decoding fast, but prefill slow.
         max_num_batched_tokens = max_num_seqs
     if not args.enable_chunked_prefill:
         if args.max_num_batched_tokens is None:
@@ -183,8 +186,8 @@ def _token_limits(
 
 
 def _swap_size(args: EngineArgs, model: ModelFacts, limits: _TokenLimits) -> tuple[int, int]:
-    """Returns how many blocks, and slots for states, host memory holds."""
-    # No more than what all running sequences can fill.
+    """Returns the number of blocks and of recurrent state slots in host memory."""
+    # Running sequences cannot hold more blocks than this, so more are never swapped.
     blocks_per_seq = -(-limits.max_model_len // args.block_size) * len(model.cache_groups)
     max_swapped = limits.max_num_seqs * blocks_per_seq
     swap_bytes = int(args.swap_space * 2**30)
@@ -200,7 +203,11 @@ def _with_pool(
     on_cpu: bool,
     free_bytes: Callable[[EngineConfig], int],
 ) -> EngineConfig:
-    """Returns a configuration with the size of its pool; max_model_len is reduced if the pool is small."""
+    """Returns the configuration with the size of the KV cache.
+
+    If the size is a default and the KV cache cannot hold a sequence of max_model_len, max_model_len is
+    reduced.
+    """
     num_blocks, num_slots = _pool_size(args, config, model, on_cpu, free_bytes)
     num_bytes = num_blocks * model.block_bytes + num_slots * model.state_bytes
     slots = num_slots, config.state_slots[1]
@@ -210,10 +217,13 @@ def _with_pool(
 
 
 def check_without_states(args: EngineArgs) -> None:
-    """Checks that an engine is asked for nothing that layers with states can't do.
+    """Raises ValueError if an argument is not supported for models with recurrent states.
+
+    Args:
+        args: Arguments of the engine.
 
     Raises:
-        ValueError: If it is; the message says why.
+        ValueError: If an argument is not supported; the message contains the reason.
     """
     why = "because layers of the model keep a state of each sequence"
     given = args.speculative_config
@@ -243,12 +253,12 @@ def _speculation(
 
 
 def _num_state_slots(model: ModelFacts, num_bytes: int, most: int) -> int:
-    """Returns the slots for states that take at most half of a memory."""
+    """Returns the number of recurrent state slots, which take at most half of the given memory."""
     return min(most, num_bytes // 2 // model.state_bytes) if model.state_bytes else 0
 
 
 def host_memory_bytes() -> int:
-    """Returns the memory of this machine, or what its container (cgroup) may use."""
+    """Returns the memory of this machine, or the limit of its container (cgroup) if that is lower (bytes)."""
     num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     file = Path("/sys/fs/cgroup/memory.max")
     limit = file.read_text().strip() if file.is_file() else "max"
@@ -256,9 +266,13 @@ def host_memory_bytes() -> int:
 
 
 def _default_cpu_bytes(args: EngineArgs, config: EngineConfig, model: ModelFacts) -> int:
-    """Returns the bytes of a CPU's pool: enough for a sequence of max_model_len, if that is not too much."""
+    """Returns the default size of the KV cache on a CPU (bytes).
+
+    It is large enough for a sequence of max_model_len if that is within the limits.
+    """
     num_engines, size = args.pipeline_parallel_size, config.block_size
-    # A window moves between steps: one step writes all its tokens before a block leaves the window.
+    # A step writes all of its tokens before blocks that left the window are freed, so a group with a window
+    # needs blocks for the tokens of one step in addition.
     step = config.max_num_batched_tokens
     num_blocks = 1 + sum(blocks_of(group, config.max_model_len, size, step) for group in config.cache_groups)
     needed = num_blocks * num_engines * model.block_bytes
@@ -269,13 +283,14 @@ def _default_cpu_bytes(args: EngineArgs, config: EngineConfig, model: ModelFacts
 
 
 def _with_texts_that_fit(config: EngineConfig, model: ModelFacts) -> EngineConfig:
-    """Returns a configuration whose pool holds a sequence of max_model_len, which is reduced if it has to be.
+    """Returns a configuration with max_model_len reduced to what the KV cache can hold, if necessary.
 
-    Reducing it rejects no prompt that the pool could hold.
+    The reduction rejects no prompt that the KV cache could hold.
     """
 
     def num_blocks(num_tokens: int) -> int:
-        # A text for an encoder may be long while its output is short.
+        # An encoder's text is not limited by max_model_len, so a group with cross-attention counts as one
+        # block.
         own = [group for group in config.cache_groups if not group.is_cross]
         return (
             sum(blocks_of(g, num_tokens, config.block_size) for g in own)
@@ -315,7 +330,7 @@ def _pool_size(
     on_cpu: bool,
     free_bytes: Callable[[EngineConfig], int],
 ) -> tuple[int, int]:
-    """Returns the blocks and the slots for states, the null block's included."""
+    """Returns the number of blocks and of recurrent state slots, including the null block and slot 0."""
     block_bytes, most_slots = model.block_bytes, 1 + _STATE_SLOTS_PER_SEQ * config.max_num_seqs
     max_blocks, num_engines = MAX_SLOTS // args.block_size, args.pipeline_parallel_size
     if args.num_gpu_blocks_override is not None:

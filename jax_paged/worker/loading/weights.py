@@ -1,4 +1,7 @@
-"""The weights of a model as a flat list on the device, their exchange, and the model that they make."""
+"""The weights of a served model: loading, packing, replacing and freeing them.
+
+Programs receive the weights as a flat list of arrays and rebuild the model from them (FlatModel).
+"""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,11 +31,14 @@ from jax_paged.models.weights import LoadedModel, load_stages, loaded_from, outl
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FlatModel[M: nnx.Module]:
-    """A model without its weights. These travel as a flat list: a nested one costs twice as much per step.
+    """A model without its weights.
+
+    The weights are passed to programs as a flat list, because passing a nested structure takes twice as long
+    per step.
 
     Args:
-        graphdef: The model's structure.
-        treedef: Of its state.
+        graphdef: The structure of the model.
+        treedef: The tree structure of its state.
     """
 
     graphdef: Any
@@ -40,11 +46,11 @@ class FlatModel[M: nnx.Module]:
 
     @property
     def num_weights(self) -> int:
-        """How many arrays the weights are."""
+        """The number of weight arrays."""
         return self.treedef.num_leaves
 
     def merge(self, weights: Sequence[Any]) -> M:
-        """Returns the model with these weights; what follows them in the list is left alone."""
+        """Returns the model with these weights. Further arrays at the end of the list are ignored."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights[: self.num_weights]))
 
 
@@ -54,17 +60,19 @@ def load(
     grids: Sequence[DeviceGrid],
     own: Sequence[int],
 ) -> list[LoadedModel]:
-    """Returns the stages of the model that an engine serves; what is loaded lies on the devices of grids.
+    """Returns the stages of the model that an engine serves, with weights on the devices of `grids`.
 
     Args:
-        args: Name the model and its tokenizer.
-        loaded: A model in memory in place of it, which is a single stage. What a module alone does not tell,
-            such as end tokens, is read where the tokenizer lies, if that is a folder.
+        args: Arguments of the engine, which contain the model and its tokenizer.
+        loaded: A model in memory that replaces args.model and has a single stage. Information that a module
+            does not contain, such as end tokens, is read from the tokenizer's folder, if args.tokenizer is a
+            folder. Its weights stay where they are.
         grids: The devices of each stage.
-        own: The stages whose weights are read; the others have shapes in their places.
+        own: Indices of the stages whose weights are read. The other stages have shapes instead.
 
     Raises:
-        ValueError: If it can't be loaded or divided, or is of another type than is asked for.
+        ValueError: If the model cannot be loaded or divided, or has another dtype or quantization than
+            requested.
     """
     grid, num_stages = grids[0], len(grids)
     if loaded is None:
@@ -89,10 +97,14 @@ def load(
 
 
 def check_stages(model: LanguageModel, num_stages: int) -> None:
-    """Checks that a model has so many stages.
+    """Raises ValueError if a model cannot be split into a number of stages.
+
+    Args:
+        model: The model.
+        num_stages: The number of stages.
 
     Raises:
-        ValueError: If it has not.
+        ValueError: If the model cannot be split.
     """
     try:
         split_model(model, num_stages)
@@ -101,10 +113,14 @@ def check_stages(model: LanguageModel, num_stages: int) -> None:
 
 
 def check_divided(model: LanguageModel, grid: DeviceGrid) -> None:
-    """Checks that the devices of a grid can share a model.
+    """Raises ValueError if a model cannot be divided among the devices of a grid.
+
+    Args:
+        model: The model.
+        grid: The devices.
 
     Raises:
-        ValueError: If a weight can't be divided; the message lists what is allowed for each kind of weight.
+        ValueError: If a weight cannot be divided; the message lists the numbers of devices that are allowed.
     """
     problems: dict[str, str] = {}
     for path, param in nnx.to_flat_state(nnx.state(model)):
@@ -117,14 +133,15 @@ def check_divided(model: LanguageModel, grid: DeviceGrid) -> None:
 
 
 def packed[M: nnx.Module](model: M, *, in_place: bool) -> M:
-    """Returns a model whose products are oneDNN's: its kernels are packed, but for small ones.
+    """Returns a model whose matrix products are computed by oneDNN with packed weights.
 
-    Packed kernels are made of the weights as they are now: whoever changes these packs them again.
+    Packed weights are copies of the current weights. They must be packed again when the weights change.
+    Linear modules with the same input share one packed weight. Quantized weights are not packed.
 
     Args:
-        model: In one of the types that oneDNN multiplies.
-        in_place: Whether each kernel may be freed when it is packed; else a copy is packed, which shares all
-            other weights.
+        model: A model in a dtype that oneDNN supports.
+        in_place: Whether each weight may be freed once it is packed. Otherwise a copy of the model is packed,
+            which shares all other weights.
     """
     if not in_place:
         model = nnx.merge(*nnx.split(model))
@@ -144,7 +161,7 @@ def packed[M: nnx.Module](model: M, *, in_place: bool) -> M:
 
 
 def flatten[M: nnx.Module](model: M) -> tuple[FlatModel[M], list[Any], list[Split]]:
-    """Returns a model without weights, its weights as they are, and how each of them is divided."""
+    """Returns a model without weights, its weights, and how each weight is divided among devices."""
     graphdef, state = nnx.split(model)
     variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     splits = [v.get_metadata().get("split", (None,) * v.get_raw_value().ndim) for v in variables]
@@ -154,7 +171,7 @@ def flatten[M: nnx.Module](model: M) -> tuple[FlatModel[M], list[Any], list[Spli
 
 
 def outline_of[M: nnx.Module](model: M) -> M:
-    """Returns a model with the shapes that its weights have in a checkpoint, wherever they lie."""
+    """Returns a model with shapes in place of weights. The shapes are those in the checkpoint."""
     flat, weights, splits = flatten(model)
     shapes = [whole_shape(x.shape, split) for x, split in zip(weights, splits, strict=True)]
     return flat.merge([jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, weights, strict=True)])
@@ -166,10 +183,10 @@ def placed(
     """Returns weights on the devices of a grid.
 
     Args:
-        weights: As a checkpoint has them, or in the order of the devices.
-        splits: How they are divided.
+        weights: The weights, with columns in the order of the checkpoint or of the devices.
+        splits: How each weight is divided among devices.
         grid: The devices.
-        are_in_order: Whether they are in the order of the devices, as `load` has read them.
+        are_in_order: Whether columns are in the order of the devices, as in weights from `load`.
     """
     if not are_in_order:
         columns = [grid.columns(split) for split in splits]
@@ -181,22 +198,24 @@ def placed(
 
 
 class ServedWeights:
-    """The weights that programs are called with; they can be exchanged, and the programs stay.
+    """The weights with which programs are called. They can be replaced without compiling programs again.
 
     Args:
         model: The model.
-        is_own: Whether the model may be packed in place, and its weights freed; else they stay the caller's,
-            who may go on training it.
-        packs: Whether oneDNN multiplies.
-        kind: What float kernels become that are not small yet; None if they stay.
-        grid: The devices that they are divided among; weights that are loaded lie there already.
-        extra: Arrays that programs get behind the weights; copied to every device.
+        is_own: Whether the engine owns the weights, so that it may pack them in place and free them.
+            Otherwise they remain the caller's, who may continue to train the model.
+        packs: Whether oneDNN computes the matrix products.
+        kind: The type to which float weights are quantized; None for no quantization.
+        grid: The devices that divide the weights. Weights that the engine owns are on these devices already.
+        extra: Further arrays for programs, which follow the weights in the list. They are copied to every
+            device.
 
     Attributes:
         model: The model without its weights.
-        arrays: Weights and extra arrays; always the same list. A weight that was freed has its shape there.
+        arrays: Weights and extra arrays; always the same list object. A freed weight is replaced by its
+            shape.
         are_dropped: Whether the weights are neither on the device nor in host memory.
-        is_own: Whether nobody else has the weights, so that `check` would find nothing.
+        is_own: Whether only the engine has the weights, so that `check` is not needed.
     """
 
     def __init__(
@@ -215,26 +234,27 @@ class ServedWeights:
         self._kind: Kind | None = kind
         self.arrays: list[Any] = []
         self.is_own, self._watched = is_own, _watch(None if is_own else model)
-        self._kept: dict[int, np.ndarray] = {}  # weights that are in host memory, by their places in `arrays`
-        self._extra: dict[int, np.ndarray] = {}  # what is behind the weights, while it is in host memory
+        self._kept: dict[int, np.ndarray] = {}  # weights in host memory, by index in `arrays`
+        self._extra: dict[int, np.ndarray] = {}  # extra arrays in host memory, by index in `arrays`
         self.are_dropped = False
         self.model, weights = self._flat(model, [] if is_own else given, are_placed=is_own)
         placed = jax.device_put([jnp.asarray(x) for x in extra], NamedSharding(grid.mesh, PartitionSpec()))
         self.arrays += [*weights, *placed]
 
     def replace(self, new: NewWeights, overrides: Mapping[str, Any]) -> None:
-        """Serves other weights from the next step on; those on a device are shared, not copied.
+        """Serves new weights from the next step on. Arrays that are on a device are shared, not copied.
 
         Args:
-            new: As exchange.with_weights takes it.
-            overrides: Fields in place of those of a folder's config.json.
+            new: The new weights, see with_weights in models/loading/new_weights.py.
+            overrides: Fields that replace those in config.json if `new` is a folder.
 
         Raises:
-            ValueError: If they do not fit the model; nothing has changed then.
+            ValueError: If the weights do not fit the model. The served weights are then unchanged.
         """
         if not isinstance(new, LanguageModel | nnx.State | Mapping | str | Path):
-            new = dict(new)  # pairs, which may come only once
-        # The engine's max_model_len may be less: rotary positions are those that the model was loaded with.
+            new = dict(new)  # an iterable of pairs, which can be read only once
+        # The new model must have the rotary positions of the served one, even if the engine's max_model_len
+        # is lower.
         max_model_len = self._like.config.max_position_embeddings
         model = with_weights(self._like, new, max_model_len, overrides, self._grid, self._kind)
         self.is_own = isinstance(new, str | Path)
@@ -250,7 +270,7 @@ class ServedWeights:
         self._watched = _watch(new if isinstance(new, LanguageModel) else None)
 
     def check(self) -> None:
-        """Raises an error if the caller's model has got other weights than those that are served.
+        """Raises RuntimeError if the caller's model no longer has the served weights.
 
         Raises:
             RuntimeError: If a parameter of the model was replaced, or an array was deleted.
@@ -267,18 +287,20 @@ class ServedWeights:
             )
 
     def free(self, *, keeps: bool) -> None:
-        """Frees the weights that nobody else has; programs must not run until `restore` or `replace`.
+        """Frees the weights that the engine owns.
+
+        Programs must not run until `restore` or `replace` is called.
 
         Args:
-            keeps: Whether they are kept in host memory, and what the caller shares is held on to; else
-                `replace` has to bring weights.
+            keeps: Whether to copy the weights to host memory and to keep references to arrays shared with the
+                caller. Otherwise `replace` must provide weights.
         """
         for i, is_shared in enumerate(self._is_shared):
             array = self.arrays[i]
             if keeps and is_shared:
                 continue
             if keeps:
-                self._kept[i] = np.array(array)  # never a view of what is deleted
+                self._kept[i] = np.array(array)  # a copy, because the array is deleted below
             self.arrays[i] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
             if not is_shared:
                 array.delete()
@@ -286,28 +308,28 @@ class ServedWeights:
             self.are_dropped, self._watched = True, []
 
     def restore(self) -> None:
-        """Brings the weights back that are kept in host memory."""
+        """Restores the weights from host memory."""
         assert not self.are_dropped, "there is nothing to bring back"
         for i, kept in self._kept.items():
             self.arrays[i] = jax.device_put(kept, self.arrays[i].sharding)
         self._kept = {}
 
     def free_extra(self) -> None:
-        """Moves the arrays behind the weights to host memory; programs must not run until they are back."""
+        """Moves the extra arrays to host memory. Programs must not run until `restore_extra` is called."""
         for i in range(len(self._is_shared), len(self.arrays)):
             array = self.arrays[i]
             self._extra[i] = np.array(array)
-            # Not deleted: somebody else may have it too.
+            # The array is not deleted because the caller may use it too.
             self.arrays[i] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
     def restore_extra(self) -> None:
-        """Brings the arrays behind the weights back."""
+        """Restores the extra arrays from host memory."""
         for i, kept in self._extra.items():
             self.arrays[i] = jax.device_put(kept, self.arrays[i].sharding)
         self._extra = {}
 
     def close(self) -> None:
-        """Frees the weights, unless they are the caller's."""
+        """Frees the weights, except the caller's."""
         for i, array in enumerate(self.arrays):
             is_ours = not self._is_shared[i] if i < len(self._is_shared) else self.is_own
             if is_ours and isinstance(array, jax.Array):
@@ -317,10 +339,11 @@ class ServedWeights:
     def _flat(
         self, model: LanguageModel, given: Collection[Any], *, are_placed: bool
     ) -> tuple[FlatModel[LanguageModel], list[Array]]:
-        """Returns a model without its weights, and these on the mesh; notes which are the caller's arrays.
+        """Returns a model without its weights, and the weights on the mesh.
 
-        What was packed or made small and nobody else has is deleted: modules refer to each other, and would
-        keep it until Python looks for garbage.
+        It records which arrays are the caller's. Arrays that packing or quantization has replaced, and that
+        are not the caller's, are deleted. Otherwise they would stay until the next garbage collection,
+        because modules refer to each other.
         """
         before = jax.tree.leaves(nnx.state(model))
         own = quantized(model, self._kind)
@@ -335,7 +358,7 @@ class ServedWeights:
 
 
 def _watch(model: LanguageModel | None) -> list[Callable[[], bool]]:
-    """Returns functions that tell whether a module or a weight of a model in memory is another one now."""
+    """Returns functions that tell whether a module or a weight of a model in memory has been replaced."""
 
     def watch(names: dict[str, Any], name: str, item: nnx.Variable | nnx.Module) -> Callable[[], bool]:
         if isinstance(item, nnx.Module):
@@ -346,7 +369,8 @@ def _watch(model: LanguageModel | None) -> list[Callable[[], bool]]:
             nonlocal array
             now = item.get_raw_value()
             if names.get(name) is item and now is not array and not array.is_deleted():
-                # nnx.jit hands weights that a function has only read back in other arrays.
+                # nnx.jit returns weights that a function has only read as new arrays with the same values.
+                # These do not count as replaced.
                 if now.dtype != array.dtype or not bool(jnp.array_equal(now, array)):
                     return True
                 array = now

@@ -40,6 +40,7 @@ class ResetTokenCountsProgram(Program):
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
         """Traces the program; see Program."""
+
         def reset(token_counts: Array, packed: Array) -> Array:
             (batch_slot, is_first, num_prompt), tokens = packed[:3], packed[3:]
             vocab_size = token_counts.shape[1]
