@@ -18,8 +18,8 @@ from jax_paged.worker.compilation.programs import Program, TraceContext
 
 # Dimension of the KV cache arrays that devices divide: kv heads.
 _HEADS = 2
-# Number of blocks that one swap moves, and that the smaller copy program copies. The last call of a step is
-# padded.
+# Number of blocks that one swap moves, and number of blocks that the smaller copy program copies. If a step
+# has fewer left, the call is padded.
 SWAP_BLOCKS = 32
 FEW_COPIES = 8
 # Number of state slots that one swap moves. A slot may be as large as a thousand blocks.
@@ -224,7 +224,9 @@ class BlockMover:
 
 
 class HostBlocks:
-    """Owner of the host memory for swapped blocks, or for the heads that lie on this process's devices.
+    """Owner of the host memory for swapped blocks.
+
+    If the devices belong to several processes, each process holds only the heads of its own devices.
 
     Args:
         shapes: Shapes and shardings of the KV cache arrays, with the number of host blocks in place of device

@@ -142,7 +142,7 @@ def stage_layout(layout: KVCacheLayout, layers: Sequence[int]) -> KVCacheLayout:
 
 
 def _nth_place(n: int, place: Place) -> Place:
-    """Returns the location of the n-th layer of a cache group, given that of another layer in it."""
+    """Returns the location of the n-th layer of a cache group, given the location of any of its layers."""
     if (view := place.view) is None:
         return place._replace(array=n)
     return place._replace(array=n // view.num_parts, view=view._replace(part=n % view.num_parts))

@@ -79,7 +79,7 @@ def process(
 def propose(
     step: TracedStep, tokens: Int[Array, " t"], state: StepState[Array]
 ) -> tuple[Int[Array, " t"], StepState[Array]]:
-    """Replaces the draft tokens of a step by those of the drafter on the device, if there is one."""
+    """Replaces the draft tokens of a step with the drafts of the drafter on the device, if there is one."""
     drafter = step.context.features.drafter
     return (tokens, state) if drafter is None else verification.propose(drafter, step, tokens, state)
 

@@ -116,7 +116,7 @@ def plan_buckets(
 def plan_invariant_buckets(
     max_num_seqs: int, max_num_batched_tokens: int, *, has_invariant_products: bool
 ) -> list[Bucket]:
-    """Returns one decode bucket and one mixed bucket that both compute each token with the same sums.
+    """Returns one decode bucket and one mixed bucket, in which a token has bitwise equal results.
 
     Args:
         max_num_seqs: See plan_buckets.

@@ -339,8 +339,8 @@ def _compile(programs: list[CompiledPrograms]) -> None:
     """Compiles programs in a background thread, then limits the size of the cache and trims the heap.
 
     Args:
-        programs: A list with the programs object. The object is removed from the list, so that the thread
-            refers to it only while it compiles.
+        programs: A list that contains the CompiledPrograms object. The object is removed from the list, so
+            that the thread refers to it only while it compiles.
     """
     programs.pop()._work()
     bound_persistent_cache()

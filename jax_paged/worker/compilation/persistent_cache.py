@@ -28,7 +28,7 @@ def use_persistent_cache() -> None:
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    max_cache_bytes()  # raises now and not later in a background thread
+    max_cache_bytes()  # raises ValueError now, not later in a background thread
     folder = Path(cache_dir("compiled"))
     min_entry_bytes = -1
     try:

@@ -76,8 +76,8 @@ class StepResult[T]:
 
     Args:
         tokens: int32 [4, L]: token ids, bits of their log-probabilities, whether the logits were finite,
-            whether any token was allowed. If a drafter on the device makes drafts, a fifth row has the token
-            at each logits row's token row. In multi-step decoding [K, 5, B], see features/multi_step.py.
+            whether any token was allowed. If a drafter on the device makes drafts, a fifth row contains the
+            input token of each logits row. In multi-step decoding [K, 5, B], see features/multi_step.py.
         details: int32 [L, 1 + 2N], or [K, B, 1 + 2N] in multi-step decoding: rank, ids of the most likely
             tokens, bits of their log-probabilities.
         hidden: Hidden states of all token rows; in a mixed step, padded to the largest step. None in
@@ -282,7 +282,7 @@ class Program(abc.ABC):
 def matmul_precision(dtype: jnp.dtype) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which float32 matrix products are computed in float32.
 
-    GPUs would otherwise use TF32, which changes tokens.
+    GPUs would otherwise use TF32, whose rounding errors are large enough to change tokens.
     """
     return jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default")
 

@@ -246,7 +246,7 @@ def check(
     limit_s: float = LIMIT_S,
     is_anew: bool = False,
 ) -> Verdict:
-    """Returns the verdict on kernels: a stored one if there is one, else that of a new check.
+    """Returns the stored verdict on kernels, or the verdict of a new check if none is stored.
 
     Only one check runs at a time on this machine.
 
@@ -331,9 +331,10 @@ def _keep(file: Path, key: dict[str, Any], verdict: Verdict) -> None:
 
 
 def _alone(folder: Path) -> contextlib.AbstractContextManager[Any]:
-    """Waits for the lock that only one process with a check can hold.
+    """Returns a lock that only one process can hold while it checks kernels; waits for it if necessary.
 
-    Two checks at the same time would distort each other's times. The lock is released when its process ends.
+    Two checks at the same time would distort each other's times. The lock is released at the end of the
+    `with` block, or when its process ends.
     """
     import fcntl  # available on all systems on which JAX supports NVIDIA GPUs
 

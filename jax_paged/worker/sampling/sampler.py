@@ -105,7 +105,7 @@ class Sampler(Protocol):
     """Interface of a custom sampler: a pure function of arrays that is traced into the step."""
 
     def __call__(self, logits: Float[Array, "b v"], batch: SamplingBatch) -> Int[Array, " b"]:
-        """Returns a token id per row; greedy rows included.
+        """Returns a token id for every row, including greedy rows.
 
         A custom sampler that draws at random should derive its keys from batch.seed and batch.position, so
         that a request gets the same tokens in any batch. If an id is out of range, the request of the row
