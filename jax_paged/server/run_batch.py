@@ -55,7 +55,7 @@ class Summary:
 
 
 class _BadLineError(Exception):
-    """A line is not a valid request."""
+    """Error for a line that is not a valid request."""
 
 
 def run_batch(args: EngineArgs, options: BatchOptions) -> NoReturn:
@@ -152,7 +152,7 @@ class Done:
 
 
 class Batch:
-    """Runs the lines of a file, a limited number at a time.
+    """Runner for the requests of a file, a limited number at a time.
 
     Args:
         engine: The engine.

@@ -1,4 +1,4 @@
-"""Runs the engine requests of an HTTP request, and returns their outputs whole or as server-sent events."""
+"""Execution of the engine requests of an HTTP request, with whole or streamed responses."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class RequestRunner:
-    """Runs the requests of clients, and aborts them if the client disconnects.
+    """Runner of generation calls, which aborts their requests if the client disconnects.
 
     Args:
         engine: The engine.
@@ -221,7 +221,7 @@ class RequestRunner:
 
 
 class _ChunkEncoder:
-    """Encodes the parts of a call's outputs as chunks: server-sent events with one choice each.
+    """Encoder of a call's outputs as chunks: server-sent events with one choice each.
 
     Args:
         call: The call.

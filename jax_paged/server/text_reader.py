@@ -58,7 +58,7 @@ class Lane:
 
 
 class TextReader:
-    """Runs tokenization in threads, or directly in the event loop if the text is short.
+    """Runner for tokenization: in threads, or directly in the event loop if the text is short.
 
     Args:
         lane: Lock that long texts must acquire. Shorter texts do not wait for it.

@@ -41,8 +41,8 @@ class EventStream(StreamingResponse):
     Args:
         first: The first event.
         rest: Generator of the remaining events. It is closed after the last event, or when the client
-            disconnects. It is sent the BodyWriter of the response, if the server has one, and may write to it
-            directly.
+            disconnects. Its `asend` receives the BodyWriter of the response, or None if the server has none.
+            The generator may write to the BodyWriter directly.
     """
 
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, BodyWriter | None]) -> None:

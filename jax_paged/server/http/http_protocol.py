@@ -34,7 +34,7 @@ def limited_protocol(options: ServerOptions) -> Callable[..., asyncio.Protocol]:
 
 
 class _Writes:
-    """Batches the writes of all connections in one iteration of the event loop.
+    """Batch of the writes of all connections in one iteration of the event loop.
 
     Each write wakes the client, which may take a CPU core from the engine. If a client reads several streams,
     writing to all of them in quick succession wakes it only once.
@@ -57,7 +57,7 @@ class _Writes:
 
 
 class BodyWriter:
-    """Writes parts of a chunked response body without running a coroutine for each part.
+    """Writer for parts of a chunked response body that needs no coroutine for each part.
 
     The response must have been started, and must not have a Content-Length.
 
@@ -86,7 +86,7 @@ class BodyWriter:
 
 
 class _Refusal(Exception):
-    """Raised in a callback of the parser to reject the request with an error."""
+    """Exception with which a callback of the parser rejects the request."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(str(error))

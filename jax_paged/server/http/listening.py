@@ -69,7 +69,7 @@ def check_tls(options: ServerOptions) -> None:
 
 
 def check_exposure(listener: socket, options: ServerOptions) -> None:
-    """Checks that a server without API keys is bound to a loopback address, unless others are allowed.
+    """Checks that a server without API keys uses a loopback address, unless the options allow another.
 
     Args:
         listener: The bound socket.

@@ -29,7 +29,7 @@ def with_middleware(app: ASGIApp, options: ServerOptions) -> ASGIApp:
 
 
 class _RequestMiddleware:
-    """Assigns a request id and the root path, and serves HEAD requests as GET without a body.
+    """Middleware that sets the request id and root path, and serves HEAD requests as GET without a body.
 
     The id is the client's X-Request-Id header if it is short and has only harmless characters, and random
     otherwise. The response has it in the same header.

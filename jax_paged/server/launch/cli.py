@@ -98,7 +98,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the command line of the server, without the program's name.
 
     Returns:
-        A namespace with the options on the command line. Options that are not there are missing from it.
+        A namespace with only the options that are on the command line.
 
     Raises:
         SystemExit: If the command line is invalid or asks for help.
@@ -124,7 +124,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def _run_batch(argv: Sequence[str]) -> NoReturn:
     args = make_batch_parser().parse_args(argv)
     try:
-        from jax_paged.llm import NUM_SCHEDULER_STEPS  # Imported late because it takes seconds to import.
+        from jax_paged.llm import NUM_SCHEDULER_STEPS  # Imported late because the import takes seconds.
         from jax_paged.server.run_batch import run_batch
 
         # The same default as in LLM: the output is written as a whole, so multi-step decoding delays nothing.
@@ -144,7 +144,7 @@ def _check_kernels(argv: Sequence[str]) -> NoReturn:
     add_options(parser, EngineArgs)
     args = parser.parse_args(argv)
     try:
-        # Imported late because it takes seconds to import.
+        # Imported late because the import takes seconds.
         from jax_paged.engine.executors import check_kernels
 
         table, has_passed = check_kernels(EngineArgs.from_cli_args(args))

@@ -29,8 +29,8 @@ _LOWEST = {
     "max_stop_strings": 0,
     "max_stop_characters": 0,
 }
-# Maximum values. Validating nested JSON is recursive, which bounds its depth; for stop strings, the engine
-# has its own limits.
+# Maximum value of some limits. The nesting depth is bounded because nested values are validated recursively.
+# For stop strings, the engine has the same limits.
 _HIGHEST = {
     "max_json_depth": 200,
     "max_stop_strings": MAX_STOP_STRINGS,

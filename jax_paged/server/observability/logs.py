@@ -107,7 +107,7 @@ def _counts(engine: ServingEngine) -> tuple[int, ...]:
 
 
 class _TextFormatter(logging.Formatter):
-    """Formats a record as "2026-01-31 12:00:00.000 INFO message". A traceback follows on further lines."""
+    """Formatter for lines such as "2026-01-31 12:00:00.000 INFO message", with tracebacks below."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -121,7 +121,7 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """Formats a record as a JSON object: time (UTC), level, logger, message, and the record's `fields`."""
+    """Formatter for JSON objects: time (UTC), level, logger, message, and the record's `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Returns the formatted record, a single line."""

@@ -28,7 +28,7 @@ _FREE, _CACHED, _PINNED, _HELD, _FIRST_OWNER = range(5)
 
 
 class State:
-    """Creates the snapshots for the status page.
+    """Source of the snapshots for the status page.
 
     Args:
         engine: The engine. It is only read.

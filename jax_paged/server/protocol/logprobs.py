@@ -45,7 +45,7 @@ class TokenBytes:
 
 
 class TextOffsets:
-    """Computes the position (in characters) of each token in a text.
+    """Positions (in characters) of consecutive tokens in a text.
 
     Args:
         start: Number of characters before the first token.

@@ -388,7 +388,7 @@ class VersionAnswer(TypedDict):
 
 
 class SleepAnswer(TypedDict):
-    """Whether any part of the engine's memory is released because the engine sleeps."""
+    """Sleep state of the engine: whether any part of its memory is released."""
 
     is_sleeping: bool
 

@@ -175,4 +175,4 @@ class ReplicaCall:
 
 
 class ReplicaLostError(Exception):
-    """A replica has ended or its engine has stopped, so that another replica must continue."""
+    """Error of a replica that has ended or whose engine has stopped; another replica must continue."""

@@ -33,7 +33,7 @@ Answering = AsyncGenerator[ResponseStart | ResponsePart]
 
 
 class Ingress:
-    """Handles HTTP requests with several replicas, so that clients do not notice if a replica fails.
+    """Handler of HTTP requests that distributes them to replicas and hides the failure of a replica.
 
     A response that is not streamed comes from a single replica and is requested again if that replica fails.
     A stream is continued by another replica. It has the same tokens as without the failure, because each

@@ -49,7 +49,7 @@ def serve_with_ray(args: EngineArgs, options: ServerOptions) -> None:
     try:
         with one_line_errors():
             num_gpus = _check_room(args, options, ray.cluster_resources())
-        if args.distributed_executor_backend == "ray":  # The GPUs belong to the engines' workers.
+        if args.distributed_executor_backend == "ray":  # The engines' workers reserve the GPUs.
             num_gpus = 0
         http = {
             "host": host,

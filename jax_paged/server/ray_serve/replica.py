@@ -23,7 +23,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Replica:
-    """Runs the server's application for HTTP requests, and adds the contained output to each event.
+    """A server without a port, which attaches the contained output tokens to each event of a stream.
 
     Args:
         server: The server. The caller closes its engine.

@@ -13,7 +13,7 @@ from jax_paged.core.replicas.router import MAX_LAG, ReplicaRouter
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a request to the replica for its prefix, unless that replica has much more load than others.
+    """Request router that prefers the replica for a request's prefix, unless its load is much higher.
 
     It runs in the event loop of the process that sends the requests, and counts only the load from there.
     """
@@ -40,7 +40,7 @@ class PrefixRouter(RequestRouter):
         self._follow()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Removes a replica as soon as a request finds that it has died. It may be called from any thread."""
+        """Removes a replica as soon as a request finds that it has died; may be called from any thread."""
         super().on_replica_actor_died(replica_id)
         self._event_loop.call_soon_threadsafe(self._follow)
 
@@ -60,7 +60,8 @@ class PrefixRouter(RequestRouter):
                 asked.remove(name)
             if other is pending_request or other.future.cancelled():
                 self._forget(other.metadata.internal_request_id, name)
-        pending_request.routing_context.should_backoff = True  # All suitable replicas are offered at once.
+        # All suitable replicas are offered at once, so Ray Serve should wait before it asks again.
+        pending_request.routing_context.should_backoff = True
         names = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         free = [name for name in names if name not in asked]
         if not free:
@@ -85,7 +86,7 @@ class PrefixRouter(RequestRouter):
         self._offered = [pair for pair in self._offered if pair[0] is not pending_request]
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Removes a completed request from the counts. It may be called from any thread."""
+        """Removes a completed request from the counts; may be called from any thread."""
         self._event_loop.call_soon_threadsafe(self._forget, internal_request_id, replica_id.unique_id)
 
     def _forget(self, request_id: str, name: str) -> None:

@@ -215,7 +215,7 @@ class ResponsesRoute(TextRoutes):
 
 
 class _Numbers:
-    """Encodes events as server-sent events with consecutive sequence numbers.
+    """Encoder of events as server-sent events with consecutive sequence numbers.
 
     Args:
         first: Sequence number of the first event.
@@ -231,7 +231,7 @@ class _Numbers:
 
 
 class _ResponseBuilder:
-    """Builds the response object of one request and its stream of events.
+    """Builder of the response object of one request and of its stream of events.
 
     Args:
         body: Body of the request.

@@ -192,7 +192,7 @@ def behind_thoughts(params: SamplingParams, reasoning: ReasoningFormat | None) -
 
 
 class ChatReaders:
-    """Creates the ChatReader of each chat request.
+    """Factory of the ChatReader of each chat request.
 
     Args:
         options: Options of the server, for the formats of the model.

@@ -26,7 +26,7 @@ _MOST_BETWEEN = 400
 
 
 class OutputParser:
-    """Splits one output into reasoning, content and tool calls while it is generated.
+    """Parser that splits one output into reasoning, content and tool calls while it is generated.
 
     The regions are found by the ResponseParser of transformers. While the arguments of a call are an open
     JSON object, the text is not passed to that parser, because it could mistake the content of a string for a
@@ -206,7 +206,7 @@ class OutputParser:
 
 
 class _OpenObject:
-    """Finds the end of a JSON object whose opening brace has been read."""
+    """Scanner for the end of a JSON object whose opening brace has been read."""
 
     def __init__(self) -> None:
         self._depth = 1
