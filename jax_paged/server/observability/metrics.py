@@ -76,7 +76,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._labels = [(model_name, str(replica)) for replica in range(len(engine.replicas))]
         self._registry.register(_EngineCollector(engine, model_name, num_in_front))
-        # Each of the following holds one metric per engine.
+        # The metrics of requests are lists with one entry per engine.
         ended = self._counter("vllm:request_success", "Requests that ended.", "finished_reason")
         self._ended = [{r: ended.labels(*labels, r) for r in _FINISH_REASONS} for labels in self._labels]
         preempted = "How often requests that ended had lost their blocks."
@@ -322,6 +322,6 @@ def with_replicas(texts: Mapping[str, str]) -> bytes:
 
 
 def finish_reason(output: RequestOutput) -> str:
-    """Returns the finish reason of a request: "error" or "abort" if any output has it, else the first."""
+    """Returns the finish reason of a request: that of its first output, unless another output has failed."""
     reasons = [completion.finish_reason for completion in output.outputs]
     return next((reason for reason in ("error", "abort") if reason in reasons), str(reasons[0]))
