@@ -322,6 +322,6 @@ def with_replicas(texts: Mapping[str, str]) -> bytes:
 
 
 def finish_reason(output: RequestOutput) -> str:
-    """Returns the finish reason of a request: that of its first output, unless another output has failed."""
+    """Returns the finish reason of a request: of its first output, unless another output has failed."""
     reasons = [completion.finish_reason for completion in output.outputs]
     return next((reason for reason in ("error", "abort") if reason in reasons), str(reasons[0]))

@@ -34,7 +34,7 @@ _BEAM_FIELDS = ("temperature", "ignore_eos", "n", "seed")
 
 
 # Fields of OpenAI's and vLLM's APIs that are not supported and would change the output or its format. They
-# are rejected, not ignored like unknown fields, because the response would not be what was requested.
+# are rejected, not ignored like unknown fields, because the client would receive a wrong response.
 _NOT_BUILT = (
     "audio",
     "background",

@@ -69,7 +69,7 @@ def too_long(message: str, max_model_len: int, param: str | None) -> ApiError:
     The message starts like OpenAI's, which clients recognize.
 
     Args:
-        message: Details: what is too long.
+        message: Description of the length that exceeds the limit.
         max_model_len: Maximum length (tokens).
         param: Field of the request.
     """
@@ -219,7 +219,9 @@ def chat_messages(num_top: int, token_bytes: TokenBytes) -> MakeChoice:
 
 
 def chat_deltas(num_top: int, token_bytes: TokenBytes) -> MakeChoice:
-    """Returns a function that makes the choices of a streamed chat response, after those of `chat_roles`.
+    """Returns a function that makes the choices of a streamed chat response.
+
+    The choices from `chat_roles` must be sent first.
 
     Args:
         num_top: Number of most likely tokens to list for each token, if log-probabilities were requested.
