@@ -1,4 +1,4 @@
-"""The application: which route is answered by whom, and how errors are answered."""
+"""The ASGI application: routes, middleware and exception handlers."""
 
 import asyncio
 import contextlib
@@ -44,15 +44,20 @@ _TICK_S = 0.1
 
 
 class OpenAIServer:
-    """The server of one model.
+    """The HTTP API of one engine.
 
     Args:
         engine: Runs the requests. The caller closes it.
-        model_name: The model's name for clients.
-        options: What clients may do.
+        model_name: Name of the model in the API.
+        options: Options of the server. None uses the defaults.
+
+    Attributes:
+        lifecycle: Decides whether requests are accepted and when the server ends.
+        metrics: Metrics of the requests and of the engine.
 
     Raises:
-        ValueError: If one of options.lora_modules can't be loaded, or options.api_key_file can't be read.
+        ValueError: If a LoRA adapter in options.lora_modules cannot be loaded, or options.api_key_file cannot
+            be read.
     """
 
     def __init__(self, engine: ServingEngine, model_name: str, options: ServerOptions | None = None) -> None:
@@ -65,7 +70,8 @@ class OpenAIServer:
             step_timeout=self.options.step_timeout,
             stay=self.options.stay_on_engine_failure,
         )
-        # Enough to run, and some that wait in the engine: a free batch slot is taken in the next step.
+        # A few sequences more than can run at once: they wait in the engine, so that it can fill a free batch
+        # slot in the next step.
         max_num_seqs = len(engine.replicas) * engine.engine.config.max_num_seqs
         self._waiting_queue = WaitingQueue(
             max_num_seqs + max(4, max_num_seqs // 4), self.options.max_num_waiting
@@ -82,10 +88,11 @@ class OpenAIServer:
 
     @contextlib.asynccontextmanager
     async def lifespan(self) -> AsyncGenerator[None]:
-        """Watches the engine while another application, which has mounted `app()`, runs.
+        """Watches the engine while another application, in which `app()` is mounted, is running.
 
-        `jax-paged serve` does the same by itself. A step of the engine that hangs ends all requests, and the
-        log has statistics. At the end new requests are refused; the caller closes the engine.
+        `jax-paged serve` does this itself. Within the context, a hung step of the engine makes all requests
+        fail, and statistics are logged. When the context ends, new requests are rejected. The caller closes
+        the engine.
         """
 
         async def watch() -> None:
@@ -104,7 +111,10 @@ class OpenAIServer:
             await asyncio.wait(tasks)
 
     def app(self) -> ASGIApp:
-        """Returns the application: served by itself, or mounted in another one (`outer.mount(path, app)`)."""
+        """Returns the ASGI application, to be served itself or mounted in another application.
+
+        Mount it with `outer.mount(path, app)`, and enter `lifespan` in the lifespan of the outer application.
+        """
         app = FastAPI(title="jax-paged", docs_url=None, redoc_url=None, redirect_slashes=False)
         app.router.route_class = json_route(self.options)
         known = functools.partial(with_known_fields, strict=self.options.strict)
@@ -135,7 +145,7 @@ class OpenAIServer:
             app.post("/v1/load_lora_adapter", **text)(known(self._models.load))
             app.post("/v1/unload_lora_adapter", **text)(known(self._models.unload))
         app.get("/v1/models", **answers(schemas.ModelList))(information.models)
-        # A model's name may be a path.
+        # The name of a model may contain slashes.
         app.get("/v1/models/{model:path}", **answers(schemas.ModelCard, 404))(information.model)
         app.get("/version", **answers(schemas.VersionAnswer))(information.version)
         app.get("/health", **answers(schemas.HealthAnswer))(self.health)
@@ -163,19 +173,22 @@ class OpenAIServer:
         return AccessLog(with_middleware(app, self.options), self.metrics, routes)
 
     async def health(self) -> Response:
-        """GET /health: 200 while the engine runs, 503 once it has stopped."""
+        """GET /health: Status 200 while the engine is running, 503 after it has stopped."""
         if self.engine.error is not None and (error := self.lifecycle.refusal()) is not None:
             raise error
         return json_response({"status": "ok"})
 
     async def ready(self) -> Response:
-        """GET /ready: 200 while requests are taken, 503 from the begin of a shutdown on."""
+        """GET /ready: Status 200 while requests are accepted, 503 otherwise.
+
+        Requests are not accepted during a shutdown, while the engine sleeps, and after it has stopped.
+        """
         if (error := self.lifecycle.refusal()) is not None:
             raise error
         return json_response({"status": "ready"})
 
     async def prometheus(self) -> Response:
-        """GET /metrics: counters and gauges in Prometheus' text format."""
+        """GET /metrics: Metrics in the Prometheus text format."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
@@ -189,7 +202,11 @@ _API_ERRORS: dict[type[Exception], Callable[[Any], ApiError]] = {
 
 
 def _answer_with(to_api_error: Callable[[Any], ApiError]) -> Callable[[Request, Any], Awaitable[Response]]:
-    """Returns a handler of exceptions that clients get as errors of the API."""
+    """Returns an exception handler that responds with an error of the API.
+
+    Args:
+        to_api_error: Converts an exception to an ApiError.
+    """
 
     async def handle(_: Request, error: Any) -> Response:
         return to_api_error(error).response()

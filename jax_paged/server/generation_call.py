@@ -1,4 +1,4 @@
-"""Generation call: one HTTP request that generates text, ready to run."""
+"""Generation call: the checked requests of one HTTP request, with everything needed for its response."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,20 +14,22 @@ from jax_paged.server.ray_serve.continuation import Journal
 
 @dataclasses.dataclass(frozen=True)
 class GenerationCall:
-    """One HTTP request, ready to run.
+    """One HTTP request that has been checked and tokenized, ready to run.
 
     Args:
-        requests: One request per prompt; at least one.
-        num_outputs: Outputs per prompt that the client gets.
-        head: Fields of the answer, or of every chunk of it, beside its choices. Its "id" names the requests.
-        choice: Makes the choices of the answer.
-        record: Notes what comes of the requests.
-        client: Who asks: clients take turns where requests have to wait.
-        with_prompt_logprobs: Whether the choices have the prompt's log-probabilities in vLLM's form.
-        counts_output: Whether the client is told how many tokens were drawn.
-        token_ids: Whether the answer has the token ids of the outputs, and where it has the prompt's: in each
-            choice, or beside the choices. None leaves all of them out.
-        journal: Of an answer that another replica may have begun, or may end; None if there is no other.
+        requests: One request per prompt, at least one.
+        num_outputs: Number of outputs per prompt in the response.
+        head: Fields of the response, or of every chunk, besides `choices`. The request ids are derived from
+            its "id".
+        choice: Makes a choice of the response from an output.
+        record: Record of the HTTP request for the access log.
+        client: Name of the client. Clients take turns in the waiting queue.
+        with_prompt_logprobs: Whether the choices have the field `prompt_logprobs`, as in vLLM.
+        counts_output: Whether the usage counts output tokens, and the choices have their token ids.
+        token_ids: Where the token ids of the prompt are returned: in each choice, or next to the choices.
+            Each choice then has the token ids of its output too. None returns no token ids.
+        journal: Journal of a response that another replica may have begun or may continue. None if there are
+            no other replicas.
     """
 
     requests: Sequence[CheckedRequest]
@@ -43,21 +45,21 @@ class GenerationCall:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client has a part of the answer already."""
+        """Whether the client already has a part of the response, from another replica."""
         return self.journal is not None and self.journal.has_begun
 
     def prompt_ids(self, where: Literal["choice", "answer"], output: RequestOutput) -> dict[str, Any]:
-        """Returns the field with the prompt's token ids, if the answer has it there."""
+        """Returns a dict with the prompt's token ids if they belong at `where`; otherwise an empty dict."""
         if self.token_ids != where:
             return {}
         return {"prompt_token_ids": output.encoder_prompt_token_ids or output.prompt_token_ids}
 
     def output_ids(self, completion: CompletionOutput) -> dict[str, Any]:
-        """Returns the field with the token ids of an output, or of a part of it, if the answer has it."""
+        """Returns a dict with the token ids of an output or a part of it; empty if not requested."""
         if self.token_ids is None:
             return {}
         return {"token_ids": list(completion.token_ids) if self.counts_output else []}
 
     def moves_on(self, error: ApiError) -> bool:
-        """Returns whether another replica goes on where this one has failed."""
+        """Returns whether another replica continues the response after an error of this one."""
         return self.journal is not None and isinstance(error.__cause__, EngineDeadError)

@@ -1,4 +1,4 @@
-"""Lifecycle of the server: draining, failure of the engine, refusals meanwhile, and the exit status."""
+"""Lifecycle of the server: accepting requests, graceful shutdown, and failure of the engine."""
 
 import contextlib
 import logging
@@ -12,45 +12,54 @@ from jax_paged.server.http.paths import route_path
 from jax_paged.server.protocol.responses import ApiError, asleep_error
 from jax_paged.server.waiting_queue import WaitingQueue
 
-# Exit statuses.
+# Exit statuses of the process.
 DRAINED = 0
 REQUESTS_CUT_OFF = 3
 ENGINE_FAILED = 4
 
-# How long clients have to read the last event of their streams.
+# Time (seconds) that clients have to read the last event of their streams before the server ends.
 _LAST_WORDS_S = 2
 _LOGGER = logging.getLogger(__name__)
 
 
 class Lifecycle:
-    """State of the server: whether it takes requests. `tick` is called several times a second.
+    """State of the server, from accepting requests to its end.
 
-        running --signal--> draining --all answered, timeout, second signal--> ended
-           |                                                                     ^
-           +--the engine fails or hangs--> failed -------------------------------+
+        running --signal--> draining --all answered, timeout or second signal--> ended
+           |                                                                       ^
+           +--the engine fails or hangs--> failed ---------------------------------+
+
+    The owner calls `tick` several times per second, and ends the server when it returns True.
 
     Args:
-        engine: Watched; stopped when requests are cut off.
-        shutdown_timeout: Seconds that running requests have to end once the server drains.
-        step_timeout: Seconds after which a step of the engine counts as hung.
-        stay: Whether a server whose engine has failed goes on to answer that it has.
+        engine: The engine to watch. It is stopped when requests are aborted.
+        shutdown_timeout: Time (seconds) that running requests have to finish after a signal.
+        step_timeout: Time (seconds) after which a step of the engine is considered hung.
+        stay: Whether the server keeps running after the engine has failed, and responds to requests with the
+            failure.
+
+    Attributes:
+        num_active: Number of requests whose response is not complete.
+        is_draining: Whether the server is shutting down and rejects new requests.
+        exit_code: Exit status for the process.
     """
 
     def __init__(
         self, engine: ServingEngine, *, shutdown_timeout: float, step_timeout: float, stay: bool
     ) -> None:
-        self.num_active = 0  # requests whose answer is not complete
+        self.num_active = 0
         self.is_draining = False
         self._engine = engine
         self._shutdown_timeout = shutdown_timeout
         self._step_timeout = step_timeout
         self._stay = stay
-        self._cuts_at: float | None = None  # when the requests that still run are cut off
-        self._ends_at: float | None = None  # when the server ends, whoever still reads
-        self.exit_code = DRAINED  # of the process
+        self._cuts_at: float | None = None  # time.monotonic() when running requests are aborted
+        # time.monotonic() when the server ends, even if clients are still reading
+        self._ends_at: float | None = None
+        self.exit_code = DRAINED
 
     def refusal(self) -> ApiError | None:
-        """Returns what a new request is answered while none are taken, or None."""
+        """Returns the error for new requests while none are accepted; None while requests are accepted."""
         if self.is_draining:
             return ApiError(
                 "the server is shutting down", status=503, code="shutting_down", headers={"Retry-After": "1"}
@@ -62,7 +71,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Counts a request while it is answered."""
+        """Counts a request as active within the context."""
         self.num_active += 1
         try:
             yield
@@ -70,10 +79,10 @@ class Lifecycle:
             self.num_active -= 1
 
     def end(self, now: float) -> None:
-        """Begins to end the server; a second call cuts off what still runs.
+        """Starts the shutdown. A second call aborts the requests that are still running.
 
         Args:
-            now: Seconds of time.monotonic.
+            now: The current value of time.monotonic() (seconds).
         """
         if not self.is_draining:
             self.is_draining = True
@@ -88,13 +97,13 @@ class Lifecycle:
             self._cuts_at = now
 
     def tick(self, now: float) -> bool:
-        """Watches the engine and the clock.
+        """Checks the engine and the timeouts, and returns whether the server should end now.
 
         Args:
-            now: Seconds of time.monotonic.
+            now: The current value of time.monotonic() (seconds).
 
         Returns:
-            Whether the server ends now.
+            True if the server should end now.
         """
         self._watch(now)
         if self._cuts_at is not None and now >= self._cuts_at and self._ends_at is None and self.num_active:
@@ -119,20 +128,24 @@ class Lifecycle:
                 )
             )
         if (stopped := self._engine.stopped) is not None:
-            self._engine.fail(stopped)  # the other engines, if there are several
+            self._engine.fail(stopped)  # Stops the other engines too, if there are several.
             self.exit_code = ENGINE_FAILED
             if not self._stay:
                 self._ends_at = now + _LAST_WORDS_S
 
 
 class Gate:
-    """Refuses requests before they are read, and counts those that are let through.
+    """ASGI middleware that rejects requests before their body is read, and counts the accepted ones.
+
+    A POST request for one of `paths` is rejected with status 503 while the server does not accept requests,
+    and with status 429 if too many requests are waiting. Other requests pass, unless their path has control
+    characters, which is status 404.
 
     Args:
-        app: The application behind.
-        lifecycle: Refuses all while the server ends.
-        waiting_queue: Refuses those that would have to wait where too many wait already.
-        paths: Of the routes that generate text; all others pass.
+        app: The next ASGI application.
+        lifecycle: Decides whether requests are accepted, and counts the active ones.
+        waiting_queue: Decides whether another request may wait.
+        paths: Paths of the routes that run the model.
     """
 
     def __init__(
@@ -144,9 +157,9 @@ class Gate:
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
+        """Handles one request."""
         path = route_path(scope) if scope["type"] == "http" else ""
-        if not path.isprintable():  # routes would take a path with a line break at its end for one without
+        if not path.isprintable():  # Starlette's routes would ignore a line break at the end of the path.
             error = ApiError("no path here has control characters", status=404)
             await error.response()(scope, receive, send)
             return
@@ -154,7 +167,9 @@ class Gate:
             await self._app(scope, receive, send)
             return
         journal = scope.get("state", {}).get("journal")
-        has_begun = journal is not None and journal.has_begun  # elsewhere: it is refused no more
+        # Another replica has begun the response, so the request must not be rejected because the queue is
+        # full.
+        has_begun = journal is not None and journal.has_begun
         error = self._lifecycle.refusal() or (None if has_begun else self._waiting_queue.refusal())
         if error is not None:
             await error.response()(scope, receive, send)

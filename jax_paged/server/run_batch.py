@@ -1,8 +1,9 @@
-"""A file of requests to a file of answers, in the format of OpenAI's Batch API: `jax-paged run-batch`.
+"""Batch processing of a file of requests in the format of OpenAI's Batch API: `jax-paged run-batch`.
 
-Each line is given to the server's application as a request would be, without a socket in between: so it is
-checked, limited, run and answered in the same way. The output grows by whole lines, in the order in which
-answers come. A run that was interrupted goes on where it stopped: what the output names is not run again.
+Each line of the input is a request, which is passed to the ASGI application of the server without a network.
+It is therefore validated, limited, run and answered like a request to the server. The results are appended to
+the output file in order of completion, as complete lines. If a run is interrupted, the next run skips the
+requests whose results are already in the output file.
 """
 
 import asyncio
@@ -36,14 +37,14 @@ _FAILED, _INTERRUPTED = 1, 130
 
 @dataclasses.dataclass
 class Summary:
-    """What came of the lines of a run.
+    """Number of lines of a run by result.
 
     Args:
-        num_answered: Lines with an answer.
-        num_failed: Lines whose request was refused or failed, or that hold no request.
-        num_skipped: Lines that the output named before.
-        num_skipped_failed: Those of them that had failed.
-        num_tokens: Generated tokens.
+        num_answered: Lines with a successful response.
+        num_failed: Lines whose request was rejected or failed, or that are not valid requests.
+        num_skipped: Lines that were skipped because the output file already has their results.
+        num_skipped_failed: Skipped lines whose result is a failure.
+        num_tokens: Number of generated tokens.
     """
 
     num_answered: int = 0
@@ -54,19 +55,20 @@ class Summary:
 
 
 class _BadLineError(Exception):
-    """A line that is no request."""
+    """Error for a line that is not a valid request."""
 
 
 def run_batch(args: EngineArgs, options: BatchOptions) -> NoReturn:
-    """Runs the requests of a file, shows how far it is, and ends the process.
+    """Runs the requests of a file, shows the progress, and ends the process.
 
     Args:
         args: Model and limits of the engine.
-        options: The files, and what is logged.
+        options: Files, output formats of the model, and logging.
 
     Raises:
-        SystemExit: With 0 if every line has an answer, 1 if some have not, 130 after Ctrl-C or SIGTERM; with
-            a message if a file or the model can't be used, or the engine has failed.
+        SystemExit: With status 0 if every line has a successful response, 1 if some have failed, and 130
+            after Ctrl-C or SIGTERM. With a message if a file or the model cannot be used, or the engine has
+            failed.
     """
     configure(options.log_level, options.log_format)
     summary = Summary()
@@ -97,12 +99,12 @@ def run_batch(args: EngineArgs, options: BatchOptions) -> NoReturn:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """The lines that an output file names.
+    """Lines whose results are in the output file of an earlier run.
 
     Args:
-        custom_ids: Of its requests.
-        failed_ids: Those of them whose request failed.
-        bad_lines: Numbers of input lines that had no custom_id of their own.
+        custom_ids: The custom_id of each result.
+        failed_ids: The custom_id of each result that is a failure.
+        bad_lines: Numbers of input lines that had no valid custom_id.
     """
 
     custom_ids: frozenset[str]
@@ -111,11 +113,11 @@ class Done:
 
     @classmethod
     def read(cls, output: Path) -> "Done":
-        """Reads what an output file names, if there is one; cuts off a last line that is not whole.
+        """Reads the results in an output file, if it exists, and removes an incomplete last line.
 
         Raises:
-            OSError: If the file can't be read or written.
-            ValueError: If it was written by something else, or is no regular file.
+            OSError: If the file cannot be read or written.
+            ValueError: If the file is not a regular file or not the output of a batch.
         """
         ids: set[str] = set()
         failed: set[str] = set()
@@ -150,16 +152,16 @@ class Done:
 
 
 class Batch:
-    """Runs the lines of a file, some at a time.
+    """Runner for the requests of a file, a limited number at a time.
 
     Args:
-        engine: Runs the requests.
-        model_name: What requests may name as their model.
-        done: What is not run again.
-        summary: Filled in.
-        output: Takes the answers.
-        bar: Shows how far it is.
-        parsers: Names of the formats in which the model calls tools and thinks, as in ServerOptions.
+        engine: The engine.
+        model_name: Name of the model in the requests.
+        done: Lines to skip.
+        summary: Summary of the run, which is updated.
+        output: File to which the results are appended.
+        bar: Progress bar.
+        parsers: Values of tool_call_parser and reasoning_parser, as in ServerOptions.
     """
 
     def __init__(
@@ -177,7 +179,7 @@ class Batch:
         self._summary = summary
         self._output = output
         self._bar = bar
-        # Enough that the engine never lacks any, while the next ones are tokenized.
+        # Enough requests to keep the engine busy while the next ones are tokenized.
         self._num_at_a_time = len(engine.replicas) * 2 * engine.engine.config.max_num_seqs + 16
         options = ServerOptions(
             ui=False,
@@ -188,7 +190,7 @@ class Batch:
         self._app: ASGIApp = OpenAIServer(engine, model_name, options).app()
 
     async def run(self, file: Path) -> None:
-        """Runs all lines that are not done.
+        """Runs all lines that have no result yet.
 
         Raises:
             EngineDeadError: If the engine fails.
@@ -256,10 +258,10 @@ class Batch:
 
 
 async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
-    """Gives an application one POST request with a JSON body.
+    """Sends a POST request with a JSON body to an application.
 
     Returns:
-        Status and body of the answer.
+        Status and body of the response.
     """
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     scope = local_scope("POST", path, headers)
@@ -269,7 +271,7 @@ async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
     async def receive() -> Message:
         message = next(messages, None)
         if message is None:
-            await asyncio.Event().wait()  # the client never leaves
+            await asyncio.Event().wait()  # the client never disconnects
         assert message is not None, "nothing follows"
         return message
 
@@ -283,7 +285,7 @@ async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines that are not empty, with their numbers."""
+    """Yields the number and the content of each line that is not empty."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -291,11 +293,11 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _num_lines(file: Path) -> int:
-    """Returns how many lines a file has that are not empty.
+    """Returns the number of lines of a file that are not empty.
 
     Raises:
-        OSError: If it can't be read.
-        ValueError: If it is no regular file: what a pipe holds could not be read again.
+        OSError: If the file cannot be read.
+        ValueError: If the file is not a regular file. A pipe could not be read a second time.
     """
     if not stat.S_ISREG(file.stat().st_mode):
         raise ArgumentError("input_file", str(file), "a regular file because it is read twice")
@@ -303,7 +305,7 @@ def _num_lines(file: Path) -> int:
 
 
 def _entry(line: bytes) -> object:
-    """Returns what a line of an output file holds, or None if that is no JSON."""
+    """Returns the JSON value of a line of an output file; None if the line is not valid JSON."""
     with contextlib.suppress(orjson.JSONDecodeError):
         return orjson.loads(line)
     return None
@@ -320,10 +322,11 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def _new_id(request: dict[str, Any], seen: set[str]) -> str:
-    """Returns the custom_id of a request, and adds it to those that were seen.
+    """Returns the custom_id of a request, and adds it to `seen`.
 
     Raises:
-        _BadLineError: If it has none, or that of an earlier line: an error under it would hide that request.
+        _BadLineError: If the custom_id is missing, or an earlier line has the same one. The result is then
+            written without it, so that it does not hide the result of the earlier line.
     """
     custom_id = request.get("custom_id")
     if not isinstance(custom_id, str):
@@ -335,7 +338,11 @@ def _new_id(request: dict[str, Any], seen: set[str]) -> str:
 
 
 def _checked_body(request: dict[str, Any]) -> bytes:
-    """Returns the body of a request, which must be one that the server can answer as a whole."""
+    """Returns the encoded body of a request, after checking that a batch supports the request.
+
+    Raises:
+        _BadLineError: If the method, the URL or the body is not supported.
+    """
     method, url, body = (request.get(name) for name in ("method", "url", "body"))
     if method != "POST":
         raise _BadLineError(str(ArgumentError("method", method, "'POST'")))
@@ -347,5 +354,5 @@ def _checked_body(request: dict[str, Any]) -> bytes:
         raise _BadLineError(str(ArgumentError("stream", body["stream"], "False")))
     try:
         return orjson.dumps(body)
-    except orjson.JSONEncodeError as error:  # orjson reads deeper nesting than it writes
+    except orjson.JSONEncodeError as error:  # orjson parses deeper nesting than it can encode.
         raise _BadLineError(f"body is nested too deeply: {error}") from None

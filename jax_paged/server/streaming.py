@@ -1,4 +1,4 @@
-"""Runs requests for a client: their output as it comes, as a whole or as server-sent events."""
+"""Execution of the engine requests of an HTTP request, with whole or streamed responses."""
 
 import asyncio
 import contextlib
@@ -29,22 +29,22 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class RequestRunner:
-    """Runs the requests of clients, and aborts those whose client has left.
+    """Runner of generation calls, which aborts their requests if the client disconnects.
 
     Args:
-        engine: Computes the outputs.
-        waiting_queue: Where requests wait until the engine takes them.
-        metrics: Counts every request that ends, aborted ones included.
+        engine: The engine.
+        waiting_queue: Queue in which requests wait until the engine has room for them.
+        metrics: Counts every request that ends, including aborted ones.
     """
 
     def __init__(self, engine: ServingEngine, waiting_queue: WaitingQueue, metrics: Metrics) -> None:
         self._engine = engine
         self._waiting_queue = waiting_queue
         self._metrics = metrics
-        self._leaving: set[asyncio.Task[None]] = set()  # an event loop does not keep its tasks alive
+        self._leaving: set[asyncio.Task[None]] = set()  # references that keep the tasks alive
 
     async def answer(self, call: GenerationCall) -> dict[str, Any]:
-        """Runs all requests of a call to their end, and returns the body of the answer.
+        """Runs all requests of a call to their end, and returns the body of the response.
 
         Raises:
             ApiError: If a request fails.
@@ -54,7 +54,7 @@ class RequestRunner:
             self._running(call, whole=True) as requests,
             contextlib.aclosing(_merged(requests)) as parts,
         ):
-            async for _ in parts:  # each request has one part, its whole output
+            async for _ in parts:  # Each request has a single part, its whole output.
                 pass
         choices = []
         for i, request in enumerate(requests):
@@ -77,19 +77,22 @@ class RequestRunner:
         include_usage: bool = False,
         continuous_usage: bool = False,
     ) -> AsyncGenerator[bytes, BodyWriter | None]:
-        """Runs all requests of a call; yields server-sent events: a chunk per part of an output, and the end.
+        """Runs all requests of a call, and yields a server-sent event for each part of an output.
 
-        The first event comes with the first part of an output: until then the response has no status yet. If
-        the caller sends a writer, the rest of a call with a single request goes to the writer.
+        The first event is yielded with the first part of an output, so that an earlier failure can still
+        become an error response. If the caller sends a BodyWriter to the generator and the call has a single
+        request, the further chunks are written to the BodyWriter directly, and only the end is yielded.
 
         Args:
-            call: What to run.
-            first: Choices that come before all others, each in a chunk of its own.
-            include_usage: Whether a chunk of token counts comes last.
-            continuous_usage: Whether, with include_usage, the other chunks have those of their choice so far.
+            call: The call to run.
+            first: Choices that are sent before all others, each in its own chunk.
+            include_usage: Whether the last chunk has the token counts.
+            continuous_usage: Whether, with include_usage, every chunk has the token counts of its choice so
+                far.
 
         Raises:
-            ApiError: If a request fails before the first event; a later failure becomes an event.
+            ApiError: If a request fails before the first event, or if another replica will continue the
+                response. Any other failure becomes an event.
         """
         encoder = _ChunkEncoder(
             call, self.with_end_apart, include_usage=include_usage, continuous_usage=continuous_usage
@@ -100,7 +103,7 @@ class RequestRunner:
                 async for i, part in parts:
                     event = encoder.chunks(i, part, requests[i].num_tokens)
                     if part is requests[i].given:
-                        continue  # the client has it
+                        continue  # The client already has this part.
                     if journal is not None:
                         journal.note(i * call.num_outputs, part)
                     if not has_begun:
@@ -118,15 +121,15 @@ class RequestRunner:
         except ApiError as error:
             if not has_begun or call.moves_on(error):
                 raise
-            end = _event(error.body())  # without _DONE: the answer is not whole
+            end = _event(error.body())  # There is no [DONE] event, because the response is incomplete.
         if journal is not None:
             journal.end()
         yield end
 
     async def parts(self, call: GenerationCall, *, whole: bool = False) -> AsyncGenerator[RequestOutput]:
-        """Runs a call of one request; yields its output part by part, or at its end as a `whole`.
+        """Runs a call with a single request, and yields its output in parts or, if `whole`, once at its end.
 
-        The first part of a request that another replica has begun is what the client has of it.
+        If another replica has begun the response, the first part is the output that the client already has.
 
         Raises:
             ApiError: If the request fails.
@@ -141,14 +144,14 @@ class RequestRunner:
     async def _running(
         self, call: GenerationCall, *, whole: bool = False
     ) -> AsyncIterator[list["_RunningRequest"]]:
-        """Starts the requests of a call when their turn has come; at the end, aborts those that still run.
+        """Waits for admission and starts the requests of a call; aborts the unfinished ones at the end.
 
         Args:
-            call: What to run.
-            whole: Whether each request gives its whole output as one part, at its end.
+            call: The call to run.
+            whole: Whether each request delivers its whole output as one part, at its end.
 
         Raises:
-            ApiError: If too many wait, or the engine has stopped, or stops before they have ended.
+            ApiError: If too many requests are waiting, or the engine has stopped or stops within the context.
         """
         running: list[_RunningRequest] = []
         num_seqs = sum(request.request.max_num_seqs for request in call.requests)
@@ -180,13 +183,14 @@ class RequestRunner:
     def with_end_apart(
         self, completion: CompletionOutput, params: SamplingParams
     ) -> Sequence[CompletionOutput]:
-        """Returns a part of an output whose last token has no text as two parts, the second with that token.
+        """Returns a part of an output as two parts if its last token is an end token, which adds no text.
 
-        Clients take the tokens of a chunk's log-probabilities for the text of the chunk.
+        Clients assume that the tokens of a chunk's log-probabilities make up the text of the chunk. Therefore
+        the end token is sent in its own chunk.
 
         Args:
             completion: A part of an output.
-            params: Of its request.
+            params: Sampling parameters of the request.
         """
         logprobs, token_ids, reason = completion.logprobs, completion.token_ids, completion.stop_reason
         if not logprobs or not completion.text or completion.finish_reason != "stop":
@@ -210,20 +214,21 @@ class RequestRunner:
 
     def _abort(self, request: "_RunningRequest") -> None:
         self._engine.abort(request.request_id)
-        # Its last part is counted too. The caller can't wait for it: it may have been cancelled.
+        # The final part must be counted too. The caller may have been cancelled and cannot wait for it.
         task = asyncio.create_task(_exhaust(request))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
 
 class _ChunkEncoder:
-    """Encodes the parts of a call's outputs as chunks: server-sent events with one choice each.
+    """Encoder of a call's outputs as chunks: server-sent events with one choice each.
 
     Args:
         call: The call.
-        with_end_apart: See RequestRunner.with_end_apart.
-        include_usage: See RequestRunner.events.
-        continuous_usage: See RequestRunner.events.
+        with_end_apart: RequestRunner.with_end_apart.
+        include_usage: Whether the response ends with the token counts; the other chunks then have the field
+            too.
+        continuous_usage: Whether, with include_usage, every chunk has the token counts of its choice so far.
     """
 
     def __init__(
@@ -243,17 +248,17 @@ class _ChunkEncoder:
         self._ended: set[int] = set()
 
     def first_chunks(self, choices: Sequence[dict[str, Any]], part: RequestOutput) -> bytes:
-        """Returns chunks of choices that come before the first part of an output."""
+        """Returns the chunks of choices that are sent before the first part of an output."""
         ids = self._call.prompt_ids("answer", part)
         return b"".join(self._chunk(choice, part, 0, ids) for choice in choices)
 
     def chunks(self, i: int, part: RequestOutput, num_tokens: Sequence[int]) -> bytes:
-        """Returns the chunks of a part; none for outputs that it adds nothing to.
+        """Returns the chunks for a part. Outputs to which the part adds nothing have none.
 
         Args:
-            i: Index of the request.
+            i: Index of the request in the call.
             part: The part.
-            num_tokens: Tokens of each output of the request so far.
+            num_tokens: Number of generated tokens of each output of the request so far.
         """
         found = b""
         for completion in part.outputs:
@@ -273,7 +278,7 @@ class _ChunkEncoder:
             if index not in self._begun:
                 choice |= call.prompt_ids("choice", part)
                 self._begun.add(index)
-            # The end, which is apart, has one token.
+            # The end token, which is in its own chunk, does not count yet.
             is_before_end = one.finish_reason != completion.finish_reason
             found += self._chunk(choice, part, num_tokens - is_before_end, {})
         return found
@@ -293,17 +298,18 @@ class _ChunkEncoder:
 
 
 class _RunningRequest:
-    """The output of one request, part by part; the metrics count it when it ends.
+    """The output of one request, part by part. The metrics are updated when the request ends.
 
     Args:
-        request_id: Its id.
-        stream: The request's output, as the engine delivers it; None if all of it is given.
-        given: What the client has of it already, which comes first; None for nothing.
+        request_id: Id of the request.
+        stream: Stream of the output from the engine; None if the request is already finished.
+        given: Output that the client already has from another replica, which is yielded first; None if there
+            is none.
         checked: The request.
-        num_outputs: Outputs that the client gets.
-        waited_s: Seconds that it has waited for the engine.
-        metrics: Told once, when the request ends.
-        record: Told so too, and that the request has begun.
+        num_outputs: Number of outputs in the response.
+        waited_s: Time (seconds) that the request has waited for admission.
+        metrics: Counts the request when it ends.
+        record: Record of the HTTP request, to which the start and the end of this request are added.
     """
 
     def __init__(
@@ -319,7 +325,7 @@ class _RunningRequest:
     ) -> None:
         self.request_id = request_id
         self.given = given
-        self.num_tokens = [0] * num_outputs  # generated so far, per output
+        self.num_tokens = [0] * num_outputs  # number of generated tokens so far, per output
         self._stream = stream
         self._checked = checked
         self._waited_s = waited_s
@@ -349,17 +355,17 @@ class _RunningRequest:
             if self.given.finished:
                 self._record.end()
             return self.given
-        # The only await: what is taken from the stream is counted, even if nobody waits for it any more.
+        # This is the only await, so that a cancelled task cannot lose a part between taking and counting it.
         if self._stream is None or not await self._stream.wait():
             raise StopAsyncIteration
         return self._take(self._stream)
 
     async def write_rest(self, writer: BodyWriter, written: Callable[[RequestOutput], bytes]) -> None:
-        """Writes all further parts as they come; while the client does not read, they are joined.
+        """Writes all further parts as they arrive. While the client does not read, parts are merged.
 
         Args:
-            writer: Of the client's answer.
-            written: Makes bytes of a part.
+            writer: Writer of the response body.
+            written: Encodes a part.
 
         Raises:
             ApiError: If the request has ended with an error.
@@ -370,7 +376,7 @@ class _RunningRequest:
         assert stream is not None, "it has not ended"
 
         def write() -> None:
-            # Until nothing is left: behind an output that has waited, the engine's error may wait, too.
+            # The loop is needed because an error of the engine may be waiting after an output.
             while stream.is_ready and not (writer.is_paused or ended.done()):
                 try:
                     part = self._take(stream)
@@ -378,11 +384,14 @@ class _RunningRequest:
                         writer.write(event)
                     if part.finished:
                         ended.set_result(None)
-                except Exception as error:  # else it would end the event loop's call for all streams
+                # Catches everything, because an exception here would stop the event-loop callback that serves
+                # all streams.
+                except Exception as error:
                     ended.set_exception(error)
 
         stream.on_ready = writer.on_resume = write
-        # Not at once: if `ended` did not have to be waited for, the end would overtake the last part.
+        # Scheduled because writes are queued: if `ended` were done before it is awaited, the caller would
+        # send the final event before the queued last part.
         ended.get_loop().call_soon(write)
         try:
             await ended
@@ -395,7 +404,8 @@ class _RunningRequest:
         except NOT_RUNNING as error:
             self._count_end(self._cut_off(str(error)))
             raise
-        part.outputs = part.outputs[: len(self.num_tokens)]  # a beam search may find more than were asked for
+        # A beam search may return more hypotheses than requested.
+        part.outputs = part.outputs[: len(self.num_tokens)]
         for completion in part.outputs:
             self.num_tokens[completion.index] += len(completion.token_ids)
         self._last = part
@@ -406,7 +416,8 @@ class _RunningRequest:
         return part
 
     def _count_end(self, part: RequestOutput) -> None:
-        # The engine's clock begins when it gets the request, the client's when the server does.
+        # The engine's arrival time is when the engine received the request. For the client, it is when the
+        # server did.
         part.metrics.arrival_time -= self._waited_s
         replica = 0 if self._stream is None else self._stream.replica
         self._metrics.observe(part, self.num_tokens, replica)
@@ -414,7 +425,7 @@ class _RunningRequest:
         self._record.end()
 
     def _cut_off(self, reason: str) -> RequestOutput:
-        """Returns the last part, which an engine that has stopped does not give any more."""
+        """Returns a final part for the metrics, because an engine that has stopped does not deliver one."""
         checked, last = self._checked, self._last
         times = RequestMetrics(self._start) if last is None else last.metrics.snapshot()
         times.finished_time = time.monotonic()
@@ -433,8 +444,8 @@ class _RunningRequest:
 
 
 async def _merged(requests: Sequence[_RunningRequest]) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """Yields (index of the request, part) for the parts of all requests, in the order in which they come."""
-    if len(requests) == 1:  # needs no task per part
+    """Yields (index of the request, part) for the parts of all requests, in order of arrival."""
+    if len(requests) == 1:  # A single request needs no task for each part.
         async for part in requests[0]:
             yield 0, part
         return
@@ -455,13 +466,14 @@ async def _merged(requests: Sequence[_RunningRequest]) -> AsyncGenerator[tuple[i
 
 def _next_part(request: _RunningRequest) -> asyncio.Task[RequestOutput]:
     task = asyncio.ensure_future(anext(request))
-    # If several requests fail at once, the first error ends the answer: nobody asks for the others.
+    # If several requests fail at once, only the first error is raised. Reading the exception here prevents a
+    # warning of asyncio about the others.
     task.add_done_callback(lambda task: task.cancelled() or task.exception())
     return task
 
 
 async def _exhaust(request: _RunningRequest) -> None:
-    with contextlib.suppress(ApiError, *NOT_RUNNING):  # it was aborted, or the engine has stopped
+    with contextlib.suppress(ApiError, *NOT_RUNNING):  # The request was aborted, or the engine has stopped.
         async for _ in request:
             pass
 

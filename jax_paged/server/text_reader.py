@@ -1,4 +1,4 @@
-"""Tokenizes the text of requests beside the event loop; long texts take turns in one lane."""
+"""Tokenization of request texts in threads, so that long texts do not block the event loop or the engine."""
 
 import asyncio
 import concurrent.futures
@@ -6,28 +6,31 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-# Characters that are tokenized in about 10 ms, and so few that no thread is woken for them.
+# Texts with more characters than this, which take about 10 ms to tokenize, wait for the lane. Texts with at
+# most _SHORT_TEXT characters are tokenized in the event loop, because waking a thread would take longer.
 _LONG_TEXT = 16_384
 _SHORT_TEXT = 1024
-# Bytes that are parsed in a few ms; seconds of the lane per byte, twice as long as 2 MB took on a busy core.
+# Bodies with more bytes than this, which take a few ms to parse, wait for the lane. The lane is then held for
+# _SECONDS_PER_BYTE per byte, twice the time that 2 MB took on a busy core.
 LONG_BODY = 256 * 1024
 _SECONDS_PER_BYTE = 3e-8
-# That wait for forms to compile. The other threads are for texts: a slow form holds none of them up.
+# Threads that compile grammars. A slow grammar does not delay texts, which have other threads.
 _NUM_FORM_THREADS = 4
-# That decode images, each of which may take a hundred megabytes meanwhile.
+# Threads that decode images. Each may need a hundred megabytes of memory while decoding.
 _NUM_IMAGE_THREADS = 2
-# That wait for other hosts, which may be slow: they hold neither a lane nor a thread that decodes.
+# Threads that download images from other hosts, which may be slow. They occupy neither the lane nor the
+# threads that decode images.
 _NUM_FETCHES = 8
-# How long the lane rests after a text, in times of what the text took.
+# Rest of the lane after a text, as a multiple of the time for the text.
 _REST = 3
 
 
 class Lane:
-    """Lets long work through one by one, with rests: it has one core at most, and not all the time.
+    """Lock for long CPU work such as tokenizing or parsing; after each turn, it stays locked for a rest.
 
-    Tokenizing and parsing take turns with the engine for the interpreter and for the cores, and a step waits
-    for the slowest of its threads. Nobody is slower for the rests: the engine takes longer for a long
-    prompt than the lane does.
+    Such work competes with the engine for the interpreter and the CPU cores, and a step of the engine waits
+    for its slowest thread. With the lane, long work uses at most one core, and only a part of the time. The
+    rests do not slow the server down, because the engine takes longer for a long prompt than the lane does.
     """
 
     def __init__(self) -> None:
@@ -45,20 +48,20 @@ class Lane:
             loop.call_later(_REST * (loop.time() - start), self._is_taken.release)
 
     async def body_turn(self, num_bytes: int) -> None:
-        """Waits until a long body that has been received may be parsed.
+        """Waits for a turn to parse a long body. The turn ends by itself after the estimated parsing time.
 
         Args:
-            num_bytes: Length of the body.
+            num_bytes: Length of the body (bytes).
         """
         await self._is_taken.acquire()
         asyncio.get_running_loop().call_later(num_bytes * _SECONDS_PER_BYTE, self._is_taken.release)
 
 
 class TextReader:
-    """Tokenizes in threads, so that the event loop goes on, unless it takes no time.
+    """Runner for tokenization: in threads, or directly in the event loop if the text is short.
 
     Args:
-        lane: For long texts; short ones do not wait for them.
+        lane: Lock that long texts must acquire. Shorter texts do not wait for it.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -68,7 +71,7 @@ class TextReader:
         self._fetches = concurrent.futures.ThreadPoolExecutor(_NUM_FETCHES, "fetches")
 
     async def fetch[T](self, function: Callable[[], T]) -> T:
-        """Calls a function that waits for other hosts; nothing here waits with it."""
+        """Runs a function that waits for other hosts in a thread of its own pool, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._fetches, _called, function)
 
     async def read[T](
@@ -79,16 +82,16 @@ class TextReader:
         with_form: bool = False,
         has_images: bool = False,
     ) -> T:
-        """Calls a function, in a thread if it may take long.
+        """Runs a function that tokenizes texts, in a thread if it may take long, and returns its result.
 
         Args:
-            texts: What will be tokenized; each a string, or lists and dicts of strings.
-            function: Tokenizes them.
-            with_form: Whether the function compiles the form of an output as well.
-            has_images: Whether it decodes images as well.
+            texts: The texts to tokenize. Each is a string, or nested lists and dicts of strings.
+            function: Tokenizes the texts.
+            with_form: Whether the function also compiles a grammar.
+            has_images: Whether the function also decodes images.
         """
         sizes = [_num_characters(text) for text in texts]
-        # Token ids have no characters, but a number.
+        # A list of token ids has no characters, so its length counts instead.
         is_short = len(texts) == 1 and isinstance(texts[0], str | list)
         is_short = is_short and sizes[0] + len(texts[0]) <= _SHORT_TEXT
         if is_short and not with_form and not has_images:
@@ -103,7 +106,7 @@ class TextReader:
 def _called[T](function: Callable[[], T]) -> T:
     try:
         return function()
-    except StopIteration as error:  # a future can't hold it: whoever awaits it would wait forever
+    except StopIteration as error:  # A future cannot hold a StopIteration, so awaiting it would never end.
         raise RuntimeError("an iterator has ended too early") from error
 
 
@@ -116,6 +119,7 @@ def _num_characters(value: Any) -> int:
             num += len(item)
         elif isinstance(item, dict):
             rest += [*item, *item.values()]
-        elif isinstance(item, list) and set(map(type, item)) != {int}:  # token ids are many
+        # skips lists of token ids, which may be long
+        elif isinstance(item, list) and set(map(type, item)) != {int}:
             rest.extend(item)
     return num

@@ -1,4 +1,4 @@
-"""Queue of the requests that wait in the server: which one the engine gets next, and which are refused."""
+"""Queue of requests that wait in the server until the engine has room for them."""
 
 import asyncio
 import contextlib
@@ -18,9 +18,9 @@ class _WaitingRequest:
     """A request in the queue.
 
     Args:
-        num_seqs: Sequences that it brings.
-        admitted: Done once it may run, or once its client has left.
-        is_inside: Whether it holds its place.
+        num_seqs: Number of sequences of the request.
+        admitted: Done when the request has been admitted; cancelled when its client has disconnected.
+        is_inside: Whether the request has been admitted and counts towards the capacity.
     """
 
     num_seqs: int
@@ -29,19 +29,23 @@ class _WaitingRequest:
 
 
 class WaitingQueue:
-    """Admits requests to the engine: by priority, then client after client, then first come, first served.
+    """Queue that admits requests to the engine by priority, then by client in turn, then by order of arrival.
 
-    The queue of the engine is kept short, because those in it are served as they came: a client that sends
-    a thousand requests would be served before all others. So the thousand wait here:
+    The engine serves its own queue in order of arrival, so a client that sends a thousand requests would be
+    served before all others. Therefore the engine's queue is kept short, and the requests wait here:
 
-        priority 0    key a: 7 8 9 ...    key b: 4        runs next: 7, 4, 8, 9, ...
+        priority 0    key a: 7 8 9 ...    key b: 4        admitted next: 7, 4, 8, 9, ...
         priority 5    key c: 1 2                          then: 1, 2
 
-    Lives in one event loop.
+    All methods must be called in the same event loop.
 
     Args:
-        capacity: Sequences that may be in the engine at once, at least 1; a request of more counts as these.
-        max_waiting: Requests that may wait at once.
+        capacity: Maximum number of sequences in the engine, at least 1. A request with more sequences counts
+            as this number.
+        max_waiting: Maximum number of waiting requests.
+
+    Attributes:
+        num_waiting: Number of waiting requests.
     """
 
     def __init__(self, capacity: int, max_waiting: int) -> None:
@@ -49,13 +53,14 @@ class WaitingQueue:
         self._capacity = capacity
         self._free = capacity
         self._max_waiting = max_waiting
-        # By priority; the clients of a priority stand in the order of their turns.
+        # Waiting requests by priority and client. The clients of a priority are in the order of their turns.
         self._queues: dict[int, dict[str, deque[_WaitingRequest]]] = {}
         self._seconds_per_request = 1.0
-        self._last_admission: float | None = None  # while requests wait
+        # time of the last admission; None if no request was waiting afterwards
+        self._last_admission: float | None = None
 
     def refusal(self) -> ApiError | None:
-        """Returns the error for a new request if the queue is full; None if it may wait."""
+        """Returns the error for a new request if the queue is full; None if the request may wait."""
         has_room = self._free > 0 and not self._queues
         if has_room or self.num_waiting < self._max_waiting:
             return None
@@ -76,16 +81,17 @@ class WaitingQueue:
     async def admission(
         self, num_seqs: int, client: str, priority: int, *, has_begun: bool = False
     ) -> AsyncIterator[None]:
-        """Waits until a request may run, and holds its capacity while it runs.
+        """Waits until a request is admitted, and holds its share of the capacity within the context.
 
         Args:
-            num_seqs: Sequences that it brings, at least 1.
-            client: Who sent it; all clients take turns.
-            priority: Lower goes first.
-            has_begun: Whether it ran elsewhere before, and must not be refused any more.
+            num_seqs: Number of sequences of the request, at least 1.
+            client: Name of the client. Clients take turns.
+            priority: Priority of the request. Lower values are admitted first.
+            has_begun: Whether another replica has begun the response, so that the request must not be
+                rejected.
 
         Raises:
-            ApiError: If too many wait already.
+            ApiError: If too many requests are waiting.
         """
         num_seqs = min(num_seqs, self._capacity)
         is_first = not self._queues and num_seqs <= self._free
@@ -102,7 +108,7 @@ class WaitingQueue:
         finally:
             if request.is_inside:
                 self._free += num_seqs
-            else:  # its client has left
+            else:  # The client has disconnected while the request was waiting.
                 self._remove(request, priority, client)
             self._admit()
 
@@ -116,7 +122,8 @@ class WaitingQueue:
             self._remove(request, priority, client)
             self._free -= request.num_seqs
             request.is_inside = True
-            if not request.admitted.done():  # a client that leaves in this moment gives its place back
+            # If the client has just disconnected, `admission` releases the capacity.
+            if not request.admitted.done():
                 request.admitted.set_result(None)
             now = time.monotonic()
             if self._last_admission is not None:
@@ -124,7 +131,7 @@ class WaitingQueue:
             self._last_admission = now if self._queues else None
 
     def _remove(self, request: _WaitingRequest, priority: int, client: str) -> None:
-        """Takes a request from its queue; the other clients of its priority have their turns first."""
+        """Removes a request from the queue, and moves its client to the end of the turns of its priority."""
         clients = self._queues[priority]
         queue = clients.pop(client)
         queue.remove(request)

@@ -1,4 +1,4 @@
-"""API keys: where they come from, and who may ask."""
+"""API keys: where they are read from, and the middleware that checks them."""
 
 import dataclasses
 import hashlib
@@ -14,19 +14,20 @@ from jax_paged.server.http.paths import route_path
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.responses import ApiError
 
-# Who watches over a server has no key, and the page asks for one.
+# Paths that need no key. Monitoring systems do not have one, and the page at / asks the user for one.
 OPEN_PATHS = ("/health", "/ping", "/ready", "/")
 
 
 def with_all_keys(options: ServerOptions, environment_key: str | None) -> ServerOptions:
-    """Returns options whose api_key are the keys of the command line, of the file and of the environment.
+    """Returns options whose `api_key` has the keys from the command line, the key file and the environment.
 
     Args:
-        options: As the command line gave them.
-        environment_key: What the environment says; None if it says nothing.
+        options: Options as given on the command line.
+        environment_key: Value of JAX_PAGED_API_KEY; None if it is not set.
 
     Raises:
-        ValueError: If a key can't be one, or the file can't be read or has none. No message holds a key.
+        ValueError: If a key has invalid characters or length, or the file cannot be read or is empty. The
+            message never contains a key.
     """
     keys = [_checked(key, "`api_key`") for key in options.api_key]
     if environment_key is not None:
@@ -58,13 +59,14 @@ def _checked(key: str, name: str) -> str:
 
 
 class KeyCheck:
-    """Lets those pass who show a key, and names the client after it: state["client"] is then "key 0".
+    """ASGI middleware that rejects requests without a valid API key.
 
-    Without keys everybody passes, and has no name.
+    It stores the name of the client as state["client"] in the scope: "key 0" for the first key, and so on. If
+    the server has no keys, every request passes and the name is "".
 
     Args:
-        app: What is behind.
-        keys: The keys.
+        app: The next ASGI application.
+        keys: The valid API keys.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
@@ -72,7 +74,7 @@ class KeyCheck:
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves a request."""
+        """Handles one request."""
         if scope["type"] == "http":
             number = self._number(scope["headers"]) if self._digests else None
             if self._digests and number is None and route_path(scope) not in OPEN_PATHS:
@@ -93,7 +95,7 @@ class KeyCheck:
         if scheme.lower() != b"bearer":
             return None
         digest, number = _digest(token.strip(b" ")), None
-        # All are compared, each in constant time: how long it takes says nothing about any key.
+        # Compares with all keys, each in constant time, so that the duration reveals nothing about the keys.
         for i, known in enumerate(self._digests):
             if hmac.compare_digest(digest, known):
                 number = i

@@ -1,4 +1,4 @@
-"""Answers that wait for the engine: given up when the client leaves, and streams of server-sent events."""
+"""Responses that wait for the engine: cancellation when the client disconnects, and server-sent events."""
 
 import asyncio
 import contextlib
@@ -13,12 +13,13 @@ from jax_paged.server.http.http_protocol import BODY_WRITER, BodyWriter
 
 
 async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """Awaits an answer, and cancels it when the client leaves."""
-    return await until_gone(request.receive, answer) or Response(status_code=499)  # which nobody reads
+    """Awaits a response, and cancels it when the client disconnects."""
+    # The client has disconnected and does not read it.
+    return await until_gone(request.receive, answer) or Response(status_code=499)
 
 
 async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Returns what comes of some work; cancels it, and returns None, when the client leaves."""
+    """Returns the result of a coroutine. Cancels it and returns None if the client disconnects first."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -35,12 +36,13 @@ async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | N
 
 
 class EventStream(StreamingResponse):
-    """An answer of server-sent events.
+    """A response of server-sent events.
 
     Args:
         first: The first event.
-        rest: The others; closed after the last one, or when the client leaves. It is sent the BodyWriter of
-            the answer, if the server has one, and may write to it.
+        rest: Generator of the remaining events. It is closed after the last event, or when the client
+            disconnects. Its `asend` receives the BodyWriter of the response, or None if the server has none.
+            The generator may write to the BodyWriter directly.
     """
 
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, BodyWriter | None]) -> None:
@@ -50,15 +52,15 @@ class EventStream(StreamingResponse):
 
     @classmethod
     async def begin(cls, events: AsyncGenerator[bytes, BodyWriter | None]) -> Self:
-        """Returns the answer as soon as its first event has come.
+        """Returns the response as soon as the first event is available.
 
         Raises:
-            ApiError: If the first event can't be made.
+            ApiError: If the generator fails before the first event.
         """
         return cls(await anext(events), events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events until the client leaves."""
+        """Sends the events until they end or the client disconnects."""
         writer = scope.get("extensions", {}).get(BODY_WRITER)
         async with contextlib.aclosing(self._rest):
             await until_gone(receive, self._send(send, writer))

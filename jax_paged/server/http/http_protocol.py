@@ -1,8 +1,9 @@
-"""HTTP/1 on a connection: uvicorn's protocol on httptools, with limits on what a client sends and how slowly.
+"""HTTP/1 connection protocol: uvicorn's httptools protocol with limits on sizes and times.
 
-uvicorn accumulates a head of any size for any time, starts every request of a pipeline, takes trailers for
-headers, and waits forever for a client that reads nothing. What is refused here has not reached the
-application.
+uvicorn alone has no limit on the size of headers and on the time until they are complete, processes pipelined
+requests, treats trailers as headers, and waits forever for a client that does not read. This protocol rejects
+requests that exceed a limit before the application is called, drops pipelined requests and trailers, and
+closes connections that are too slow.
 """
 
 import asyncio
@@ -18,32 +19,32 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.responses import ApiError
 
-# After a refusal, what a client still sends is read and dropped for so long: closing at once would reset the
-# connection, and the client might never see the answer.
+# Time (seconds) for which input is read and dropped after a rejected request. Closing the connection at once
+# would reset it, and the client might not receive the response.
 LINGER_S = 2
 
 
-# Under this name a request's scope has the BodyWriter of its answer among the extensions.
+# Key of the BodyWriter in the extensions of a request's ASGI scope.
 BODY_WRITER = "jax_paged.body_writer"
 
 
 def limited_protocol(options: ServerOptions) -> Callable[..., asyncio.Protocol]:
-    """Returns what makes the protocol of a new connection, as uvicorn calls it."""
+    """Returns a factory of connection protocols for uvicorn's `http` setting."""
     return functools.partial(_LimitedProtocol, options, _Writes())
 
 
 class _Writes:
-    """What all connections write in one turn of the event loop.
+    """Batch of the writes of all connections in one iteration of the event loop.
 
-    A write wakes its reader, who takes a core from the engine. With nothing computed between the writes, the
-    reader of several streams is woken once.
+    Each write wakes the client, which may take a CPU core from the engine. If a client reads several streams,
+    writing to all of them in quick succession wakes it only once.
     """
 
     def __init__(self) -> None:
         self._pending: list[tuple[asyncio.Transport, bytes]] = []
 
     def add(self, transport: asyncio.Transport, data: bytes) -> None:
-        """Writes before anything is called that the event loop is told to call from now on."""
+        """Queues data, which is written before any callback that is scheduled after this call."""
         if not self._pending:
             asyncio.get_running_loop().call_soon(self._write)
         self._pending.append((transport, data))
@@ -56,14 +57,16 @@ class _Writes:
 
 
 class BodyWriter:
-    """Writes parts of a body that has begun and has no Content-Length, without a coroutine for each part.
+    """Writer for parts of a chunked response body that needs no coroutine for each part.
+
+    The response must have been started, and must not have a Content-Length.
 
     Args:
-        cycle: The request and its answer.
-        writes: Collects what is written.
+        cycle: The request and its response in uvicorn.
+        writes: Batches the writes of all connections.
 
     Attributes:
-        on_resume: Called when the client reads again, after `is_paused`.
+        on_resume: Callback for when the client reads again after `is_paused` was True; None for no callback.
     """
 
     def __init__(self, cycle: RequestResponseCycle, writes: _Writes) -> None:
@@ -73,17 +76,17 @@ class BodyWriter:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the client does not read as fast as it gets; then nothing is to be written."""
+        """Whether the caller should not write because the client reads too slowly."""
         return self._cycle.flow.write_paused
 
     def write(self, part: bytes) -> None:
-        """Writes a part, which is not empty; drops it if the client has left."""
+        """Writes a non-empty part of the body. The part is dropped if the client has disconnected."""
         if not self._cycle.disconnected:
             self._writes.add(self._cycle.transport, b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class _Refusal(Exception):
-    """Ends the parsing of a connection with an answer."""
+    """Exception with which a callback of the parser rejects the request."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(str(error))
@@ -98,16 +101,17 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._body_writer: BodyWriter | None = None
         self._is_refused = False
         self._in_head = True
-        self._num_head_bytes = 0  # of the first line, the headers and the trailers that are complete
-        self._num_silent_bytes = 0  # of a head; then, since the parser has last reported a part of the body
+        self._num_head_bytes = 0  # bytes of complete headers, trailers and the first line
+        # Bytes received since the start of the headers or since the parser last reported a part of the body.
+        self._num_silent_bytes = 0
         self._has_received = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
-    # The connection.
+    # Connection events.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore
-        """Begins to wait for a request, unless there are too many connections."""
+        """Starts the timeout for the first request, or closes the connection if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self._options.max_connections:
             self._refuse("the server has too many connections; try again later", 503, linger_s=0)
@@ -121,9 +125,10 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feeds the parser; what follows a request before it has been answered is dropped.
+        """Parses received data. Data that arrives before the previous request has been answered is dropped.
 
-        HTTP allows a server to answer the first request of a pipeline and to close the connection.
+        The connection is then closed after the response. HTTP allows a server to answer only the first of
+        several pipelined requests.
         """
         if self._is_refused:
             return
@@ -145,35 +150,35 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._refuse(self._too_long(), 431)
 
     def _on_parser_error(self, error: httptools.HttpParserError) -> None:
-        cause = error.__context__  # what a callback has raised
+        cause = error.__context__  # the exception that a callback of the parser has raised
         if isinstance(cause, _Refusal):
             self._refuse(str(cause), cause.error.status)
-        elif self._is_answering():  # the second of a pipeline begins where the first ends
+        elif self._is_answering():  # A pipelined request follows in the same data.
             self.cycle.keep_alive = False
         else:
             self._refuse(f"this is not HTTP/1.1: {cause or error}", 400)
 
     def _is_answering(self) -> bool:
-        """Whether a request has been read to its end, and its answer has not been sent to its end."""
+        """True if a request has been received completely and its response has not been sent completely."""
         cycle = self.cycle
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
-    # What the parser reports.
+    # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
-        """Begins a request, if none is being answered."""
+        """Starts a new request, or stops the parser if the previous request is still being answered."""
         if self._is_answering():
             raise RuntimeError("a pipeline")
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Takes a part of the path."""
+        """Adds a part of the URL."""
         self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a header; trailers, which come after a body, are dropped."""
-        self._count_head(len(name) + len(value) + 4)  # with ": " and the end of the line
+        """Adds a header. Trailers, which follow the body, are dropped."""
+        self._count_head(len(name) + len(value) + 4)  # plus ": " and the line break
         if not self._in_head:
             self._num_silent_bytes = 0
             return
@@ -182,7 +187,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             _bad(f"the request must have at most {limit} headers", 431)
 
     def on_headers_complete(self) -> None:
-        """Checks the headers together, and starts the application."""
+        """Checks the headers and starts the application."""
         self._num_silent_bytes = 0
         self._check_headers()
         if not self.parser.should_upgrade():
@@ -193,17 +198,17 @@ class _LimitedProtocol(HttpToolsProtocol):
             cast("dict[str, Any]", self.cycle.scope)["extensions"] = {BODY_WRITER: self._body_writer}
 
     def on_body(self, body: bytes) -> None:
-        """Takes a part of the body."""
+        """Adds a part of the body."""
         self._num_silent_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Ends the body."""
+        """Ends the body of the request."""
         if not self._in_head:
             super().on_message_complete()
         elif (
             not self.parser.should_upgrade()
-        ):  # the answer came first, and the connection is idle from now on
+        ):  # The response was sent before the body ended, so the connection is idle from now on.
             self.cycle.more_body = False
             self._num_head_bytes = self._num_silent_bytes = 0
             self._stop_head_timer()
@@ -230,15 +235,19 @@ class _LimitedProtocol(HttpToolsProtocol):
         num_hosts, encodings = len(values[b"host"]), values[b"transfer-encoding"]
         if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
             _bad(f"the request must have one Host header, got {num_hosts}")
-        # The parser refuses a length beside it, and takes other encodings that end in chunks.
+        # The parser itself rejects Content-Length next to Transfer-Encoding, but accepts a list of encodings
+        # that ends with chunked.
         if encodings and (version == "1.0" or [e.strip().lower() for e in encodings] != [b"chunked"]):
             _bad("Transfer-Encoding must be chunked, in HTTP/1.1")
 
     def _read_without_upgrade(self, rest: bytes) -> None:
-        """Reads a request again, and what follows it, without the wish for another protocol.
+        """Parses a request again without its Upgrade header, and then the data that follows the request.
 
-        The parser skips the body of a request that asks for one, and clients (Java's) send such a wish along
-        with every request, expecting that a server may not grant it.
+        The parser skips the body of a request for a protocol upgrade. Some clients, such as Java's, ask for
+        an upgrade in every request and expect that a server may ignore it.
+
+        Args:
+            rest: Data that the parser has not consumed.
         """
         version, dropped = (
             self.parser.get_http_version().encode(),
@@ -252,7 +261,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._num_head_bytes = self._num_silent_bytes = 0
         self.data_received(b"\r\n".join([*lines, b"", b""]) + rest)
 
-    # What is too slow.
+    # Timeouts.
 
     def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(self._options.head_timeout, self._on_late_head)
@@ -264,19 +273,20 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def _on_late_head(self) -> None:
         self._head_timer = None
-        is_answered = self.cycle is not None and self.cycle.more_body  # before its body has ended
+        # The response may be complete before the body.
+        is_answered = self.cycle is not None and self.cycle.more_body
         if self._has_received and not is_answered:
             self._refuse(f"the headers were not complete after {self._options.head_timeout:g} s", 408)
-        else:  # browsers open connections that they may never use
+        else:  # Browsers open spare connections that they may never use.
             self.transport.close()
 
     def pause_writing(self) -> None:
-        """Begins to watch a client that does not read as fast as it gets."""
+        """Starts the write timeout, because the client reads more slowly than the server writes."""
         super().pause_writing()
         self._watch_writes()
 
     def resume_writing(self) -> None:
-        """Ends the watch."""
+        """Stops the write timeout, because the client has caught up."""
         self._stop_write_timer()
         super().resume_writing()
         if self._body_writer is not None and self._body_writer.on_resume is not None:
@@ -287,7 +297,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         self._in_head = True
         self._num_head_bytes = self._num_silent_bytes = 0
-        if self.transport.get_write_buffer_size() > 0:  # closing would wait for the client
+        # The write timeout also applies to a connection that is about to be closed.
+        if self.transport.get_write_buffer_size() > 0:
             self._watch_writes()
 
     def _watch_writes(self) -> None:
@@ -308,21 +319,28 @@ class _LimitedProtocol(HttpToolsProtocol):
         elif size > 0:
             self._watch_writes()
 
-    # Refusals.
+    # Rejected requests.
 
     def _refuse(self, message: str, status: int, *, linger_s: float = LINGER_S) -> None:
-        """Answers with an error where no answer has begun, and closes the connection."""
+        """Closes the connection, after an error response if no response has been started.
+
+        Args:
+            message: Message of the error.
+            status: HTTP status.
+            linger_s: Time (seconds) for which further input is read and dropped before the connection is
+                closed.
+        """
         self._is_refused = True
         self._stop_head_timer()
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True  # for the application the client has left
+            cycle.disconnected = True  # To the application, the client has disconnected.
             cycle.message_event.set()
             if cycle.response_started:
                 self.transport.close()
                 return
         self.transport.write(_answer(ApiError(message, status=status)))
-        if self.transport.can_write_eof():  # not with TLS
+        if self.transport.can_write_eof():  # TLS connections cannot be closed in one direction.
             self.transport.write_eof()
         self.loop.call_later(linger_s, self.transport.close)
 

@@ -1,4 +1,4 @@
-"""Limits on what a client sends, before any work: the size, the time and the form of a body."""
+"""Limits on request bodies that are checked before any work: size, time, JSON structure and field lengths."""
 
 import asyncio
 import json
@@ -19,28 +19,30 @@ from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.responses import ApiError
 from jax_paged.server.text_reader import LONG_BODY, Lane
 
-# What a byte of JSON does to the depth, as an int8; a quotation mark begins or ends what does nothing.
+# Change of the nesting depth at each structural byte of JSON, as an int8. 0 marks a quotation mark, which
+# starts or ends a string.
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1, '"': 0}
 _STEP_TABLE = bytes(_STEPS.get(chr(i), 0) % 256 for i in range(256))
 _WITHOUT_STEP = bytes(i for i in range(256) if chr(i) not in _STEPS)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-# Larger bodies are parsed in a thread, so that the event loop goes on.
+# Larger bodies (bytes) are parsed in a thread, so that the event loop is not blocked.
 _SMALL_BYTES = 64 * 1024
-# Who may speak in a chat. A template may make control tokens of the role, so that no other text is one.
+# Roles accepted in chat messages. Other roles are rejected because a chat template may turn the role into
+# control tokens.
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with an error instead of the application.
+    """Sends an error response in place of the application's response.
 
-    If there is a body, which need not have been read, the connection is closed at the end; what comes of it
-    until then is dropped.
+    If the request has a body, which may not have been read, the connection is closed after the response.
+    Before that, the rest of the body is read and dropped for a short time.
 
     Args:
-        error: The answer.
-        scope: Of the request, as ASGI passes it; so are the next two.
-        receive: Gives the body.
-        send: Takes the answer.
+        error: The error to send.
+        scope: ASGI scope of the request.
+        receive: Receives the body.
+        send: Sends the response.
     """
     body = orjson.dumps(error.body())
     has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
@@ -63,22 +65,22 @@ async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) ->
 
 
 class BodyLimits:
-    """Reads a request's body, within limits of size and time, before the application is called.
+    """ASGI middleware that reads the whole body within size and time limits, then calls the application.
 
     Args:
-        app: What is behind.
+        app: The next ASGI application.
         options: The limits.
-        lane: Where long bodies wait for their turn, once they are there.
+        lane: Queue in which long bodies wait before they are parsed.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions, lane: Lane) -> None:
         self._app = app
         self._options = options
         self._lane = lane
-        self._num_buffered = 0  # bytes of bodies that are being received, or wait to be parsed
+        self._num_buffered = 0  # bytes of bodies that are being received or wait to be parsed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves a request."""
+        """Handles one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -87,11 +89,11 @@ class BodyLimits:
         except ApiError as error:
             await refuse(error, scope, receive, send)
             return
-        if body is None:  # the client has left
+        if body is None:  # the client has disconnected
             return
         try:
             if len(body) > LONG_BODY and not await _is_first(self._lane.body_turn(len(body)), receive()):
-                return  # it has left while it waited
+                return  # The client has disconnected while the body waited.
         finally:
             self._num_buffered -= len(body)
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -138,7 +140,7 @@ class BodyLimits:
 
 
 async def _is_first(wanted: Awaitable[object], other: Awaitable[object]) -> bool:
-    """Waits for the first of two, cancels the second, and returns whether the wanted one has ended."""
+    """Waits for the first of two awaitables, cancels the other one, and returns whether `wanted` is done."""
     tasks = [asyncio.ensure_future(wanted), asyncio.ensure_future(other)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -149,7 +151,10 @@ async def _is_first(wanted: Awaitable[object], other: Awaitable[object]) -> bool
 
 
 def json_route(limits: ServerOptions) -> type[APIRoute]:
-    """Returns the class of routes whose body is strict JSON; all else is answered as broken JSON is."""
+    """Returns a route class that parses JSON bodies with `parse_json`.
+
+    Bodies that `parse_json` rejects are reported like invalid JSON.
+    """
 
     class JsonRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -176,15 +181,15 @@ class _JsonRequest(Request):
 
 
 def parse_json(body: bytes, limits: ServerOptions) -> Any:
-    """Returns the value of JSON, more strictly than Python's parser reads it.
+    """Returns the value of a JSON document, with stricter rules than Python's parser.
 
     Args:
-        body: In UTF-8, without a byte order mark.
-        limits: How deep arrays and objects may be nested, and how many there may be.
+        body: The document in UTF-8, without a byte order mark.
+        limits: Maximum nesting depth and number of arrays and objects.
 
     Raises:
-        json.JSONDecodeError: If it is no JSON, or beyond the limits, or if an object has a key twice, or a
-            string is not valid Unicode, or a number is none of JSON's or has thousands of digits.
+        json.JSONDecodeError: If the document is invalid or exceeds a limit, an object has a duplicate key, a
+            string is not valid Unicode, or a number is NaN or infinite or has thousands of digits.
     """
     try:
         text = body.decode()
@@ -197,19 +202,19 @@ def parse_json(body: bytes, limits: ServerOptions) -> Any:
         raise
     except UnicodeDecodeError as error:
         _not_json(f"it is not UTF-8: {error.reason} at byte {error.start}")
-    except ValueError:  # an integer of more digits than Python reads
+    except ValueError:  # Python raises ValueError for an integer with too many digits.
         _not_json("a number has too many digits")
 
 
 def check_sizes(body: Any, options: ServerOptions) -> None:
-    """Checks how many things a request has.
+    """Checks the number of prompts, messages and stop strings of a request, and the roles of its messages.
 
     Args:
-        body: A completion request or a chat request.
+        body: A request with any of the fields prompt, messages and stop.
         options: The limits.
 
     Raises:
-        ValueError: If it has too many, or if a message is of a role that no chat has.
+        ValueError: If a limit is exceeded, or a message has an unknown role.
     """
     prompt, messages, stop = (getattr(body, name, None) for name in ("prompt", "messages", "stop"))
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -227,9 +232,9 @@ def check_sizes(body: Any, options: ServerOptions) -> None:
 
 
 def _check_nesting(body: bytes, limits: ServerOptions) -> None:
-    """Checks the depth and the number of arrays and objects; linear in time, and without a recursion."""
-    # Without escaped characters each quotation mark begins or ends a string. (Outside of strings there are no
-    # backslashes; where there are, the parser stops.)
+    """Checks the nesting depth and the number of arrays and objects in linear time, without recursion."""
+    # After escaped backslashes and quotation marks are removed, each quotation mark starts or ends a string.
+    # (Backslashes outside of strings are invalid JSON, which the parser rejects afterwards.)
     marks = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_STEP_TABLE, _WITHOUT_STEP)
     steps = np.frombuffer(marks, np.int8)
     steps = steps * (np.cumsum(steps == 0) % 2 == 0)
@@ -241,7 +246,7 @@ def _check_nesting(body: bytes, limits: ServerOptions) -> None:
 
 def _check_surrogates(body: bytes) -> None:
     try:
-        orjson.loads(body)  # unlike Python's parser it refuses halves of characters
+        orjson.loads(body)  # Unlike Python's parser, orjson rejects unpaired surrogates.
     except orjson.JSONDecodeError as error:
         _not_json(f"a string is not valid Unicode: {error.msg}")
 

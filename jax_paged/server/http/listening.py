@@ -1,4 +1,4 @@
-"""How the server listens: uvicorn's settings, TLS, and who may reach it."""
+"""Server socket settings: uvicorn's configuration, TLS files, and checks before listening."""
 
 import ipaddress
 import resource
@@ -14,17 +14,17 @@ from jax_paged.errors import ArgumentError
 from jax_paged.server.http.http_protocol import limited_protocol
 from jax_paged.server.launch.options import ServerOptions
 
-# Files that a server has open beside its connections.
+# Number of open files that the server needs in addition to its connections.
 _OWN_FILES = 128
 
 
 def uvicorn_config(app: ASGIApp | str, options: ServerOptions, **settings: Any) -> uvicorn.Config:
-    """Returns the settings of an HTTP server that keeps to the limits.
+    """Returns a uvicorn configuration that enforces the limits in the options.
 
     Args:
-        app: The application.
-        options: How to listen, and the limits.
-        settings: Further ones of uvicorn's.
+        app: The application, or "" if the caller sets it later.
+        options: Options of the server.
+        settings: Further arguments of uvicorn.Config.
     """
     return uvicorn.Config(
         cast("Callable[..., Any] | str", app),
@@ -32,7 +32,7 @@ def uvicorn_config(app: ASGIApp | str, options: ServerOptions, **settings: Any) 
         options.port,
         http=cast("Any", limited_protocol(options)),
         ws="none",
-        log_config=None,  # uvicorn's own would close the handlers that others have made
+        log_config=None,  # uvicorn's default configuration would close existing log handlers.
         server_header=False,
         timeout_keep_alive=cast("int", options.keep_alive_timeout),
         ssl_keyfile=options.ssl_keyfile,
@@ -44,16 +44,16 @@ def uvicorn_config(app: ASGIApp | str, options: ServerOptions, **settings: Any) 
 
 
 def check_tls(options: ServerOptions) -> None:
-    """Checks that the files for TLS can be used.
+    """Checks that the TLS files in the options can be loaded.
 
     Raises:
-        ValueError: If one can't.
+        ValueError: If a file cannot be loaded.
     """
     if options.ssl_certfile is None:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # The password is asked for where the key is encrypted: a terminal must not be.
+        # Without a callback, OpenSSL would ask for the password of an encrypted key at the terminal.
         context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password=lambda: "")
     except (OSError, ValueError) as error:
         allowed = (
@@ -69,14 +69,15 @@ def check_tls(options: ServerOptions) -> None:
 
 
 def check_exposure(listener: socket, options: ServerOptions) -> None:
-    """Checks that a server without keys can be reached from its own machine only, unless that is wished.
+    """Checks that a server without API keys uses a loopback address, unless the options allow another.
 
     Args:
-        listener: Bound to the address.
-        options: With all keys.
+        listener: The bound socket.
+        options: Options of the server, with the API keys from all sources.
 
     Raises:
-        ValueError: If others can reach it.
+        ValueError: If other machines can reach the address, there is no API key, and allow_unauthenticated is
+            not set.
     """
     address = listener.getsockname()[0]
     if options.api_key or options.allow_unauthenticated or ipaddress.ip_address(address).is_loopback:
@@ -87,10 +88,10 @@ def check_exposure(listener: socket, options: ServerOptions) -> None:
 
 
 def allow_open_files(num_connections: int) -> None:
-    """Lets the process have a file open for each of so many connections, and some for itself.
+    """Raises the process's limit of open files to `num_connections` plus a reserve for its other files.
 
     Raises:
-        ValueError: If the system does not allow as many.
+        ValueError: If the hard limit of the operating system is lower.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_connections + _OWN_FILES

@@ -15,7 +15,7 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 def with_middleware(app: ASGIApp, options: ServerOptions) -> ASGIApp:
-    """Returns the application with all middleware in front of it."""
+    """Returns the application wrapped in all middleware."""
     app = KeyCheck(app, options.api_key)
     if options.allowed_origins:
         app = CORSMiddleware(
@@ -29,13 +29,14 @@ def with_middleware(app: ASGIApp, options: ServerOptions) -> ASGIApp:
 
 
 class _RequestMiddleware:
-    """Gives each request an id and its root path, and answers HEAD as GET without a body.
+    """Middleware that sets the request id and root path, and serves HEAD requests as GET without a body.
 
-    The id is the client's X-Request-Id if it is harmless; the answer has it as a header.
+    The id is the client's X-Request-Id header if it is short and has only harmless characters, and random
+    otherwise. The response has it in the same header.
 
     Args:
-        app: The application.
-        root_path: Prefix under which a proxy serves the application.
+        app: The next ASGI application.
+        root_path: Path under which a proxy serves the application.
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
@@ -50,7 +51,7 @@ class _RequestMiddleware:
         request_id = _request_id(scope["headers"])
         scope.setdefault("state", {})["request_id"] = request_id.decode()
         is_head = scope["method"] == "HEAD"
-        if is_head:  # every GET route answers it, with the same headers
+        if is_head:  # Every GET route supports HEAD, with the same headers.
             scope["method"] = "GET"
 
         async def send_with_id(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""Scopes of requests: those without a network, and the path after the prefix of a proxy or of a mount."""
+"""ASGI scopes of requests: scopes for in-process calls, and paths relative to a root path."""
 
 from typing import Any
 
@@ -8,7 +8,15 @@ from starlette.types import Scope
 def local_scope(
     method: str, path: str, headers: list[tuple[bytes, bytes]], query: bytes = b"", **state: Any
 ) -> Scope:
-    """Returns the scope of an HTTP request that this process gives to an application itself."""
+    """Returns the ASGI scope of an HTTP request that is made within this process.
+
+    Args:
+        method: HTTP method.
+        path: Path without the query.
+        headers: Names in lower case, and values.
+        query: Query string.
+        state: Entries of the scope's "state".
+    """
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -27,15 +35,15 @@ def local_scope(
 
 
 def set_root_path(scope: Scope, root_path: str) -> None:
-    """Makes the path of a scope begin with its root path, so that the router finds the route behind it.
+    """Sets the root path of a scope and makes its path start with it, as Starlette's router expects.
 
-    An application that mounts this one, or a server with a root path of its own, has set the scope's root
-    path. The request's path may have that prefix, the prefix of the mount alone (if a proxy has removed its
-    own), or neither.
+    The scope already has a root path if another application mounts this one, or if uvicorn has one
+    configured. The path of the request may start with the whole root path, with only the mount's part of it
+    (if the proxy has removed its own prefix), or with neither.
 
     Args:
-        scope: Of an HTTP request; its "path" and "root_path" are replaced.
-        root_path: Prefix under which a proxy serves the application; ignored if the scope has a root path.
+        scope: Scope of an HTTP request. Its "path" and "root_path" are replaced.
+        root_path: Path under which a proxy serves the application. Ignored if the scope has a root path.
     """
     root = scope.get("root_path", "").rstrip("/") or root_path
     mount = root.removeprefix(scope.get("app_root_path", "").rstrip("/"))
@@ -48,5 +56,5 @@ def set_root_path(scope: Scope, root_path: str) -> None:
 
 
 def route_path(scope: Scope) -> str:
-    """Returns the path within the application, after `set_root_path`: "/v1/models" wherever it is mounted."""
+    """Returns the path without the root path, such as "/v1/models"; call `set_root_path` first."""
     return scope["path"].removeprefix(scope.get("root_path", ""))

@@ -1,6 +1,8 @@
-"""The command line: `jax-paged serve MODEL` and other commands; options are fields of dataclasses.
+"""Command line: `jax-paged serve MODEL` and the other commands.
 
-Nothing here imports JAX, transformers or the HTTP server: help and complaints about arguments are immediate.
+The options of each command are the fields of dataclasses such as `ServerOptions` and `EngineArgs`. Importing
+this module does not import JAX, transformers or the HTTP server, so that `--help` and errors about arguments
+appear immediately.
 """
 
 import argparse
@@ -24,19 +26,21 @@ _USAGE = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serves a model until SIGINT or SIGTERM, runs a batch, checks the kernels, or checks a server's health.
+    """Runs a command: serves a model, runs a batch, checks the kernels, or checks a server's health.
+
+    The server runs until SIGINT or SIGTERM.
 
     Args:
-        argv: The command line without the program's name; None takes the process's.
+        argv: Command line without the program's name. None takes the arguments of the process.
 
     Raises:
-        SystemExit: If an argument is wrong or the model can't be served, after SIGTERM (0), if Ctrl-C is
-            pressed before the server listens (130), as run_batch says, or with 1 if kernels or a server fail
-            their check.
+        SystemExit: With a message if an argument is invalid or the model cannot be served. With status 0
+            after SIGTERM during start-up, 130 if Ctrl-C is pressed before the server listens, 1 if the check
+            of the kernels or of a server fails, and the statuses of `run_batch` for run-batch.
     """
     argv = sys.argv[1:] if argv is None else argv
     if list(argv[:1]) == ["run-batch"]:
-        # As Ctrl-C: the work is not done.
+        # Handles SIGTERM like Ctrl-C, which ends with a nonzero status because the batch is not complete.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         _run_batch(argv[1:])
     if list(argv[:1]) == ["check-kernels"]:
@@ -50,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         sys.exit(f"jax-paged: {error}")
     try:
-        # Only now: JAX, Ray and the HTTP server take seconds to import.
+        # Imported late because JAX, Ray and the HTTP server take seconds to import.
         if options.ray is not None:
             from jax_paged.server.ray_serve.launch import serve_with_ray
 
@@ -91,13 +95,13 @@ def make_batch_parser() -> Parser:
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses a command line, without the program's name.
+    """Parses the command line of the server, without the program's name.
 
     Returns:
-        The options that were given.
+        A namespace with only the options that are on the command line.
 
     Raises:
-        SystemExit: If the command line is wrong, or asks for help.
+        SystemExit: If the command line is invalid or asks for help.
     """
     parser = make_parser()
     has_command = list(argv[:1]) == ["serve"]
@@ -120,10 +124,10 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def _run_batch(argv: Sequence[str]) -> NoReturn:
     args = make_batch_parser().parse_args(argv)
     try:
-        from jax_paged.llm import NUM_SCHEDULER_STEPS  # only now, as it imports much
+        from jax_paged.llm import NUM_SCHEDULER_STEPS  # Imported late because the import takes seconds.
         from jax_paged.server.run_batch import run_batch
 
-        # As in LLM: nobody waits for a single token.
+        # The same default as in LLM: the output is written as a whole, so multi-step decoding delays nothing.
         vars(args).setdefault("num_scheduler_steps", NUM_SCHEDULER_STEPS)
         try:
             options, settings = BatchOptions.from_cli_args(args), EngineArgs.from_cli_args(args)
@@ -140,7 +144,8 @@ def _check_kernels(argv: Sequence[str]) -> NoReturn:
     add_options(parser, EngineArgs)
     args = parser.parse_args(argv)
     try:
-        from jax_paged.engine.executors import check_kernels  # only now, as it imports much
+        # Imported late because the import takes seconds.
+        from jax_paged.engine.executors import check_kernels
 
         table, has_passed = check_kernels(EngineArgs.from_cli_args(args))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The health check of a server on this machine, for containers: `jax-paged health`."""
+"""Health check of a server on this machine, for containers: `jax-paged health`."""
 
 import http.client
 import ssl
@@ -8,20 +8,20 @@ from pathlib import Path
 from jax_paged.errors import ArgumentError, check
 from jax_paged.server.launch.options import ServerOptions
 
-# Addresses on which a server accepts connections from everywhere, and the address at which to reach it.
+# Wildcard addresses that a server may listen on, each with the loopback address to connect to instead.
 _WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def check_health(options: ServerOptions, timeout_s: float) -> None:
-    """Asks a server for GET /health at the address and with the protocol that its options name.
+    """Sends GET /health to a server, at the address and with the protocol (HTTP or HTTPS) in its options.
 
     Args:
         options: The options with which the server was started.
-        timeout_s: Maximum time of the check (seconds).
+        timeout_s: Timeout of the check (seconds).
 
     Raises:
         ValueError: If the port is 0.
-        OSError: If the server does not answer, or does not answer with status 200.
+        OSError: If the server does not answer, or answers with a status other than 200.
     """
     check(options.port != 0, "port", 0, "the port on which the server listens")
     host = _WILDCARDS.get(options.host, options.host)
@@ -44,12 +44,15 @@ def check_health(options: ServerOptions, timeout_s: float) -> None:
 
 
 def options_of_process(process_id: int) -> Sequence[str]:
-    """Returns the arguments of `jax-paged` in a process's command line, such as that of process 1.
+    """Returns the arguments that follow `jax-paged` (or `serve.py`) in the command line of a running process.
 
-    The command may follow that of an init process: `docker-init -- jax-paged serve ...`.
+    The command may follow the command of an init process, as in `docker-init -- jax-paged serve ...`.
+
+    Args:
+        process_id: Id of the process, such as 1 in a container.
 
     Raises:
-        ValueError: If no such process runs, or its command line does not name `jax-paged`.
+        ValueError: If there is no such process, or its command line does not contain `jax-paged`.
     """
     path = Path("/proc") / str(process_id) / "cmdline"
     try:
@@ -63,10 +66,10 @@ def options_of_process(process_id: int) -> Sequence[str]:
 
 def _tls_context(options: ServerOptions) -> ssl.SSLContext:
     context = ssl.create_default_context()
-    # The certificate names the server's public address, and this connection does not leave the machine.
+    # The certificate is issued for the server's public address, and this connection stays on the machine.
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if options.ssl_ca_certs is not None:
-        # Clients must show a certificate: the server's own is the only one at hand.
+        # The server requires client certificates, and its own certificate is the only one available here.
         assert options.ssl_certfile is not None, "checked by ServerOptions"
         context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
     return context

@@ -1,4 +1,7 @@
-"""The server's own settings, each an option of the command line; the engine's are in config.py."""
+"""Options of the server and of run-batch; each field is a command-line option.
+
+The options of the engine are in `jax_paged.config.engine_args`.
+"""
 
 import argparse
 import dataclasses
@@ -12,7 +15,7 @@ from jax_paged.arguments.suggestions import suggests_fields
 from jax_paged.errors import ArgumentError, check, check_choice, check_int, check_number
 from jax_paged.sampling_params import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
-# The least and the highest value of each limit that is a number of things.
+# Minimum value of each integer limit.
 _LOWEST = {
     "max_connections": 1,
     "max_header_bytes": 1024,
@@ -26,7 +29,8 @@ _LOWEST = {
     "max_stop_strings": 0,
     "max_stop_characters": 0,
 }
-# A check of nested values calls itself, and the engine has limits of its own.
+# Maximum value of some limits. The nesting depth is bounded because nested values are validated recursively.
+# For stop strings, the engine has the same limits.
 _HIGHEST = {
     "max_json_depth": 200,
     "max_stop_strings": MAX_STOP_STRINGS,
@@ -42,7 +46,7 @@ LogFormat = Literal["text", "json"]
 
 
 def check_parsers(options: "ServerOptions | BatchOptions") -> None:
-    """Raises ValueError if options name a format that is not known."""
+    """Raises ValueError if `tool_call_parser` or `reasoning_parser` is not the name of a known format."""
     for name, choices in (("tool_call_parser", ToolCallParser), ("reasoning_parser", ReasoningParser)):
         check_choice(name, getattr(options, name), (None, *get_args(choices)))
 
@@ -50,65 +54,74 @@ def check_parsers(options: "ServerOptions | BatchOptions") -> None:
 @suggests_fields
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
-    """How the server listens, and what it lets clients do.
+    """Options of the HTTP server: address, limits, security and logging.
 
     Args:
         host: Address to listen on.
-        port: Port to listen on; 0 takes a free one.
-        served_model_name: The model's name for clients; None takes the value of --model.
-        chat_template: A Jinja template in place of the tokenizer's own, or the file that holds it.
-        tool_call_parser: How the model writes calls of tools, which answers then have as tool_calls.
-        reasoning_parser: How the model thinks; answers then have its thoughts apart, as reasoning.
-        strict: Whether fields that the server does not know are errors; else they are ignored, and the header
-            X-Ignored-Fields of the answer names them.
-        lora_modules: Adapters that requests may name as their model, as name=path; needs enable_lora.
-        allow_runtime_lora_updating: Whether clients may load and unload adapters, from any folder of this
-            machine that the server can read.
-        max_num_waiting: Requests that may wait for the engine; more are answered with status 429.
-        shutdown_timeout: Seconds that running requests have to end after SIGTERM or Ctrl-C, before they are
-            cut off; a second signal cuts them off at once.
-        step_timeout: Seconds after which a step of the engine counts as hung: all requests are ended with an
-            error, and so is the server.
-        stay_on_engine_failure: Whether a server whose engine has failed stays, and answers that it has,
-            instead of exiting with status 4.
-        log_level: The least severe level that is logged; "warning" leaves out the line per request.
-        log_format: "text", or "json" for an object per line.
-        developer_routes: Whether there are /sleep, /wake_up, /is_sleeping, /update_weights, /weight_version:
-            whoever may call them can stop the service, and have it read folders of this machine.
-        ui: Whether there is a page at / that shows what runs here, and chats.
-        api_key: A key that clients must send as "Authorization: Bearer KEY"; may be given several times.
-            Other users of the machine see command lines: --api-key-file and the environment variable
-            JAX_PAGED_API_KEY, whose keys are added, are better places.
-        api_key_file: File of keys, one per line.
-        allow_unauthenticated: Serve everybody who can reach the address, although it is not a loopback
-            address and there is no key.
+        port: Port to listen on; 0 selects a free port.
+        served_model_name: Name of the model in the API. None uses the value of --model.
+        chat_template: Jinja chat template that replaces the tokenizer's own template, or the path of a file
+            with it.
+        tool_call_parser: Format in which the model writes tool calls. Calls in this format are returned as
+            tool_calls.
+        reasoning_parser: Format in which the model writes its reasoning. Reasoning in this format is returned
+            as reasoning, separate from the content.
+        strict: Whether requests with unknown fields are rejected. Otherwise, unknown fields are ignored and
+            listed in the response header X-Ignored-Fields.
+        lora_modules: LoRA adapters to load at start-up, each as name=path. Requests select an adapter with
+            its name in the field model. Needs --enable-lora.
+        allow_runtime_lora_updating: Whether clients may load and unload LoRA adapters. They can then make the
+            server read any folder that it has permission to read.
+        max_num_waiting: Maximum number of requests that wait for the engine. Further requests receive status
+            429.
+        shutdown_timeout: Time in seconds that running requests have to finish after SIGTERM or Ctrl-C. Then
+            they are aborted. A second signal aborts them at once.
+        step_timeout: Time in seconds after which a step of the engine is considered hung. All requests then
+            fail, and the server ends.
+        stay_on_engine_failure: Whether the server keeps running after the engine has failed, and responds to
+            requests with the failure. Otherwise, the server exits with status 4.
+        log_level: Minimum level of the messages that are logged; "warning" omits the line for each request.
+        log_format: Format of the log: "text", or "json" for one JSON object per line.
+        developer_routes: Whether the routes /sleep, /wake_up, /is_sleeping, /update_weights and
+            /weight_version exist. Clients of these routes can interrupt the service and make the server read
+            folders of this machine.
+        ui: Whether there is a page at / that shows the state of the server and has a chat.
+        api_key: Key that clients must send as "Authorization: Bearer KEY". The option can be repeated. Other
+            users of the machine can see command lines, so prefer --api-key-file or the environment variable
+            JAX_PAGED_API_KEY. Keys from all three sources are accepted.
+        api_key_file: File with one API key per line.
+        allow_unauthenticated: Whether the server may run without an API key on an address that is not a
+            loopback address. Everyone who can reach the address can then use it.
         allowed_origins: Origin whose web pages may send requests, such as https://chat.example.org, or * for
-            all; may be given several times.
+            all origins. The option can be repeated.
         root_path: Path under which a proxy serves this server, such as /llm.
-        ssl_keyfile: File of the TLS certificate's private key, in PEM and not encrypted.
-        ssl_certfile: File of the TLS certificate, in PEM; makes the server speak HTTPS only.
-        ssl_ca_certs: File of the authorities that sign clients' certificates; clients must then show one.
-        max_connections: Connections that are open at the same time.
-        max_header_bytes: Bytes of a request's first line and its headers.
-        max_headers: Number of a request's headers.
-        max_body_bytes: Bytes of a request's body.
-        max_buffered_bytes: Bytes of all bodies together that are being received.
-        max_json_depth: How deep arrays and objects of a body may be nested.
-        max_json_containers: Number of arrays and objects of a body.
-        max_prompts: Prompts of a completion request.
-        max_messages: Messages of a chat.
-        max_stop_strings: Stop strings of a request.
-        max_stop_characters: Characters of all stop strings of a request.
-        head_timeout: Seconds from the first byte of a request to the end of its headers; a new connection has
-            as long to send its first byte.
-        body_timeout: Seconds from the end of a request's headers to the end of its body.
-        write_timeout: Seconds after which a client that reads nothing of its answer is cut off.
-        keep_alive_timeout: Seconds that a connection stays open without a request.
-        ray: Replicas of the server that Ray Serve runs on this machine, behind one address; needs
+        ssl_keyfile: File with the private key of the TLS certificate: PEM, not encrypted.
+        ssl_certfile: File with the TLS certificate in PEM. The server then accepts only HTTPS.
+        ssl_ca_certs: File with the certificate authorities that sign client certificates. Clients must then
+            present a certificate.
+        max_connections: Maximum number of open connections.
+        max_header_bytes: Maximum size in bytes of a request's first line and headers together.
+        max_headers: Maximum number of headers of a request.
+        max_body_bytes: Maximum size in bytes of a request's body.
+        max_buffered_bytes: Maximum size in bytes of all request bodies that are being received or wait to be
+            parsed.
+        max_json_depth: Maximum nesting depth of arrays and objects in a body.
+        max_json_containers: Maximum number of arrays and objects in a body.
+        max_prompts: Maximum number of prompts in a completion request.
+        max_messages: Maximum number of messages in a chat.
+        max_stop_strings: Maximum number of stop strings in a request.
+        max_stop_characters: Maximum number of characters of all stop strings of a request together.
+        head_timeout: Maximum time in seconds from the first byte of a request to the end of its headers, and
+            from the opening of a connection to its first byte.
+        body_timeout: Maximum time in seconds from the end of a request's headers to the end of its body.
+        write_timeout: Time in seconds after which the connection is closed if the client reads nothing of a
+            response.
+        keep_alive_timeout: Time in seconds that an idle connection stays open.
+        ray: Number of replicas of the server that Ray Serve runs on this machine behind one address; needs
             jax-paged[ray]. None runs one server without Ray.
 
     Raises:
-        ValueError: If a value is out of range.
+        ValueError: If a value is out of range, or two options contradict each other.
     """
 
     host: str = "127.0.0.1"
@@ -186,10 +199,10 @@ class ServerOptions:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Makes the options from those that a command line gave; others in `args` are left alone.
+        """Returns options with the values of parsed arguments. Arguments of other classes are ignored.
 
         Raises:
-            ValueError: If a value is out of range.
+            ValueError: If a value is out of range, or two options contradict each other.
         """
         values = values_of(args, ServerOptions)
         for name, value in values.items():
@@ -201,19 +214,22 @@ class ServerOptions:
 @suggests_fields
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
-    """Which file of requests is run, and where the answers go.
+    """Options of run-batch: its files, the output formats of the model, and logging.
 
     Args:
-        input_file: Requests, one per line, in the format of OpenAI's Batch API.
-        output_file: Takes the answers, one per line; what it names already is not run again.
-        served_model_name: The model's name in the requests; None takes the value of --model.
-        tool_call_parser: As for the server, as is reasoning_parser.
-        reasoning_parser: How the model thinks.
-        log_level: The least severe level that is logged.
-        log_format: "text", or "json" for an object per line.
+        input_file: File with one request per line, in the format of OpenAI's Batch API.
+        output_file: File to which results are appended, one per line. Requests whose result it already
+            contains are skipped.
+        served_model_name: Name of the model in the requests. None uses the value of --model.
+        tool_call_parser: Format in which the model writes tool calls. Calls in this format are returned as
+            tool_calls.
+        reasoning_parser: Format in which the model writes its reasoning. Reasoning in this format is returned
+            as reasoning, separate from the content.
+        log_level: Minimum level of the messages that are logged.
+        log_format: Format of the log: "text", or "json" for one JSON object per line.
 
     Raises:
-        ValueError: If both files are the same.
+        ValueError: If both files are the same, or a format is unknown.
     """
 
     input_file: Path
@@ -231,9 +247,9 @@ class BatchOptions:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Makes the options from those that a command line gave; others in `args` are left alone.
+        """Returns options with the values of parsed arguments. Arguments of other classes are ignored.
 
         Raises:
-            ValueError: If both files are the same.
+            ValueError: If both files are the same, or a format is unknown.
         """
         return cls(**values_of(args, BatchOptions))

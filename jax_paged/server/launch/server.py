@@ -1,4 +1,4 @@
-"""Starting the server: binds the port, loads the model, announces itself, and ends on a signal."""
+"""Server start-up and shutdown: binds the port, loads the model, and runs uvicorn until a signal."""
 
 import asyncio
 import contextlib
@@ -28,22 +28,24 @@ from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.observability.logs import configure, log_statistics
 
 _LOGGER = logging.getLogger(__name__)
-# After the last events of all streams: for clients that do not read.
+# Time (seconds) that uvicorn waits for clients to read the end of their responses at shutdown.
 _CLOSING_S = 2
 _BACKLOG = 2048
 _OBJECTS_PER_COLLECTION = 50_000
 
 
 def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
-    """Serves a model until SIGINT or SIGTERM, and ends the process: 0 says that all are answered.
+    """Serves a model until SIGINT or SIGTERM, then ends the process with the exit status of its `Lifecycle`.
+
+    Status 0 means that all requests have been answered.
 
     Args:
         args: Model and limits of the engine.
-        options: How to listen, what clients may do, and what is logged.
+        options: Options of the server.
 
     Raises:
-        SystemExit: If the address can't be bound, or the model or a setting can't be used; or if a launcher
-            has started this process to follow another, and that has ended.
+        SystemExit: If the address cannot be bound, or the model or an option is invalid. Also if this process
+            follows another process of an external launcher, and that process has ended.
         KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
     """
     configure(options.log_level, options.log_format)
@@ -56,7 +58,7 @@ def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
             launch = launch_of_environment()
             if launch.rank > 0:
                 follow(args, launch)
-    # A port that is taken is found before the model is loaded.
+    # Binds the port first, so that a port in use is reported before the model is loaded.
     listener = _listener(options)
     with one_line_errors():
         check_exposure(listener, options)
@@ -66,8 +68,9 @@ def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
         openai = OpenAIServer(engine, options.served_model_name or args.model, options)
     config.app = openai.app()
     Server(config, openai).run([listener])
-    # Nothing is left to do, and what else runs can't be stopped: a compilation under way, a step that hangs.
-    if "ray" in sys.modules:  # and then perhaps a cluster that was started here
+    # No response is left to send. Threads that are still busy, such as with a compilation or a hung step,
+    # cannot be stopped, so the process ends without waiting for them.
+    if "ray" in sys.modules:  # A distributed executor may have started a Ray cluster in this process.
         sys.modules["ray"].shutdown()
     logging.shutdown()
     sys.stdout.flush()
@@ -87,11 +90,12 @@ def _listener(options: ServerOptions) -> socket.socket:
 
 
 def free_address(options: ServerOptions) -> tuple[str, int]:
-    """Returns the host and the port for a server that binds them itself; a port where 0 stands for any.
+    """Returns the host and port for a server that binds them itself; port 0 is replaced by a free port.
 
     Raises:
-        SystemExit: If the address can't be bound.
-        ValueError: If it can be reached from elsewhere, which needs a key.
+        SystemExit: If the address cannot be bound.
+        ValueError: If other machines can reach the address, and the options have no API key (see
+            `check_exposure`).
     """
     with _listener(options) as listener:
         check_exposure(listener, options)
@@ -102,10 +106,10 @@ def load_engine(args: EngineArgs, options: ServerOptions) -> ServingEngine:
     """Returns an engine that is ready for the first request.
 
     Raises:
-        ValueError: If the model, the chat template or a setting can't be used.
+        ValueError: If the model, the chat template or a setting cannot be used.
     """
-    # Loading makes hundreds of thousands of objects, nearly all of which stay: to look through them for
-    # garbage again and again takes half a second.
+    # Loading creates hundreds of thousands of objects, almost all of which are kept. Searching them for
+    # garbage repeatedly takes about half a second.
     gc.disable()
     start = time.monotonic()
     _LOGGER.info("loading %s", args.model)
@@ -115,7 +119,8 @@ def load_engine(args: EngineArgs, options: ServerOptions) -> ServingEngine:
         if engine.engine.tokenizer is not None:
             if template is not None:
                 engine.engine.tokenizer.replace_chat_template(template)
-            engine.engine.tokenizer.prepare_chat()  # now, not by the first request
+            # Compiles the chat template now, so that the first request does not have to wait for it.
+            engine.engine.tokenizer.prepare_chat()
     finally:
         gc.enable()
     _LOGGER.info("loaded %s in %.1f s", args.model, time.monotonic() - start)
@@ -124,7 +129,7 @@ def load_engine(args: EngineArgs, options: ServerOptions) -> ServingEngine:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Ends the program with the message of a ValueError."""
+    """Ends the program with a one-line message if a ValueError is raised within the context."""
     try:
         yield
     except ValueError as error:
@@ -132,7 +137,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _template(value: str) -> str:
-    """Returns the chat template that is given as text or as a file."""
+    """Returns the chat template that an option has as text or as the path of a file."""
     if any(character in value for character in "{}\n"):
         return value
     try:
@@ -143,29 +148,30 @@ def _template(value: str) -> str:
 
 
 class Server(uvicorn.Server):
-    """Announces itself once it listens, and ends as `Lifecycle` says."""
+    """A uvicorn server that prints its address when it listens, and stops when its `Lifecycle` ends."""
 
     def __init__(self, config: uvicorn.Config, openai: OpenAIServer) -> None:
         super().__init__(config)
         self._openai = openai
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Takes a signal."""
+        """Starts the shutdown after a signal. A second signal aborts the running requests."""
         self._openai.lifecycle.end(time.monotonic())
 
     async def on_tick(self, counter: int) -> bool:
-        """Returns whether to end; called ten times a second."""
+        """Returns True if the server should stop; called by uvicorn ten times per second."""
         await super().on_tick(counter)
         return self._openai.lifecycle.tick(time.monotonic())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to listen."""
+        """Starts listening, tunes the garbage collector and prints the address."""
         await super().startup(sockets)
-        # What is there by now stays: a collection that walks all of it would hold every stream up for 50 ms.
+        # The objects that exist now are kept for good. A collection that visits all of them would stall every
+        # stream for 50 ms.
         gc.collect()
         gc.freeze()
-        # Requests leave hardly any garbage of cycles: to look for it every 700 objects takes a tenth of the
-        # time that they take.
+        # Requests create almost no reference cycles. With Python's default threshold of 700 objects,
+        # collections would take a tenth of the time spent on requests.
         gc.set_threshold(_OBJECTS_PER_COLLECTION, *gc.get_threshold()[1:])
         self._statistics = asyncio.create_task(
             log_statistics(self._openai.engine, self._openai.metrics.num_waiting)

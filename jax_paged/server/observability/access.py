@@ -1,4 +1,4 @@
-"""A line and a count per HTTP request, once it is answered and what it had the engine do has ended."""
+"""Access log: one log line and one count per HTTP request, after it and its engine requests have ended."""
 
 import logging
 import time
@@ -15,25 +15,25 @@ from jax_paged.server.observability.metrics import Metrics, finish_reason
 from jax_paged.server.protocol.responses import num_prompt_tokens
 
 _LOGGER = logging.getLogger(__name__)
-# Asked for again and again, by machines and by the page.
+# Routes that monitoring systems and the status page poll. They are logged at the level "debug".
 _POLLED = ("/health", "/metrics", "/ready", "/ping", "/ui/state")
 _CLIENT_LEFT = 499
 
 
 class RequestRecord:
-    """What one HTTP request had the engine do, noted while it runs.
+    """Record of the engine requests of one HTTP request.
 
     Args:
-        on_end: Called once, when the HTTP request and all of its requests to the engine have ended.
+        on_end: Called once, when the HTTP request and all of its engine requests have ended.
 
     Attributes:
-        num_requests: Requests to the engine, one per prompt.
-        num_prompt_tokens: Of those that have ended, as are the following.
+        num_requests: Number of engine requests, one per prompt.
+        num_prompt_tokens: Prompt tokens of the engine requests that have ended.
         num_cached_tokens: Prompt tokens that were found in the prefix cache.
-        num_output_tokens: Of all outputs.
-        queue_s: The longest time until one first ran; None if none did.
-        first_token_s: The shortest time to a first token; None if there was none.
-        finish_reasons: Why they ended, each reason once.
+        num_output_tokens: Generated tokens of all outputs.
+        queue_s: Longest time (seconds) from arrival until a request was first scheduled; None if none was.
+        first_token_s: Shortest time (seconds) from arrival to a first token; None if there was none.
+        finish_reasons: The distinct finish reasons, as keys of a dict to keep their order.
     """
 
     def __init__(self, on_end: Callable[["RequestRecord"], None]) -> None:
@@ -45,19 +45,19 @@ class RequestRecord:
         self.first_token_s: float | None = None
         self.finish_reasons: dict[str, None] = {}
         self._on_end = on_end
-        self._num_open = 1  # the HTTP request itself
+        self._num_open = 1  # counts the HTTP request itself
 
     def begin(self) -> None:
-        """Notes a request to the engine."""
+        """Records the start of an engine request."""
         self.num_requests += 1
         self._num_open += 1
 
     def observe(self, output: RequestOutput, num_tokens: list[int]) -> None:
-        """Notes what a request to the engine has come to.
+        """Records the final state of an engine request.
 
         Args:
-            output: Its last output.
-            num_tokens: Generated tokens per output.
+            output: Last output of the request.
+            num_tokens: Number of generated tokens of each output.
         """
         times = output.metrics
         self.num_prompt_tokens += num_prompt_tokens(output)
@@ -71,20 +71,20 @@ class RequestRecord:
             self.first_token_s = seconds if self.first_token_s is None else min(self.first_token_s, seconds)
 
     def end(self) -> None:
-        """Notes that the HTTP request, or one of its requests to the engine, has ended."""
+        """Records the end of the HTTP request or of one of its engine requests."""
         self._num_open -= 1
         if not self._num_open:
             self._on_end(self)
 
 
 class AccessLog:
-    """Gives every HTTP request a record, counts its answer, and logs it.
+    """ASGI middleware that gives each HTTP request a record, and counts and logs its response.
 
     Args:
-        app: Answers.
-        metrics: Counts the answers.
-        paths: Of the routes: a request that never came to its route is counted under its path if that is
-            one of them.
+        app: The next ASGI application.
+        metrics: Counts the responses.
+        paths: Paths of the application's routes. A request that was rejected before routing is counted under
+            its path if that is one of them, and under "other" if not.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
@@ -93,15 +93,16 @@ class AccessLog:
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # The middleware below changes its scope; the log shows the request as it came, and an application
-        # that mounts this one keeps its own scope.
+        # The inner middleware changes its scope. The copy keeps the original path for the log, and leaves the
+        # scope of an application that mounts this one unchanged.
         inner: Scope = {**scope, "state": dict(scope.get("state", {}))}
         inner.pop("route", None)
         start = time.monotonic()
-        status = _CLIENT_LEFT  # unless an answer begins
+        status = _CLIENT_LEFT  # until a response starts
 
         async def noted_send(message: Message) -> None:
             nonlocal status
@@ -123,11 +124,11 @@ class AccessLog:
         """Counts and logs a request.
 
         Args:
-            scope: The request as it came.
+            scope: The original scope.
             inner: The scope that the application has routed.
-            status: Of the answer.
-            seconds: From the request's beginning to its end.
-            record: What it had the engine do.
+            status: HTTP status of the response.
+            seconds: Time from the start of the HTTP request until it and its engine requests had ended.
+            record: Record of its engine requests.
         """
         path = route_path(inner)
         route = getattr(inner.get("route"), "path", path if path in self._paths else "other")

@@ -1,6 +1,7 @@
-"""What the server says while it runs: lines of text, or of JSON, on stderr.
+"""Logging of the server to stderr, as lines of text or of JSON.
 
-Loggers are named "jax_paged...". Nothing is set up by an import: only the commands call `configure`.
+The loggers are named "jax_paged...". Importing the package does not set up logging; the commands call
+`configure`.
 """
 
 import asyncio
@@ -17,24 +18,26 @@ from jax_paged.server.launch.options import LogFormat, LogLevel
 
 _LOGGER = logging.getLogger(__name__)
 _STATISTICS_INTERVAL_S = 10.0
-# A request may name itself as it likes; it can neither begin a line nor move the cursor of a terminal.
+# Control characters are replaced, so that text from a client can neither start a line nor move the cursor of
+# a terminal.
 _UNPRINTABLE = {c: "?" for c in (*range(32), *range(127, 160), 0x2028, 0x2029) if chr(c) not in "\n\t"}
 
 
 def configure(level: LogLevel, form: LogFormat, stream: TextIO | None = None) -> logging.Handler:
-    """Writes what this package and uvicorn log.
+    """Sets up the log output of this package and of uvicorn.
 
     Args:
-        level: The least severe level of this package that is written; of uvicorn, warnings are.
-        form: A line of text or a JSON object per record.
-        stream: Takes the lines; None is stderr.
+        level: Minimum level for this package. For uvicorn it is always "warning".
+        form: One line of text or one JSON object per record.
+        stream: Stream for the output. None is stderr.
 
     Returns:
-        The handler that writes.
+        The handler that writes the records.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
-    # Nobody writes which line or thread a record is of, which takes time to find.
+    # The formats contain neither the source line nor the thread of a record, so logging need not look them
+    # up.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     for name, least in (("jax_paged", level), ("uvicorn", "warning")):
@@ -46,7 +49,7 @@ def configure(level: LogLevel, form: LogFormat, stream: TextIO | None = None) ->
 
 
 def printable(text: str) -> str:
-    """Returns a text that came from a client as one short line."""
+    """Returns text from a client without control characters and line breaks, at most 200 characters long."""
     line = text[:200].translate(_UNPRINTABLE)
     return line.replace("\n", "?").replace("\t", "?")
 
@@ -54,12 +57,12 @@ def printable(text: str) -> str:
 async def log_statistics(
     engine: ServingEngine, num_waiting: Callable[[], int], interval_s: float = _STATISTICS_INTERVAL_S
 ) -> None:
-    """Logs a line per interval in which the engine had something to do, until it is cancelled.
+    """Logs a line of statistics for each interval in which the engine was busy, until it is cancelled.
 
     Args:
-        engine: Only numbers are read.
-        num_waiting: Returns how many requests wait.
-        interval_s: Seconds between two lines.
+        engine: The engine. Only counters and queue lengths are read.
+        num_waiting: Returns the number of waiting requests.
+        interval_s: Interval between two lines (seconds).
     """
     last = _counts(engine)
     while True:
@@ -104,7 +107,7 @@ def _counts(engine: ServingEngine) -> tuple[int, ...]:
 
 
 class _TextFormatter(logging.Formatter):
-    """Time, level and message, as "2026-01-31 12:00:00.000 INFO message"; a traceback follows below."""
+    """Formatter for lines such as "2026-01-31 12:00:00.000 INFO message", with tracebacks below."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -112,16 +115,16 @@ class _TextFormatter(logging.Formatter):
         )
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line, or several with a traceback."""
+        """Returns the formatted record."""
         line = super().format(record)
         return line if line.isprintable() else line.translate(_UNPRINTABLE)
 
 
 class _JsonFormatter(logging.Formatter):
-    """A JSON object per record: time (UTC), level, logger, message, and the record's own fields."""
+    """Formatter for JSON objects: time (UTC), level, logger, message, and the record's `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line."""
+        """Returns the formatted record, a single line."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",

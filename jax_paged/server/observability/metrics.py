@@ -1,4 +1,8 @@
-"""The server's metrics, for Prometheus: under vLLM's names where vLLM has them, so that its boards work."""
+"""Prometheus metrics of the server.
+
+Metrics that vLLM also has use vLLM's names, so that dashboards for vLLM work. The others start with
+"jax_paged_".
+"""
 
 import collections
 import itertools
@@ -18,11 +22,11 @@ from jax_paged.server.protocol.responses import num_prompt_tokens
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _LABELS = ("model_name", "engine")
-# What has no engine yet, where there are several.
+# Value of the label "engine" for waiting requests that have not been assigned to one of several engines.
 _ANY_ENGINE = "any"
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 _NUM_RECENT = 100
-# Histograms of vLLM: the tokens and the seconds of requests that ended.
+# vLLM's histograms of tokens and times (seconds) of requests that have ended.
 _TOKENS = {
     "request_prompt_tokens": "its prompt",
     "request_generation_tokens": "its outputs",
@@ -40,11 +44,11 @@ _TIMES = {
 
 
 class Latency(NamedTuple):
-    """Seconds of a request that has ended.
+    """Latencies of a request that has ended, in seconds.
 
     Args:
-        first_token: From its arrival to its first token.
-        per_token: Between two tokens, on average; None if it had only one.
+        first_token: Time from arrival to the first token.
+        per_token: Average time between two tokens. None if there was only one token.
     """
 
     first_token: float
@@ -52,16 +56,16 @@ class Latency(NamedTuple):
 
 
 class Metrics:
-    """Counts requests as they end, and reads the engine's counters, queues and pool when it is scraped.
+    """Counters of requests that have ended, and a collector that reads the engine whenever it is scraped.
 
     Args:
-        engine: Only numbers are read, from any thread.
-        model_name: The label of all metrics that vLLM has too.
-        num_in_front: Returns how many requests wait in front of the engine.
+        engine: The engine. Only numbers are read, from any thread.
+        model_name: Value of the label "model_name".
+        num_in_front: Returns the number of requests that wait in the server for the engine.
 
     Attributes:
-        recent: The latencies of the last requests that got a token.
-        num_ended: Requests that have ended, by the reason.
+        recent: Latencies of the most recent requests that produced a token.
+        num_ended: Number of requests that have ended, by finish reason.
     """
 
     def __init__(self, engine: ServingEngine, model_name: str, num_in_front: Callable[[], int]) -> None:
@@ -72,7 +76,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._labels = [(model_name, str(replica)) for replica in range(len(engine.replicas))]
         self._registry.register(_EngineCollector(engine, model_name, num_in_front))
-        # Everything that follows is a list, with an entry per engine.
+        # The metrics of requests are lists with one entry per engine.
         ended = self._counter("vllm:request_success", "Requests that ended.", "finished_reason")
         self._ended = [{r: ended.labels(*labels, r) for r in _FINISH_REASONS} for labels in self._labels]
         preempted = "How often requests that ended had lost their blocks."
@@ -100,9 +104,9 @@ class Metrics:
         """Counts a request that has ended.
 
         Args:
-            output: The last output of the request.
-            num_tokens: Generated tokens per output.
-            replica: The place of the engine that ran it.
+            output: Last output of the request.
+            num_tokens: Number of generated tokens of each output.
+            replica: Index of the engine that ran the request.
         """
         times, longest = output.metrics, max(num_tokens)
         reason = finish_reason(output)
@@ -129,22 +133,22 @@ class Metrics:
             self._histograms[name][replica].observe(value)
 
     def num_waiting(self) -> int:
-        """Returns how many requests wait, in front of the engine and in it."""
+        """Returns the number of waiting requests, in the server and in the engines."""
         waiting = (len(replica.engine.scheduler.queues.waiting) for replica in self._engine.replicas)
         return self._num_in_front() + sum(waiting)
 
     def observe_response(self, route: str, status: int) -> None:
-        """Counts an answer.
+        """Counts an HTTP response.
 
         Args:
-            route: The route that answered, or a word for all paths that are no route: what clients send
-                must not make new series.
-            status: Of the answer.
+            route: Path of the route, or "other" for a path without a route. Paths from clients must not
+                create new time series.
+            status: HTTP status.
         """
         self._responses.labels(route, str(status)).inc()
 
     def text(self) -> bytes:
-        """Returns all metrics in Prometheus' text format."""
+        """Returns all metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -156,15 +160,15 @@ class Metrics:
 
     @staticmethod
     def _lengths(max_model_len: int) -> list[int]:
-        """Returns 1, 2, 5, 10, 20, 50 ... up to the length of the longest sequence."""
+        """Returns histogram bounds (tokens): 1, 2, 5, 10, 20, 50 and so on, up to `max_model_len`."""
         bounds = (10**power * digit for power in itertools.count() for digit in (1, 2, 5))
         return [*itertools.takewhile(lambda bound: bound < max_model_len, bounds), max_model_len]
 
 
 class _EngineCollector(Collector):
-    """Reads the engines when it is scraped.
+    """Collector that reads counters, queues and block pools of the engines whenever it is scraped.
 
-    An engine's scheduler is looked up every time: LLMEngine.record() replaces it.
+    It looks up an engine's scheduler each time, because LLMEngine.record() replaces it.
     """
 
     def __init__(self, engine: ServingEngine, model_name: str, num_in_front: Callable[[], int]) -> None:
@@ -173,7 +177,7 @@ class _EngineCollector(Collector):
         self._num_in_front = num_in_front
 
     def collect(self) -> Iterator[Metric]:
-        """Yields what each engine has done, and what it holds now."""
+        """Yields all metrics of the engines."""
         yield from self._gauges()
         yield from self._counters()
         yield from self._speculation()
@@ -192,7 +196,7 @@ class _EngineCollector(Collector):
         yield from self._sums()
 
     def _each(self) -> Iterator[tuple[list[str], AsyncLLMEngine]]:
-        """Yields each engine, with its labels."""
+        """Yields each engine with its labels."""
         for place, replica in enumerate(self._replicas):
             yield [self._model_name, str(place)], replica
 
@@ -226,7 +230,7 @@ class _EngineCollector(Collector):
             yield counter
 
     def _speculation(self) -> Iterator[Metric]:
-        """Yields what has become of drafts, if there are any."""
+        """Yields the metrics of speculative decoding, if any engine uses it."""
         planners = [(labels, replica.engine.scheduler.drafts) for labels, replica in self._each()]
         drafts = [(labels, planner) for labels, planner in planners if planner is not None]
         if not drafts:
@@ -251,7 +255,7 @@ class _EngineCollector(Collector):
         yield by_place
 
     def _facts(self) -> Iterator[Metric]:
-        """Yields how the engines are made, and what sleeps."""
+        """Yields the cache configuration and the sleep state of the engines."""
         names = ["block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "engine"]
         info = GaugeMetricFamily("vllm:cache_config_info", "How the pool is made.", labels=names)
         states = "What sleeps: awake is 0 while anything does; then the level, 1 or 2, says which is 1."
@@ -266,7 +270,7 @@ class _EngineCollector(Collector):
         yield from (info, asleep)
 
     def _sums(self) -> Iterator[Metric]:
-        """Yields what vLLM has no name for: of all engines together, as it bears no label."""
+        """Yields metrics that vLLM does not have. They are sums over all engines, without labels."""
         engines = [replica.engine for replica in self._replicas]
         version = GaugeMetricFamily(
             "jax_paged_weight_version_info", "The weights.", labels=["weight_version"]
@@ -292,7 +296,7 @@ class _EngineCollector(Collector):
 
 
 class _Merged(Collector):
-    """The metrics of several replicas."""
+    """Collector of the metrics of several replicas."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self._families: dict[str, Metric] = {}
@@ -307,10 +311,10 @@ class _Merged(Collector):
 
 
 def with_replicas(texts: Mapping[str, str]) -> bytes:
-    """Returns the metrics of several replicas as one text, in which a label names the replica.
+    """Returns the metrics of several replicas as one text, with an additional label "replica".
 
     Args:
-        texts: Metrics of each, by its name.
+        texts: Metrics of each replica in the Prometheus text format, by the replica's name.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Merged(texts))
@@ -318,6 +322,6 @@ def with_replicas(texts: Mapping[str, str]) -> bytes:
 
 
 def finish_reason(output: RequestOutput) -> str:
-    """Returns why a request ended: the reason of an output that failed, if there is one, or of the first."""
+    """Returns the finish reason of a request: of its first output, unless another output has failed."""
     reasons = [completion.finish_reason for completion in output.outputs]
     return next((reason for reason in ("error", "abort") if reason in reasons), str(reasons[0]))

@@ -1,8 +1,8 @@
-"""What the server does right now, as the page shows it: numbers, lengths and ids, and no text of any request.
+"""Snapshot of the server for the status page: counts, lengths and ids, never request text.
 
-The engine's thread owns all that is read here, and goes on meanwhile. So nothing is iterated over that it may
-change: each dict or list is copied in one operation of the interpreter first. What is copied one after the
-other may be a step apart, which a picture of a moment can bear.
+The engine's thread changes the objects that are read here while they are read. Therefore each dict or list is
+copied before it is iterated over; the interpreter makes such a copy atomically. Copies that are made one
+after the other may be from different steps, which does not matter for the status page.
 """
 
 import functools
@@ -18,21 +18,22 @@ from jax_paged.core.request import SequenceGroup
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
 from jax_paged.server.observability.metrics import Latency, Metrics
 
-# However many pages are open, the state is put together this often at most.
+# A snapshot is reused for this time (seconds), even if many pages are open.
 _MAX_AGE_S = 0.4
 _MAX_REQUESTS = 64
 _MAX_BLOCKS = 16384
-# What a block is, in the "cells" of "pool"; from _FIRST_OWNER on, the place in "requests" of who holds it.
+# Values of the "cells" of the "pool". A block that belongs to a listed request has _FIRST_OWNER plus the
+# index of the request in "requests".
 _FREE, _CACHED, _PINNED, _HELD, _FIRST_OWNER = range(5)
 
 
 class State:
-    """Puts together what the page shows.
+    """Source of the snapshots for the status page.
 
     Args:
-        engine: Only read.
-        metrics: Has the latencies of the last requests.
-        model_name: The model's name for clients.
+        engine: The engine. It is only read.
+        metrics: Metrics of the server, for the latencies of recent requests.
+        model_name: Name of the model in the API.
     """
 
     def __init__(self, engine: ServingEngine, metrics: Metrics, model_name: str) -> None:
@@ -52,7 +53,7 @@ class State:
             return False
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the state, at most 0.4 s old, as JSON can hold it."""
+        """Returns a snapshot that is at most 0.4 s old, as a JSON-compatible dict."""
         now = time.monotonic()
         if now - self._last_time >= _MAX_AGE_S:
             self._last, self._last_time = self._snapshot(now), now
@@ -110,7 +111,7 @@ class State:
 
 def _request(group: SequenceGroup, status: str, now: float) -> dict[str, Any]:
     times, sequences = group.metrics, list(group.sequences)
-    # A beam search may have none for a moment: all of its hypotheses have just ended.
+    # A beam search may briefly have no live sequences, when all of its hypotheses have just ended.
     prompt = group.encoder_token_ids or next((s.prompt_token_ids for s in sequences + group.completed), ())
     started, first = times.first_scheduled_time, times.first_token_time
     return {
@@ -144,9 +145,9 @@ def _quantiles(values: Iterable[float]) -> dict[str, float] | None:
 
 
 def _pools(managers: Sequence[BlockManager], requests: Sequence[SequenceGroup]) -> dict[str, Any]:
-    """Returns whose the blocks are, pool behind pool, without null blocks.
+    """Returns the contents of the block pools of all engines, concatenated and without null blocks.
 
-    They are told as runs of equal cells, and as the blocks that are shared or not full.
+    The cells are run-length encoded. Blocks that are shared or only partly filled are listed separately.
     """
     pools = [_pool(manager, requests) for manager in managers]
     cells, refs = np.concatenate([pool[0] for pool in pools]), np.concatenate([pool[1] for pool in pools])
@@ -175,7 +176,16 @@ def _pools(managers: Sequence[BlockManager], requests: Sequence[SequenceGroup]) 
 def _pool(
     manager: BlockManager, requests: Sequence[SequenceGroup]
 ) -> tuple[np.ndarray, np.ndarray, dict[int, int]]:
-    """Returns, without the null block: each block's cell and references, and the tokens of some blocks."""
+    """Returns the contents of one block pool, without the null block.
+
+    Args:
+        manager: Block manager of an engine.
+        requests: Requests of all engines, in the order of "requests".
+
+    Returns:
+        The cell of each block, the reference count of each block, and the number of tokens in each block at
+        the end of a listed sequence, by block. Only the last blocks of a sequence can be partly filled.
+    """
     pool, size = manager.pool, manager.block_size
     contents, refs = list(pool.contents), np.array(pool.ref_counts)
     is_cached = np.fromiter((content is not None for content in contents), bool, len(contents))

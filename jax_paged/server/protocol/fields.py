@@ -1,4 +1,4 @@
-"""Fields of a request that are not built (errors), unknown or not enforced (headers of the answer)."""
+"""Checks of request fields: rejects unsupported fields, and lists ignored fields in response headers."""
 
 import functools
 import re
@@ -13,21 +13,22 @@ from jax_paged.server.protocol.requests import Body
 from jax_paged.server.protocol.responses import ApiError
 
 IGNORED_FIELDS = "X-Ignored-Fields"
-# As Kubernetes has it: 299 is a persistent warning, and "-" an agent without a name.
+# HTTP's Warning header as Kubernetes uses it: code 299 (persistent warning) and the agent "-".
 WARNING = "Warning"
-_MAX_LENGTH = 1000  # of a header's value
+_MAX_LENGTH = 1000  # characters of a header's value
 
 
 def with_known_fields[B: Body](
     handler: Callable[[B, Request], Awaitable[Response]], *, strict: bool
 ) -> Callable[[B, Request], Awaitable[Response]]:
-    """Returns a handler that also checks the fields of a body which the server does not have.
+    """Returns a route handler that checks the fields of the body before it calls `handler`.
 
-    Fields that are not built (`Body.unsupported`) are errors, unless their value leaves them off.
+    Unsupported fields (`Body.unsupported`) with a value that would change the response are rejected. Unknown
+    fields are listed in the response header X-Ignored-Fields, and warnings in the header Warning.
 
     Args:
-        handler: Of a route.
-        strict: Whether fields that the server does not know are errors, too.
+        handler: Handler of a route.
+        strict: Whether unknown fields are rejected too.
     """
 
     @functools.wraps(handler)
@@ -39,7 +40,7 @@ def with_known_fields[B: Body](
             raise ApiError(f"`{name}` is not a field that this server knows", param=name.partition(".")[0])
         response = await handler(body, request)
         if unknown:
-            # A name may hold anything, line breaks included.
+            # The name comes from the client and may contain any character, such as line breaks.
             names = ", ".join(urllib.parse.quote(name, safe="") for name in unknown)
             response.headers[IGNORED_FIELDS] = names[:_MAX_LENGTH]
         if warnings := [*body.warnings(), *getattr(request.state, "warnings", ())]:
@@ -50,10 +51,10 @@ def with_known_fields[B: Body](
 
 
 def _warnings(texts: Iterable[str]) -> str:
-    """Returns the value of a header with a warning per text, as many as there is room for."""
+    """Returns the value of a Warning header with as many of the texts as fit."""
     value = ""
     for text in texts:
-        # A text may hold patterns of a client's schema, and so anything.
+        # The text may contain patterns from the client's schema, and therefore any character.
         escaped = re.sub(r'(["\\])', r"\\\1", re.sub(r"[^ -~]", "?", shortened(text, 200)))
         more = f'{value}{", " if value else ""}299 - "{escaped}"'
         if len(more) > _MAX_LENGTH:

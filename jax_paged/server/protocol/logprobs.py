@@ -1,4 +1,4 @@
-"""Log-probabilities in the forms of the API, and prompts that are repeated in front of their outputs."""
+"""Log-probabilities in the formats of the API, and prompts that are echoed in front of their outputs."""
 
 import codecs
 import dataclasses
@@ -11,28 +11,29 @@ from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput, TokenLog
 
 @dataclasses.dataclass(frozen=True)
 class TokenBytes:
-    """The bytes that tokens add to the text of an output.
+    """The bytes that each token adds to the text of an output.
 
     Args:
-        tokenizer: Of the model; None if the engine has none.
-        skip_special_tokens: Whether special tokens add nothing.
+        tokenizer: Tokenizer of the model; None if the engine has none.
+        skip_special_tokens: Whether special tokens are omitted from the text.
     """
 
     tokenizer: Tokenizer | None
     skip_special_tokens: bool
 
     def of(self, token_id: int, logprob: Logprob) -> bytes:
-        """Returns the bytes of a token; none if the text leaves it out."""
+        """Returns the bytes that a token adds to the text; empty if the text omits the token."""
         text, tokenizer = logprob.decoded_token or "", self.tokenizer
         if tokenizer is None:
             return text.encode()
         if not tokenizer.adds_text(token_id, skip_special_tokens=self.skip_special_tokens):
             return b""
-        # At the start of a text, a tokenizer may leave out the leading space that the token has elsewhere.
+        # The decoded text is used unless it has incomplete characters: at the start of a text, a tokenizer
+        # may have omitted the leading space that is part of the token's bytes.
         return tokenizer.token_bytes(token_id) if "\ufffd" in text else text.encode()
 
     def sizes(self, token_ids: Sequence[int]) -> list[int]:
-        """Returns how many bytes each token of an output adds to its text."""
+        """Returns the number of bytes that each token adds to the text of an output."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             return [0] * len(token_ids)
@@ -44,10 +45,10 @@ class TokenBytes:
 
 
 class TextOffsets:
-    """The character of a text in which each token begins.
+    """Positions (in characters) of consecutive tokens in a text.
 
     Args:
-        start: Characters before the first token.
+        start: Number of characters before the first token.
     """
 
     def __init__(self, start: int) -> None:
@@ -55,10 +56,10 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, data: bytes) -> int:
-        """Returns where a token begins, and goes on to its end.
+        """Returns the position of the next token, and advances to the end of that token.
 
         Args:
-            data: The bytes of the token. They may be a part of a character.
+            data: Bytes of the token. A character may be divided between tokens.
         """
         start = self._num_characters
         self._num_characters += len(self._decoder.decode(data))
@@ -67,12 +68,13 @@ class TextOffsets:
 
 @dataclasses.dataclass(frozen=True)
 class Echo:
-    """What a request with `echo` gets in front of each of its outputs: the prompt.
+    """The prompt that a request with `echo` receives in front of each output.
 
     Args:
-        tokenizer: The engine's.
-        only_prompt: Whether the output is left out: the engine draws a token where max_tokens is 0.
-        is_cut: Whether the prompt may have lost tokens of its text.
+        tokenizer: Tokenizer of the model.
+        only_prompt: Whether the output is omitted because max_tokens is 0. (The engine samples a token
+            anyway.)
+        is_cut: Whether the prompt may have been truncated, so that its original text cannot be used.
     """
 
     tokenizer: Tokenizer
@@ -80,13 +82,16 @@ class Echo:
     is_cut: bool
 
     def text(self, output: RequestOutput) -> str:
-        """Returns the prompt's text."""
+        """Returns the text of the prompt."""
         if output.prompt is not None and not self.is_cut:
             return output.prompt
         return self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
     def logprobs(self, output: RequestOutput) -> dict[str, Any]:
-        """Returns the prompt's log-probabilities, if they were asked for; the first token has none."""
+        """Returns the prompt's log-probabilities. The first token has none.
+
+        The request must have prompt_logprobs.
+        """
         entries = output.prompt_logprobs
         assert entries is not None, "echo with logprobs asks for prompt_logprobs"
         text = self.text(output)
@@ -98,7 +103,13 @@ class Echo:
         }
 
     def _offsets(self, text: bytes, token_ids: Sequence[int], most: int) -> list[int]:
-        """Returns the character of a prompt in which each of its tokens begins, at most `most`."""
+        """Returns the position (in characters) of each token of a prompt.
+
+        Args:
+            text: Text of the prompt in UTF-8.
+            token_ids: Tokens of the prompt.
+            most: Number of characters of the text, the maximum of a position.
+        """
         offsets, result, end = TextOffsets(0), [], 0
         for token_id in token_ids:
             is_special = not self.tokenizer.adds_text(token_id, skip_special_tokens=True)
@@ -111,12 +122,12 @@ class Echo:
 def completion_logprobs(
     logprobs: Sequence[TokenLogprobDict], offsets: TextOffsets, token_bytes: TokenBytes
 ) -> dict[str, Any]:
-    """Returns the log-probabilities of a completion, or of the newest part of one.
+    """Returns the log-probabilities of a completion, or of a part of it, in the format of /v1/completions.
 
     Args:
-        logprobs: One per token.
-        offsets: Where the tokens begin; goes on to the end of the last one.
-        token_bytes: Of the completion.
+        logprobs: One entry per token.
+        offsets: Positions of the tokens. It is advanced to the end of the last token.
+        token_bytes: Bytes of the tokens.
     """
     sampled = [next(iter(entry.items())) for entry in logprobs]
     return {
@@ -128,19 +139,20 @@ def completion_logprobs(
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Returns the log-probabilities of a completion from those of its two parts."""
+    """Returns the log-probabilities of two consecutive parts of a completion as one."""
     return {name: values + second[name] for name, values in first.items()}
 
 
 def chat_logprobs(
     output: CompletionOutput, num_top: int, token_bytes: TokenBytes
 ) -> list[dict[str, Any]] | None:
-    """Returns the log-probabilities of a chat's answer, one per token; None if they were not asked for.
+    """Returns the log-probabilities of a chat response, one entry per token; None if they were not requested.
 
     Args:
-        output: The answer, or the newest part of it.
-        num_top: Most likely tokens to list beside each token; -1 lists all that there are.
-        token_bytes: Of the answer.
+        output: The output or a part of it.
+        num_top: Number of most likely tokens to list for each token; -1 lists all that the engine has
+            returned.
+        token_bytes: Bytes of the tokens.
     """
     if output.logprobs is None:
         return None
@@ -159,7 +171,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(output: RequestOutput) -> list[dict[str, dict[str, Any]] | None] | None:
-    """Returns the prompt's log-probabilities in vLLM's form, or None if they were not asked for."""
+    """Returns the prompt's log-probabilities in vLLM's format, or None if they were not requested."""
     if output.prompt_logprobs is None:
         return None
     return [
@@ -169,12 +181,19 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, dict[str, Any]] | N
 
 
 def _bytes_in(text: bytes, start: int, token: bytes, is_special: bool) -> bytes:
-    """Returns the bytes of a prompt's text, from `start` on, that one of its tokens stands for."""
+    """Returns the bytes in the text of a prompt that belong to one of its tokens.
+
+    Args:
+        text: Text of the prompt in UTF-8.
+        start: Position in the text (bytes) after the previous token.
+        token: Bytes of the token.
+        is_special: Whether the token is a special token.
+    """
     if text.startswith(token, start):
         return token
     if is_special:
-        return b""  # the tokenizer has added it
-    # Some tokenizers put a space in front of the text.
+        return b""  # The tokenizer has added the token; it is not in the text.
+    # Some tokenizers add a space at the start of the text.
     is_space = token.startswith(b" ") and text.startswith(token[1:], start)
     return token[is_space:]
 
@@ -182,7 +201,8 @@ def _bytes_in(text: bytes, start: int, token: bytes, is_special: bool) -> bytes:
 def _by_text(entry: TokenLogprobDict) -> dict[str, float]:
     top: dict[str, float] = {}
     for logprob in entry.values():
-        # Tokens that are parts of characters have the same text: the likeliest of them is shown.
+        # Several tokens that are incomplete characters have the same text. The largest log-probability is
+        # shown.
         text = logprob.decoded_token or ""
         top[text] = max(logprob.logprob, top.get(text, logprob.logprob))
     return top

@@ -1,4 +1,4 @@
-"""Messages as clients of OpenAI's API send them, in the form that chat templates take."""
+"""Conversion of chat messages from the OpenAI API to the format that chat templates expect."""
 
 import json
 from typing import Any
@@ -11,13 +11,14 @@ _PARTS = ("input_text", "output_text", "text", "refusal")
 
 
 def messages_for(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages in a template's terms.
+    """Returns messages in the format that the tokenizer's chat template expects.
 
-    To most templates a developer speaks as the system, and arguments of calls are objects. (Those that a
-    model has written wrong stay text.) Fields that are null are left out, and refusals are text.
+    The role "developer" becomes "system", unless the template handles that role. The arguments of tool calls
+    become objects; arguments that are not valid JSON objects stay strings. Fields that are null are removed,
+    and refusals of the assistant become text.
 
     Raises:
-        ValueError: If calls of tools have another form than OpenAI's.
+        ValueError: If tool calls are not in OpenAI's format.
     """
     messages = [_present(message) for message in messages]
     if any("tool_calls" in message for message in messages):
@@ -29,7 +30,7 @@ def messages_for(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[d
 
 
 def _present(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message without fields that are null, and with its refusal as its content."""
+    """Returns a message without fields that are null, and with the assistant's refusal as its content."""
     present = {name: value for name, value in message.items() if value is not None}
     if present.get("role") != "assistant":
         return present
@@ -47,7 +48,12 @@ def _refusal_as_text(part: Any) -> Any:
 
 
 def _with_objects(name: str, message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message whose calls have objects as arguments."""
+    """Returns a message with the arguments of its tool calls as objects.
+
+    Args:
+        name: Path of the message, for error messages.
+        message: The message.
+    """
     if "tool_calls" not in message:
         return message
     calls, rest = message["tool_calls"], {k: v for k, v in message.items() if k != "tool_calls"}
@@ -79,15 +85,15 @@ def _object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
 
 
 def messages_of_input(items: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """Returns the messages of the input of /v1/responses, after the instructions.
+    """Returns the chat messages of the fields `input` and `instructions` of POST /v1/responses.
 
     Args:
-        items: Text of a user, or a list of messages with parts of text, and of items of the type "reasoning".
-            The reasoning becomes a part of the assistant's message that follows.
-        instructions: Of the system; None for none.
+        items: Text of a user message, or a list of items of the types "message" and "reasoning". Reasoning
+            becomes the `reasoning_content` of the assistant message that follows.
+        instructions: Text of a system message that is put first. None for no such message.
 
     Raises:
-        ValueError: If an item has another type, or another form.
+        ValueError: If an item has another type or an invalid format.
     """
     first = [] if instructions is None else [{"role": "system", "content": instructions}]
     if isinstance(items, str):
@@ -124,7 +130,7 @@ def _message(name: str, item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reasoning(name: str, item: dict[str, Any]) -> str:
-    """Returns the text of an item of the type "reasoning", or if it has none, its summary."""
+    """Returns the text of a reasoning item, or its summary if it has no text."""
     encrypted = item.get("encrypted_content")
     allowed = "null because this server can't decrypt what another one has encrypted"
     check(encrypted is None, f"{name}.encrypted_content", encrypted, allowed)
@@ -137,7 +143,13 @@ def _reasoning(name: str, item: dict[str, Any]) -> str:
 
 
 def _joined(name: str, parts: list[Any], types: tuple[str, ...]) -> str:
-    """Returns the text of all parts of an item, each of which has one of some types."""
+    """Returns the concatenated text of an item's parts.
+
+    Args:
+        name: Path of the parts, for error messages.
+        parts: The parts.
+        types: Allowed types of the parts.
+    """
     return "".join(_text(f"{name}[{i}]", part, types) for i, part in enumerate(parts))
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what each route takes, answers, and refuses with which status."""
+"""The OpenAPI document: adds the error statuses and the streamed formats that FastAPI does not know."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _DESCRIPTION = (
     "OpenAI's API, and vLLM's additions to it. Fields that the server does not know are ignored, and the "
     "header X-Ignored-Fields of the answer names them; with --strict they are errors."
 )
-# Beside each status, the methods of the routes that may answer it.
+# Description of each error status, and the HTTP methods whose routes may return it.
 _ERRORS = {
     400: ("The request is wrong; `param` names the field, where it is one.", ("post",)),
     401: ("The API key is missing or wrong.", ("get", "post")),
@@ -25,7 +25,7 @@ _ERRORS = {
     500: ("The server has failed.", ("get", "post")),
     503: ("The server does not take requests now: it ends, or has no room for this one.", ("get", "post")),
 }
-# Of each event; what its data are, when parsed, is what OpenAI's clients know.
+# Schema of a server-sent event. The data are a string here; their content is described by OpenAI's API.
 _EVENT = {
     "type": "object",
     "required": ["data"],
@@ -35,7 +35,7 @@ _CHUNKS = (
     "The answer, or with `stream` its parts, each an event; the last is [DONE]. If the request fails on the "
     "way, the last event has the error, and there is no [DONE]."
 )
-# The routes that stream, and how.
+# Descriptions of the responses that can be streamed.
 _STREAMED = {
     "/v1/completions": _CHUNKS,
     "/v1/chat/completions": _CHUNKS,
@@ -47,22 +47,22 @@ _STREAMED = {
 
 
 def answers(form: Any, *more: int) -> dict[str, Any]:
-    """Returns the arguments with which a route tells what it answers.
+    """Returns keyword arguments for a FastAPI route that describe its responses.
 
     Args:
-        form: The type of the answer's body.
-        more: Further statuses.
+        form: Type of the response body.
+        more: Additional error statuses.
     """
     described = {status: {"description": _ERRORS[status][0], "model": ErrorAnswer} for status in more}
     return {"responses": {200: {"description": "The answer.", "model": form}, **described}}
 
 
 def describe(app: FastAPI, version: str) -> None:
-    """Makes an application tell the truth about its errors.
+    """Replaces an application's OpenAPI document by one that describes its error responses.
 
     Args:
-        app: Its routes are all there.
-        version: Of the server.
+        app: The application, with all its routes.
+        version: Version of the server.
     """
 
     def document() -> dict[str, Any]:
@@ -76,7 +76,7 @@ def describe(app: FastAPI, version: str) -> None:
 def _document(app: FastAPI, version: str) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=version, description=_DESCRIPTION, routes=app.routes)
     components = document.setdefault("components", {}).setdefault("schemas", {})
-    # FastAPI's own form, which this server does not use.
+    # FastAPI's own error schemas, which this server does not use.
     for name in ("HTTPValidationError", "ValidationError"):
         components.pop(name, None)
     schema = TypeAdapter(ErrorAnswer).json_schema(ref_template="#/components/schemas/{model}")

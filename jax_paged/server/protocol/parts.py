@@ -1,4 +1,4 @@
-"""Objects within the bodies of requests."""
+"""Objects inside request bodies."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,12 +6,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def _as_integer(value: Any) -> Any:
-    """Returns a float without a fraction as an integer: to JSON both are the same number."""
+    """Returns a float without a fraction as an integer, because JSON does not distinguish 1.0 from 1."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def as_integers(values: Any) -> Any:
-    """Returns a list in which floats without a fraction are integers, also within inner lists."""
+    """Returns a list with its floats without a fraction as integers, also in nested lists."""
     if not isinstance(values, list) or {float, list}.isdisjoint(map(type, values)):
         return values
     return [as_integers(value) if isinstance(value, list) else _as_integer(value) for value in values]
@@ -22,13 +22,13 @@ Integers = Annotated[list[int], BeforeValidator(as_integers)]
 
 
 class Part(BaseModel):
-    """An object within a body."""
+    """Base class of objects inside request bodies."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
 class StreamOptions(Part):
-    """What a streamed answer holds in addition to its choices."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -36,7 +36,7 @@ class StreamOptions(Part):
 
     @property
     def asks_for_anything(self) -> bool:
-        """True if an option is on."""
+        """Whether any option is set to true."""
         return bool(self.include_usage or self.continuous_usage_stats or self.include_obfuscation)
 
 
@@ -50,20 +50,20 @@ class Function(Part):
 
 
 class Tool(Part):
-    """A tool, which is a function."""
+    """A tool that the model may call. Only functions are supported."""
 
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(Part):
-    """Names a function."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedTool(Part):
-    """The tool that has to be called."""
+    """The function that the model must call."""
 
     type: Literal["function"]
     function: FunctionName

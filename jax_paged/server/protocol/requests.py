@@ -1,4 +1,4 @@
-"""The requests of the OpenAI API, and the sampling parameters that they ask for."""
+"""Request bodies of the OpenAI API, and their conversion to sampling parameters."""
 
 import abc
 import dataclasses
@@ -29,12 +29,12 @@ _SAMPLING_FIELDS = tuple(
     for field in dataclasses.fields(SamplingParams)
     if field.name not in ("logit_bias", "logprobs", "max_tokens", "structured_outputs")
 )
-# The fields that a beam search accepts: n is the number of hypotheses it returns, and a seed changes nothing.
+# Fields that may be set with beam search. n is the number of returned hypotheses, and seed has no effect.
 _BEAM_FIELDS = ("temperature", "ignore_eos", "n", "seed")
 
 
-# Fields of OpenAI's API and of vLLM's that would change the output or its form, and are not built: to ignore
-# them, as unknown fields are, would be to answer another question.
+# Fields of OpenAI's and vLLM's APIs that are not supported and would change the output or its format. They
+# are rejected, not ignored like unknown fields, because the client would receive a wrong response.
 _NOT_BUILT = (
     "audio",
     "background",
@@ -52,12 +52,13 @@ _NOT_BUILT = (
 )
 
 
-# What a chat template gets of a request's other fields, and the template itself, which is the server's.
+# Names that chat_template_kwargs must not set: the arguments that the server itself passes to a chat
+# template, and the template.
 _TEMPLATE_ARGUMENTS = frozenset(
     ("add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "tools")
 )
 
-# The forms of fields that the engine checks, in words of its own.
+# JSON schemas for the OpenAPI document of fields that the engine validates with its own error messages.
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
 _PROMPTS = [
@@ -98,18 +99,24 @@ Messages = Annotated[
 
 
 class Body(BaseModel):
-    """The body of a request; null means the same as leaving a field out."""
+    """Request body. A field with the value null is treated like an absent field.
+
+    Attributes:
+        prompt_field: Name of the prompt's field in error messages.
+        unsupported: Fields that are not supported, each with its allowed values. A request with another value
+            is rejected.
+        model: Name of the model or of a LoRA adapter.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True)
-    prompt_field: ClassVar[str] = "prompt"  # what errors call the prompt
-    # Fields that are not built, each with the values that leave it off: any other value is an error.
+    prompt_field: ClassVar[str] = "prompt"
     unsupported: ClassVar[Ignored] = {**dict.fromkeys(_NOT_BUILT, OFF), **UNSUPPORTED_BY_REQUESTS}
 
     model: str | None = None
 
     def unknown_fields(self) -> list[str]:
         """Returns the names of the fields that the server does not know."""
-        # What the engine ignores with any value is unknown to the server.
+        # Fields that the engine ignores with any value count as unknown.
         names = [name for name in self.model_extra or () if self.unsupported.get(name, ANY) is ANY]
         for name, value in self:
             if isinstance(value, Part) or (
@@ -119,15 +126,15 @@ class Body(BaseModel):
         return names
 
     def warnings(self) -> list[str]:
-        """Returns a sentence for each field that has no effect because another one is given."""
+        """Returns a sentence for each field that is ignored because another field is set."""
         return []
 
     def is_neutral(self, name: str, value: Any) -> bool:
-        """Returns whether a value of a field that is not built asks for what happens without the field."""
+        """Returns whether the value of an unsupported field has the same effect as leaving the field out."""
         return value is None
 
     def check_unsupported(self) -> None:
-        """Raises ApiError if a field that is not built has a value that would change the answer."""
+        """Raises ApiError if an unsupported field has a value that would change the response."""
         for name, value in (self.model_extra or {}).items():
             choices = refused(value, self.unsupported.get(name, ANY))
             if choices is not None and not self.is_neutral(name, value):
@@ -135,23 +142,28 @@ class Body(BaseModel):
                 raise ApiError(str(ArgumentError(name, value, allowed)), param=name)
 
     def has_field(self, name: str) -> bool:
-        """Returns whether a name is a field of such bodies, or one that a client has added."""
+        """Returns whether a name is a field of this type of body or an additional field of this request."""
         return name in type(self).model_fields or name in (self.model_extra or ())
 
 
 def within(minimum: float, maximum: float | None = None, **more: float) -> Any:
-    """Returns a field that may be left out, with the range that the OpenAPI document tells.
+    """Returns an optional field whose range is part of the OpenAPI document.
 
-    The engine checks it: its messages name the value and the range, and it knows the model.
+    The range is not validated here but by the engine, whose error messages name the value and the range.
+
+    Args:
+        minimum: Minimum of the value.
+        maximum: Maximum of the value; None for no maximum.
+        more: Further keywords of the JSON schema, such as exclusiveMinimum.
     """
     bounds = {"minimum": minimum, "maximum": maximum, **more}
     return Field(None, json_schema_extra={k: v for k, v in bounds.items() if v is not None})
 
 
 class Generation(Body, abc.ABC):
-    """The fields that all requests for text have."""
+    """Fields that all requests for generated text have in common."""
 
-    # What SamplingParams refuses is refused here, too.
+    # The fields that SamplingParams rejects are rejected here too.
     unsupported: ClassVar[Ignored] = {
         **Body.unsupported,
         **SAMPLING_IGNORED,
@@ -169,7 +181,7 @@ class Generation(Body, abc.ABC):
     seed: Integer | None = within(-1, 2**63 - 1)
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
-    # vLLM's additions to OpenAI's API.
+    # Additional fields of vLLM's API.
     top_k: Integer | None = within(-1, 2**31 - 1)
     min_p: float | None = within(0, 1)
     repetition_penalty: float | None = within(1e-6, 1e6)
@@ -188,7 +200,7 @@ class Generation(Body, abc.ABC):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    # Accepted because clients send them; they change no output.
+    # Accepted because clients send them; they have no effect.
     user: Any = None
     store: Any = None
     metadata: Any = None
@@ -198,62 +210,67 @@ class Generation(Body, abc.ABC):
 
     @property
     def num_outputs(self) -> int:
-        """Choices per prompt."""
+        """The number of choices per prompt."""
         return 1
 
     @property
     def limits_output(self) -> bool:
-        """True if max_tokens is the client's, and not the model's default."""
+        """Whether the request sets the maximum number of output tokens. If not, a default applies."""
         return True
 
     @property
     def include_usage(self) -> bool:
-        """Whether a streamed answer ends with the token counts."""
+        """Whether a stream ends with a chunk that has the token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk of a streamed answer has token counts, too."""
+        """Whether every chunk of a stream has token counts."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def _format(self) -> ResponseFormat | None:
-        """The form of the output, where OpenAI's API has it."""
+        """The response format of the request, or None."""
         return None
 
     @property
     def _guided(self) -> dict[str, Any]:
-        """vLLM's deprecated fields of the form of the output, by what follows "guided_"."""
+        """The values of vLLM's deprecated `guided_...` fields, by the part of the name after "guided_"."""
         return {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
 
     def warnings(self) -> list[str]:
+        """Returns a sentence for each deprecated field that is ignored because structured_outputs is set."""
         ignored = ignored_guided(self.structured_outputs, self._guided)
         return [f"{name} is ignored, as structured_outputs is given" for name in ignored]
 
     @abc.abstractmethod
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
-        """Returns the parameters that the request asks for.
+        """Returns the sampling parameters of the request.
 
         Args:
-            defaults: The model's values for fields that the request leaves out.
+            defaults: Default values of the model for fields that the request does not set.
 
         Raises:
-            ValueError: If a value is out of range; the message names the field, its value and the range.
+            ValueError: If a value is out of range. The message names the field, its value and the range.
         """
 
     def is_neutral(self, name: str, value: Any) -> bool:
-        """Returns whether a value of a field that is not built asks for what happens without the field."""
-        # Clients that fill in all fields send these values.
+        """Returns whether the value of an unsupported field has the same effect as leaving the field out."""
+        # Some clients set all fields and send these values.
         neutral = {"best_of": (1, self.num_outputs), "function_call": ("none", "auto")}
         return super().is_neutral(name, value) or value in neutral.get(name, ())
 
     def _given(self, logprobs: int | None) -> dict[str, Any]:
-        """Returns the sampling parameters that the request names."""
+        """Returns the sampling parameters that the request sets, by name.
+
+        Args:
+            logprobs: Value of the parameter logprobs.
+        """
         if self.stream_options is not None and self.stream_options.asks_for_anything and not self.stream:
             raise ArgumentError("stream_options", Text("some"), "unset unless stream is true")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise ArgumentError("stream_options.include_obfuscation", True, "False")
-        fields = type(self).model_fields  # and not what a client has added
+        fields = type(self).model_fields  # excludes additional fields of this request
         values = {name: getattr(self, name) for name in _SAMPLING_FIELDS if name in fields}
         values |= {"logit_bias": _int_keys(self.logit_bias), "logprobs": logprobs}
         values["structured_outputs"] = form_of(self._format, self.structured_outputs, self._guided)
@@ -261,7 +278,7 @@ class Generation(Body, abc.ABC):
 
 
 class _Request(Generation):
-    """The fields that completions and chats have in common."""
+    """Fields that completion and chat requests have in common."""
 
     max_tokens: Integer | None = within(0)
     n: Integer | None = within(1)
@@ -297,7 +314,7 @@ class _Request(Generation):
 
     def _beam_params(self, given: dict[str, Any], max_tokens: int | None) -> BeamSearchParams:
         neutral = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
-        # Other ways to write that a field changes nothing.
+        # Further values that have no effect.
         also = {"top_k": (-1,), "best_of": (self.num_outputs,)}
         for name, value in given.items():
             is_neutral = value in (neutral[name], [], {}, *also.get(name, ()))
@@ -320,12 +337,12 @@ class _Request(Generation):
 
     @property
     def num_outputs(self) -> int:
-        """Choices per prompt."""
+        """The number of choices per prompt."""
         return 1 if self.n is None else self.n
 
 
 class CompletionRequest(_Request):
-    """Body of POST /v1/completions."""
+    """Body of POST /v1/completions, with fields of OpenAI's and vLLM's APIs."""
 
     prompt: Prompts = Field(
         description="Text, a list of texts, a list of token ids, or a list of such lists.",
@@ -341,15 +358,23 @@ class CompletionRequest(_Request):
 
     @property
     def only_prompt(self) -> bool:
-        """Whether the answer is the prompt alone, with its log-probabilities."""
+        """Whether the response contains only the prompt, with its log-probabilities if requested."""
         return bool(self.echo) and self.max_tokens == 0
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
+        """Returns the sampling parameters of the request.
+
+        Args:
+            defaults: Default values of the model for fields that the request does not set.
+
+        Raises:
+            ValueError: If a value is out of range. The message names the field, its value and the range.
+        """
         if self.add_special_tokens is False:
             raise ArgumentError("add_special_tokens", False, "True")
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
         if self.only_prompt and not self.use_beam_search:
-            max_tokens = 1  # the engine always draws a token: this one is left out of the answer
+            max_tokens = 1  # The engine always samples a token, which the response omits.
         return self._params(defaults, max_tokens, self.logprobs)
 
     def _given(self, logprobs: int | None) -> dict[str, Any]:
@@ -360,7 +385,7 @@ class CompletionRequest(_Request):
 
 
 class ChatRequest(_Request):
-    """Body of POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions, with fields of OpenAI's and vLLM's APIs."""
 
     prompt_field = "messages"
 
@@ -379,9 +404,18 @@ class ChatRequest(_Request):
 
     @property
     def limits_output(self) -> bool:
+        """Whether the request sets the maximum number of output tokens. If not, a default applies."""
         return self.max_tokens is not None or self.max_completion_tokens is not None
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
+        """Returns the sampling parameters of the request.
+
+        Args:
+            defaults: Default values of the model for fields that the request does not set.
+
+        Raises:
+            ValueError: If a value is out of range. The message names the field, its value and the range.
+        """
         if self.top_logprobs and not self.logprobs:
             raise ArgumentError("top_logprobs", self.top_logprobs, "unset unless logprobs is true")
         if self.add_generation_prompt is False:

@@ -1,4 +1,4 @@
-"""The form that a client asks its outputs to have, in the engine's terms."""
+"""Structured output: conversion of `response_format` and vLLM's fields to StructuredOutputsParams."""
 
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ from jax_paged.structured_outputs import StructuredOutputsParams
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`: a constraint on the format of the output."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -19,7 +19,7 @@ class ResponseFormat(BaseModel):
     )
 
     def form(self) -> dict[str, Any]:
-        """Returns it as arguments of StructuredOutputsParams; none for plain text."""
+        """Returns the keyword arguments of StructuredOutputsParams; an empty dict for plain text."""
         match self.type:
             case "text":
                 return {}
@@ -35,7 +35,7 @@ class ResponseFormat(BaseModel):
 
 
 class TextFormat(ResponseFormat):
-    """The `text.format` of OpenAI's Responses API, which has the schema in itself."""
+    """Value of `text.format` in OpenAI's Responses API, with the JSON schema as a field of its own."""
 
     type: Literal["text", "json_object", "json_schema"]  # pyright: ignore[reportIncompatibleVariableOverride]
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -43,6 +43,7 @@ class TextFormat(ResponseFormat):
     strict: bool | None = None
 
     def form(self) -> dict[str, Any]:
+        """Returns the keyword arguments of StructuredOutputsParams; an empty dict for plain text."""
         if self.type == "json_schema":
             check(self.schema_ is not None, "text.format.schema", None, "a JSON schema")
             return {"json": self.schema_}
@@ -52,16 +53,16 @@ class TextFormat(ResponseFormat):
 def form_of(
     response_format: ResponseFormat | None, structured_outputs: dict[str, Any] | None, guided: dict[str, Any]
 ) -> StructuredOutputsParams | None:
-    """Returns the form that a request asks for; None if it leaves it open.
+    """Returns the constraint on the output that a request asks for; None if there is none.
 
     Args:
         response_format: OpenAI's field.
         structured_outputs: vLLM's field, with arguments of StructuredOutputsParams.
-        guided: vLLM's deprecated fields, by what follows "guided_"; ignored beside structured_outputs, as
-            clients send both to support old and new servers.
+        guided: vLLM's deprecated `guided_...` fields, by the part of the name after "guided_". They are
+            ignored if structured_outputs is set, because clients send both to support old and new servers.
 
     Raises:
-        ValueError: If it asks for several, or for one that can't be used.
+        ValueError: If more than one field is set, or the value is invalid.
     """
     fields = {
         "response_format": response_format.form() if response_format else {},
@@ -82,13 +83,13 @@ def form_of(
 
 
 def ignored_guided(structured_outputs: dict[str, Any] | None, guided: dict[str, Any]) -> list[str]:
-    """Returns the names of the deprecated fields that `form_of` ignores, as structured_outputs is given."""
+    """Returns the names of the deprecated fields that `form_of` ignores because structured_outputs is set."""
     if not _given(structured_outputs):
         return []
     return [f"guided_{name}" for name, value in guided.items() if value is not None]
 
 
 def _given(structured_outputs: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the fields that ask for something: null is none, and so is a json_object of false."""
+    """Returns the fields of structured_outputs without those that are null or a json_object of false."""
     fields = (structured_outputs or {}).items()
     return {k: v for k, v in fields if v is not None and (k, v) != ("json_object", False)}

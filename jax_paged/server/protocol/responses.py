@@ -1,4 +1,4 @@
-"""What the server answers: choices, token counts, log-probabilities, and errors in OpenAI's envelope."""
+"""Parts of responses: choices, token counts, and errors in OpenAI's format."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,20 +19,20 @@ from jax_paged.server.protocol.logprobs import (
     joined,
 )
 
-# Makes one entry of "choices" from its index in the answer, an output or the newest part of one, and the
-# request's output that this is part of.
+# Function that makes one entry of "choices". Its arguments are the index of the choice in the response, an
+# output or the newest part of one, and the RequestOutput that contains this output.
 MakeChoice = Callable[[int, CompletionOutput, RequestOutput], dict[str, Any]]
 
 
 class ApiError(Exception):
-    """An error as clients see it.
+    """An error that is returned to the client.
 
     Args:
-        message: What is wrong.
+        message: Description of the problem. It is shortened to 800 characters.
         status: HTTP status.
-        param: The field of the request that is wrong; None if it is not a single field.
-        code: A name for programs to compare with, such as "model_not_found".
-        headers: Of the answer, beside those that every answer has.
+        param: Field of the request that is invalid; None if it is not a single field.
+        code: Error code for programs, such as "model_not_found".
+        headers: Additional headers of the response.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        # Whoever sends much does not get all of it back.
+        # A long value from the request must not make the response long.
         super().__init__(shortened(message, 800))
         self.status = status
         self.param = param and shortened(param)
@@ -52,24 +52,26 @@ class ApiError(Exception):
         self.headers = headers
 
     def body(self) -> dict[str, Any]:
-        """Returns the error in OpenAI's envelope."""
+        """Returns the response body in OpenAI's error format."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {
             "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code},
         }
 
     def response(self) -> Response:
-        """Returns the error as a whole answer."""
+        """Returns a response with the error."""
         return json_response(self.body(), self.status, self.headers)
 
 
 def too_long(message: str, max_model_len: int, param: str | None) -> ApiError:
-    """Returns the error for a prompt that is too long, alone or with its output; clients know OpenAI's words.
+    """Returns the error for a prompt that is too long, alone or with its output.
+
+    The message starts like OpenAI's, which clients recognize.
 
     Args:
-        message: What is too long.
-        max_model_len: The limit, in tokens.
-        param: The field of the request.
+        message: Description of the length that exceeds the limit.
+        max_model_len: Maximum length (tokens).
+        param: Field of the request.
     """
     return ApiError(
         f"This model's maximum context length is {max_model_len} tokens: {message}",
@@ -79,12 +81,12 @@ def too_long(message: str, max_model_len: int, param: str | None) -> ApiError:
 
 
 def asleep_error(error: Exception) -> ApiError:
-    """Returns the error for a request that comes while the engine sleeps: its sender tries again."""
+    """Returns the error for a request that arrives while the engine sleeps. The client should try again."""
     return ApiError(str(error), status=503, code="sleeping", headers={"Retry-After": "1"})
 
 
 def unknown_model(name: str, *served: str) -> ApiError:
-    """Returns the error for a name that is not one of those that are served."""
+    """Returns the error for a model name that is not served."""
     return ApiError(
         str(ArgumentError("model", name, one_of(served))),
         status=404,
@@ -94,21 +96,22 @@ def unknown_model(name: str, *served: str) -> ApiError:
 
 
 def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Returns an answer whose body is JSON."""
+    """Returns a response with a JSON body."""
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
 def validation_error(errors: Sequence[Any]) -> ApiError:
-    """Returns the error for a body that does not have the right form.
+    """Returns the error for a body that does not match its schema.
 
     Args:
-        errors: The errors that pydantic found; those of the first wrong field are reported.
+        errors: Errors from pydantic. Those of the first invalid field are reported.
     """
     kind, location = errors[0]["type"], [str(part) for part in errors[0]["loc"][1:]]
     if kind == "json_invalid":
         return ApiError(f"the body is not JSON: {errors[0]['ctx']['error']}")
     if not location:
-        if isinstance(errors[0]["input"], bytes):  # FastAPI reads JSON only where this header says so
+        # FastAPI parses JSON only if the header says that it is JSON.
+        if isinstance(errors[0]["input"], bytes):
             return ApiError("the body must be JSON, with the header Content-Type: application/json")
         return ApiError("the body is not a JSON object")
     param = location[0]
@@ -116,7 +119,7 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
         return ApiError(f"`{'.'.join(location)}` is not a field that this server knows", param=param)
     if kind == "missing":
         return ApiError(f"`{'.'.join(location)}` is missing", param=param)
-    # A field of several types has an error for each of them.
+    # A field with a union type has one error for each type.
     messages = dict.fromkeys(e["msg"] for e in errors if str(e["loc"][1]) == param)
     return ApiError(
         f"`{param}` is invalid: {'; or: '.join(messages)}, got {shown(errors[0]['input'])}", param=param
@@ -124,7 +127,7 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
 
 
 def request_error(output: RequestOutput) -> ApiError | None:
-    """Returns the error that a request has ended with, or None."""
+    """Returns the error with which a request has ended, or None if it has not failed."""
     for completion in output.outputs:
         reason = completion.stop_reason
         text = reason if completion.finish_reason == "abort" and isinstance(reason, str) else ""
@@ -148,17 +151,17 @@ def request_error(output: RequestOutput) -> ApiError | None:
 
 
 def num_prompt_tokens(output: RequestOutput) -> int:
-    """Returns the number of tokens that the client sent."""
-    # Of an encoder-decoder model, the encoder's: the decoder's prompt is one token that nobody sent.
+    """Returns the number of tokens in the prompt that the client sent."""
+    # For encoder-decoder models, this is the encoder's prompt. The decoder's prompt is a single start token.
     return len(output.encoder_prompt_token_ids or output.prompt_token_ids)
 
 
 def usage(outputs: Sequence[RequestOutput], num_output_tokens: int) -> dict[str, Any]:
-    """Returns the token counts of an answer.
+    """Returns the token counts of a response.
 
     Args:
         outputs: One output per prompt.
-        num_output_tokens: Tokens of all choices together.
+        num_output_tokens: Number of generated tokens of all choices together.
     """
     num_prompt = sum(num_prompt_tokens(output) for output in outputs)
     return {
@@ -170,14 +173,14 @@ def usage(outputs: Sequence[RequestOutput], num_output_tokens: int) -> dict[str,
 
 
 def completion_choices(num_choices: int, token_bytes: TokenBytes, echo: Echo | None = None) -> MakeChoice:
-    """Returns a function that makes the choices of a /v1/completions answer, streamed or not.
+    """Returns a function that makes the choices of a /v1/completions response, streamed or not.
 
     Args:
-        num_choices: Of the whole answer.
-        token_bytes: Of the outputs.
-        echo: Puts the prompt in front of each choice; None for nothing.
+        num_choices: Number of choices in the response.
+        token_bytes: Bytes of the output tokens.
+        echo: The prompt to put in front of each choice; None for no prompt.
     """
-    # Where the next part of each choice begins in the choice's text; None before the first.
+    # Position of the next token in the text of each choice; None before its first part.
     text_offsets: list[TextOffsets | None] = [None] * num_choices
 
     def choice(index: int, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
@@ -200,11 +203,11 @@ def completion_choices(num_choices: int, token_bytes: TokenBytes, echo: Echo | N
 
 
 def chat_messages(num_top: int, token_bytes: TokenBytes) -> MakeChoice:
-    """Returns a function that makes the choices of a chat answer.
+    """Returns a function that makes the choices of a chat response that is not streamed.
 
     Args:
-        num_top: Most likely tokens to list beside each token, if log-probabilities were asked for.
-        token_bytes: Of the outputs.
+        num_top: Number of most likely tokens to list for each token, if log-probabilities were requested.
+        token_bytes: Bytes of the output tokens.
     """
 
     def choice(index: int, completion: CompletionOutput, _: RequestOutput) -> dict[str, Any]:
@@ -216,11 +219,13 @@ def chat_messages(num_top: int, token_bytes: TokenBytes) -> MakeChoice:
 
 
 def chat_deltas(num_top: int, token_bytes: TokenBytes) -> MakeChoice:
-    """Returns a function that makes the choices of a streamed chat answer; those of `chat_roles` come first.
+    """Returns a function that makes the choices of a streamed chat response.
+
+    The choices from `chat_roles` must be sent first.
 
     Args:
-        num_top: Most likely tokens to list beside each token, if log-probabilities were asked for.
-        token_bytes: Of the outputs.
+        num_top: Number of most likely tokens to list for each token, if log-probabilities were requested.
+        token_bytes: Bytes of the output tokens.
     """
 
     def choice(index: int, completion: CompletionOutput, _: RequestOutput) -> dict[str, Any]:
@@ -232,7 +237,7 @@ def chat_deltas(num_top: int, token_bytes: TokenBytes) -> MakeChoice:
 
 
 def chat_roles(num_choices: int) -> list[dict[str, Any]]:
-    """Returns the choices that a streamed chat answer begins with: who speaks."""
+    """Returns the first choices of a streamed chat response, which contain only the role."""
     role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     return [{"index": index, **role} for index in range(num_choices)]
 

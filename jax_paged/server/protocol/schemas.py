@@ -1,4 +1,8 @@
-"""The forms of all answers, for the OpenAPI document; the tests compare them with what the server sends."""
+"""Types of the response bodies, for the OpenAPI document.
+
+The responses themselves are plain dicts. Tests compare them with these types. The docstrings become the
+descriptions of the types in the OpenAPI document.
+"""
 
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -7,6 +11,12 @@ ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorInfo(TypedDict):
+    """Details of an error.
+
+    `param` is the invalid field of the request, or null if the error is not about a single field. `code` is
+    an error code for programs, such as `model_not_found`, or null.
+    """
+
     message: str
     type: Literal["invalid_request_error", "server_error"]
     param: str | None
@@ -14,14 +24,20 @@ class ErrorInfo(TypedDict):
 
 
 class ErrorAnswer(TypedDict):
+    """An error in OpenAI's format."""
+
     error: ErrorInfo
 
 
 class CachedTokens(TypedDict):
+    """Details of the number of prompt tokens: how many of them were found in the prefix cache."""
+
     cached_tokens: int
 
 
 class Usage(TypedDict):
+    """Token counts of a request."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -29,12 +45,19 @@ class Usage(TypedDict):
 
 
 class PromptLogprob(TypedDict):
+    """Log-probability and rank of a token at a position of the prompt."""
+
     logprob: float
     rank: int | None
     decoded_token: str | None
 
 
 class CompletionLogprobs(TypedDict):
+    """Log-probabilities of the tokens of a completion: lists with one entry per token.
+
+    `text_offset` is the position of each token in the text, in characters.
+    """
+
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
@@ -42,6 +65,8 @@ class CompletionLogprobs(TypedDict):
 
 
 class Answer(TypedDict):
+    """Fields that the responses with token counts have in common."""
+
     id: str
     created: int
     model: str
@@ -49,6 +74,11 @@ class Answer(TypedDict):
 
 
 class Choice(TypedDict):
+    """Fields that the choices of completions and chats have in common.
+
+    `stop_reason` is the stop string or the id of the stop token that ended the output, or null.
+    """
+
     index: int
     stop_reason: int | str | None
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
@@ -56,6 +86,8 @@ class Choice(TypedDict):
 
 
 class CompletionChoice(Choice):
+    """One output of a completion."""
+
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
@@ -63,36 +95,54 @@ class CompletionChoice(Choice):
 
 
 class CompletionAnswer(Answer):
+    """Response of POST /v1/completions."""
+
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
 
 
 class TopLogprob(TypedDict):
+    """Log-probability of a token. `bytes` are the bytes that the token adds to the text."""
+
     token: str
     logprob: float
     bytes: list[int]
 
 
 class TokenLogprob(TopLogprob):
+    """Log-probabilities of a generated token and of the most likely tokens at its position."""
+
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(TypedDict):
+    """Log-probabilities of the tokens of a message."""
+
     content: list[TokenLogprob]
 
 
 class CalledFunction(TypedDict):
+    """Name of a function and arguments as JSON. The model may write arguments that are not valid JSON."""
+
     name: str
     arguments: str
 
 
 class ToolCall(TypedDict):
+    """A tool call of the model."""
+
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
 class ChatMessage(TypedDict):
+    """Message of the assistant.
+
+    With `--reasoning-parser`, `reasoning` has the model's reasoning, and `reasoning_content` has the same
+    text for older clients.
+    """
+
     role: Literal["assistant"]
     content: str | None
     reasoning: NotRequired[str]
@@ -101,18 +151,24 @@ class ChatMessage(TypedDict):
 
 
 class ChatChoice(Choice):
+    """One output of a chat."""
+
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
 
 
 class ChatAnswer(Answer):
+    """Response of POST /v1/chat/completions."""
+
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_token_ids: NotRequired[list[int]]
 
 
 class OutputText(TypedDict):
+    """Text of an output message."""
+
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
@@ -120,6 +176,8 @@ class OutputText(TypedDict):
 
 
 class OutputMessage(TypedDict):
+    """Output item with a message of the assistant."""
+
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -128,11 +186,15 @@ class OutputMessage(TypedDict):
 
 
 class ReasoningText(TypedDict):
+    """Text of the model's reasoning."""
+
     type: Literal["reasoning_text"]
     text: str
 
 
 class ReasoningItem(TypedDict):
+    """Output item with the model's reasoning."""
+
     id: str
     type: Literal["reasoning"]
     status: Literal["completed"]
@@ -141,10 +203,14 @@ class ReasoningItem(TypedDict):
 
 
 class OutputTokensDetails(TypedDict):
+    """Details of the number of output tokens: how many of them are reasoning."""
+
     reasoning_tokens: int
 
 
 class ResponseUsage(TypedDict):
+    """Token counts of a response."""
+
     input_tokens: int
     input_tokens_details: CachedTokens
     output_tokens: int
@@ -153,10 +219,14 @@ class ResponseUsage(TypedDict):
 
 
 class IncompleteDetails(TypedDict):
+    """Reason why a response is incomplete."""
+
     reason: Literal["max_output_tokens"]
 
 
 class ResponseFormatAnswer(TypedDict):
+    """Format of the output text, as requested."""
+
     type: Literal["text", "json_object", "json_schema"]
     name: NotRequired[str]
     schema: NotRequired[dict[str, Any]]
@@ -165,10 +235,14 @@ class ResponseFormatAnswer(TypedDict):
 
 
 class ResponseTextAnswer(TypedDict):
+    """Options of the output text."""
+
     format: ResponseFormatAnswer
 
 
 class ResponseAnswer(TypedDict):
+    """Response of POST /v1/responses. Responses are not stored."""
+
     id: str
     object: Literal["response"]
     created_at: int
@@ -197,30 +271,42 @@ class ResponseAnswer(TypedDict):
 
 
 class PoolingHead(Answer):
+    """Fields that the responses of pooling routes have in common."""
+
     object: Literal["list"]
 
 
 class Embedding(TypedDict):
+    """Embedding of one input: a list of numbers, or their float32 bytes (little-endian) in base64."""
+
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
 class EmbeddingAnswer(PoolingHead):
+    """Response of POST /v1/embeddings."""
+
     data: list[Embedding]
 
 
 class Pooled(TypedDict):
+    """Output for one input: a vector, a vector per token, or float32 bytes (little-endian) in base64."""
+
     object: Literal["pooling"]
     index: int
     data: list[float] | list[list[float]] | str
 
 
 class PoolingAnswer(PoolingHead):
+    """Response of POST /pooling."""
+
     data: list[Pooled]
 
 
 class Classified(TypedDict):
+    """Classification of one input: the most likely label, and the probability of each label."""
+
     index: int
     label: str
     probs: list[float]
@@ -228,35 +314,49 @@ class Classified(TypedDict):
 
 
 class ClassifyAnswer(PoolingHead):
+    """Response of POST /classify."""
+
     data: list[Classified]
 
 
 class Score(TypedDict):
+    """Score of one pair of texts."""
+
     object: Literal["score"]
     index: int
     score: float
 
 
 class ScoreAnswer(PoolingHead):
+    """Response of POST /score."""
+
     data: list[Score]
 
 
 class RerankDocument(TypedDict):
+    """A document of the request."""
+
     text: str
 
 
 class RerankResult(TypedDict):
+    """A document with its relevance score and its index in the request."""
+
     index: int
     document: RerankDocument
     relevance_score: float
 
 
 class RerankUsage(TypedDict):
+    """Token counts of a rerank request."""
+
     prompt_tokens: int
     total_tokens: int
 
 
 class RerankAnswer(TypedDict):
+    """Response of POST /rerank. The results are sorted by relevance, the best first."""
+
     id: str
     model: str
     usage: RerankUsage
@@ -264,6 +364,8 @@ class RerankAnswer(TypedDict):
 
 
 class ModelCard(TypedDict):
+    """A model, or a LoRA adapter with the name of its base model as `parent`."""
+
     id: str
     object: Literal["model"]
     created: int
@@ -273,23 +375,33 @@ class ModelCard(TypedDict):
 
 
 class ModelList(TypedDict):
+    """Response of GET /v1/models: the model and its LoRA adapters."""
+
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class VersionAnswer(TypedDict):
+    """Response of GET /version: the version of jax-paged."""
+
     version: str
 
 
 class SleepAnswer(TypedDict):
+    """Sleep state of the engine: whether any part of its memory is released."""
+
     is_sleeping: bool
 
 
 class WeightVersionAnswer(TypedDict):
+    """Name of the weights that are being served."""
+
     weight_version: str
 
 
 class TokenizeAnswer(TypedDict):
+    """Response of POST /tokenize. `token_strs` are the tokens as strings, if requested."""
+
     count: int
     max_model_len: int
     tokens: list[int]
@@ -297,8 +409,12 @@ class TokenizeAnswer(TypedDict):
 
 
 class DetokenizeAnswer(TypedDict):
+    """Response of POST /detokenize: the text of the tokens."""
+
     prompt: str
 
 
 class HealthAnswer(TypedDict):
+    """Response of the health routes."""
+
     status: str

@@ -1,4 +1,4 @@
-"""The application of Ray Serve: an ingress, and replicas of the server behind it."""
+"""Ray Serve application: an ingress deployment and a deployment of server replicas."""
 
 import argparse
 import asyncio
@@ -32,12 +32,13 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f"{error}; Ray Serve comes with: pip install 'jax-paged[ray]'") from error
 
-# How long a replica may take to say that it has got a request; it answers later.
+# Time (seconds) in which a replica must accept a request. Its response may take longer.
 _ACCEPT_S = 5.0
 _HEALTH_PERIOD_S = 1.0
-# A replica that is alive but busy must not count as dead.
+# Long enough that a busy replica is not considered dead.
 _HEALTH_TIMEOUT_S = 5.0
-# Those that wait do so in the replicas, where clients take turns, and too many are refused.
+# Ray Serve does not limit requests. They wait in the replicas, where clients take turns and excess requests
+# are rejected.
 _NO_LIMIT = 1_000_000
 _NUM_SEATS = 64
 
@@ -46,12 +47,13 @@ def build(args: dict[str, Any]) -> serve.Application:
     """Returns the application for `serve deploy`, `serve run` or serve.run.
 
     Args:
-        args: Fields of EngineArgs and of ServerOptions by their names. How many replicas there are, on what,
-            and how their number follows the load is for Serve's own settings of the deployment "Replica".
+        args: Fields of EngineArgs and ServerOptions by name. The number of replicas, their resources and
+            their autoscaling are settings of Ray Serve for the deployment "Replica".
 
     Raises:
-        ValueError: If a name is unknown, a value can't be used, or there is no key and nothing says that none
-            is wanted: where Serve listens is not known here.
+        ValueError: If a name is unknown or a value is invalid, or if there is no API key and
+            allow_unauthenticated is not set. The address is configured in Ray Serve, so a key is required
+            even if it is a loopback address.
     """
     fields = {field.name for kind in (EngineArgs, ServerOptions) for field in dataclasses.fields(kind)}
     for name in args.keys() - fields:
@@ -66,20 +68,20 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 
 def application(args: EngineArgs, options: ServerOptions, num_gpus: int = 0) -> serve.Application:
-    """Returns the application of Serve.
+    """Returns the application for Ray Serve.
 
     Args:
         args: Model and limits of each engine.
-        options: What clients may do, with all keys; and how many replicas there are.
-        num_gpus: Of each replica.
+        options: Options of the server, with the API keys from all sources and the number of replicas.
+        num_gpus: Number of GPUs of each replica.
 
     Raises:
-        ValueError: If an option would reach one replica alone.
+        ValueError: If an option is set that would affect only one replica.
     """
     for name in ("developer_routes", "allow_runtime_lora_updating"):
         if getattr(options, name):
             raise ArgumentError(name, True, "False with Ray because a call reaches one replica only")
-    # The page shows one engine.
+    # The status page shows only one engine.
     options = dataclasses.replace(options, ui=False)
     router: dict[str, Any] = {
         "request_router_class": PrefixRouter,
@@ -105,11 +107,11 @@ def application(args: EngineArgs, options: ServerOptions, num_gpus: int = 0) -> 
 
 
 class _Replica:
-    """A server without a port; an actor of Ray's.
+    """Ray actor with a server that has no port.
 
     Args:
-        args: Model and limits of its engine.
-        options: What clients may do.
+        args: Model and limits of the engine.
+        options: Options of the server.
     """
 
     def __init__(self, args: EngineArgs, options: ServerOptions) -> None:
@@ -118,11 +120,11 @@ class _Replica:
         self._replica = Replica(OpenAIServer(load_engine(args, options), name, options))
 
     def check_health(self) -> None:
-        """Raises ReplicaLostError if the engine has stopped or hangs: Serve then replaces this replica."""
+        """Raises ReplicaLostError if the engine has stopped or hangs. Ray Serve then replaces the replica."""
         self._replica.check()
 
     async def answer(self, call: ReplicaCall) -> AsyncGenerator[ResponseStart | ResponsePart | None]:
-        """Answers a request; None, which comes first, says that it has come."""
+        """Yields None to confirm that the request has arrived, and then the parts of its response."""
         yield None
         async with contextlib.aclosing(self._replica.answer(call)) as parts:
             async for part in parts:
@@ -130,11 +132,11 @@ class _Replica:
 
 
 class _Ingress:
-    """Where requests come in; an actor of Ray's.
+    """Ray actor that receives HTTP requests.
 
     Args:
-        replicas: Serve's handle of them.
-        options: Theirs.
+        replicas: Ray Serve's handle of the replicas.
+        options: Options of the server.
     """
 
     def __init__(self, replicas: Any, options: ServerOptions) -> None:
@@ -143,9 +145,9 @@ class _Ingress:
         self._ingress = Ingress(self._send, self._count, options.max_body_bytes)
 
     async def __call__(self, request: Request) -> Response:
-        """Answers a request."""
+        """Handles one HTTP request."""
         response = await self._ingress.answer(request)
-        del response.headers["x-request-id"]  # Serve puts the same one there
+        del response.headers["x-request-id"]  # Ray Serve adds the same header.
         return response
 
     async def _send(self, call: ReplicaCall) -> Answering:
@@ -157,7 +159,7 @@ class _Ingress:
                 yield part
         except TimeoutError as error:
             raise ReplicaLostError(f"no replica has taken the request within {_ACCEPT_S:g} s") from error
-        except ReplicaLostError as error:  # as a replica has raised it, with a traceback for a text
+        except ReplicaLostError as error:  # The replica has raised it; Ray adds a traceback to its text.
             raise ReplicaLostError(str(getattr(error, "cause", error))) from error
         except RayTaskError:
             raise
@@ -167,7 +169,7 @@ class _Ingress:
             parts.cancel()
 
     async def _count(self) -> tuple[int, int]:
-        """Returns how many replicas run, and how many there are or will be."""
+        """Returns the number of running replicas and the number of replicas that should run."""
         name = serve.get_replica_context().app_name
         status = await asyncio.to_thread(serve.status)
         states = status.applications[name].deployments["Replica"].replica_states

@@ -1,4 +1,10 @@
-"""An answer that replicas make one after the other: what its client has, and what each part adds."""
+"""Messages between ingress and replicas, and the state with which another replica can continue a response.
+
+Each part of a stream carries the output tokens that it contains. The ingress collects them in a `Progress`
+and sends it along if it has to pass the request on to another replica. The new replica computes the tokens of
+the Progress as prior output and continues from there. In each replica, a `Journal` collects the tokens for
+the next part.
+"""
 
 import copy
 import dataclasses
@@ -15,12 +21,12 @@ from jax_paged.outputs import RequestOutput
 
 @dataclasses.dataclass(frozen=True)
 class ResponseStart:
-    """The begin of an answer.
+    """Start of a response.
 
     Args:
-        status: Of HTTP.
+        status: HTTP status.
         headers: Names in lower case, and values.
-        version: Equal for replicas of the same program, model and settings.
+        version: Hash that is equal for replicas with the same program, model and settings.
     """
 
     status: int
@@ -29,18 +35,18 @@ class ResponseStart:
 
     @property
     def is_stream(self) -> bool:
-        """Whether server-sent events follow."""
+        """Whether the response is a stream of server-sent events."""
         return dict(self.headers).get(b"content-type", b"").startswith(b"text/event-stream")
 
 
 @dataclasses.dataclass(frozen=True)
 class ResponsePart:
-    """Bytes of an answer; of a stream, whole events.
+    """Part of a response body.
 
     Args:
-        body: The bytes.
-        outputs: What they tell the client: the index of a choice, and what it adds to that.
-        is_last: Whether nothing follows.
+        body: The bytes. In a stream, complete server-sent events.
+        outputs: Output in the part: the index of a choice, and the delta that the part adds to it.
+        is_last: Whether this is the last part.
     """
 
     body: bytes
@@ -50,16 +56,16 @@ class ResponsePart:
 
 @dataclasses.dataclass
 class Progress:
-    """What the client of an answer has of it: all that another replica needs to go on.
+    """Progress of a response: what the client has received, and what another replica needs to continue it.
 
     Args:
-        answer_id: Hexadecimal digits; the ids in the answer are made of them.
-        created: When the answer was asked for, in seconds of Unix time.
-        seed: The prompts of a request without a seed get theirs from it.
-        num_events: Server-sent events that the client has.
-        outputs: What they said of each choice, part by part.
-        is_whole: Whether it has the last one.
-        asked: Names of the replicas that were asked so far; whoever chooses them notes it.
+        answer_id: Hexadecimal digits, from which the ids in the response are made.
+        created: Time of the request (Unix time in seconds).
+        seed: Random number from which the seeds are derived for requests without a seed.
+        num_events: Number of server-sent events that the client has received.
+        outputs: Received deltas of each choice, by its index.
+        is_whole: Whether the client has received the last part.
+        asked: Names of the replicas that have been tried. The router adds them.
     """
 
     answer_id: str
@@ -72,11 +78,11 @@ class Progress:
 
     @classmethod
     def begin(cls) -> Self:
-        """Returns that of an answer of which its client has nothing."""
+        """Returns the progress of a new response."""
         return cls(uuid.uuid4().hex, int(time.time()), secrets.randbits(63))
 
     def add(self, part: ResponsePart) -> None:
-        """Notes that the client gets a part of a stream."""
+        """Records that a part of a stream is sent to the client."""
         self.num_events += part.body.count(b"\n\n")
         for index, output in part.outputs:
             self.outputs.setdefault(index, []).append(output)
@@ -84,10 +90,10 @@ class Progress:
 
 
 class Journal:
-    """Of an answer at the replica that makes it now: what the client has, and what the next event tells it.
+    """Record of a response in the replica that generates it: earlier output and output of the next event.
 
     Args:
-        progress: What the client had when the replica was asked; read only.
+        progress: Progress of the response when this replica received the request. It is not changed.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -97,15 +103,15 @@ class Journal:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client had an event when the replica was asked."""
+        """Whether the client had received output when this replica received the request."""
         return bool(self.progress.outputs)
 
     def note(self, first: int, part: RequestOutput) -> None:
-        """Notes that the next event holds a part of a request's output.
+        """Records that the next event contains a part of a request's output.
 
         Args:
-            first: The index of the request's first choice.
-            part: What is new.
+            first: Index of the request's first choice.
+            part: The new part.
         """
         for output in part.outputs:
             if output.token_ids or output.finish_reason:
@@ -115,47 +121,48 @@ class Journal:
                 self._new.append((first + output.index, new))
 
     def end(self) -> None:
-        """Notes that the next event is the last."""
+        """Records that the next event is the last one."""
         self._is_last = True
 
     def take(self, body: bytes) -> ResponsePart:
-        """Returns some bytes with all that was noted for them."""
+        """Returns a response part with the given bytes and everything that has been recorded for them."""
         outputs, self._new = tuple(self._new), []
         return ResponsePart(body, outputs, self._is_last)
 
     def begun(self, i: int, num_outputs: int, request: CheckedRequest) -> CheckedRequest:
-        """Returns a request as it goes on here: with its seed, and what the client has of its outputs.
+        """Returns a request with a seed and with the output that the client already has as prior output.
 
         Args:
-            i: Which of the answer's requests it is.
-            num_outputs: Choices of each request.
-            request: What was checked; not changed.
+            i: Index of the request in the response.
+            num_outputs: Number of choices of each request.
+            request: The checked request. It is not changed.
         """
         outputs = self.progress.outputs
         indices = range(i * num_outputs, (i + 1) * num_outputs)
         given = tuple(joined(outputs.get(index, ())) for index in indices)
-        params = copy.copy(request.params)  # dataclasses.replace would check all values again
+        params = copy.copy(request.params)  # dataclasses.replace would validate all values again
         if params.seed is None:
             digest = hashlib.sha256(f"{self.progress.seed} prompt {i}".encode()).digest()
             params.seed = int.from_bytes(digest[:8]) >> 1
         if not any(output.token_ids for output in given):
             return request.with_params(params)
-        params.prompt_logprobs = None  # they stood in the first event
+        params.prompt_logprobs = None  # They were in the first event.
         return dataclasses.replace(request.with_params(params), prior_outputs=given)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaCall:
-    """One HTTP request, on its way to a replica.
+    """One HTTP request for a replica.
 
     Args:
-        method: Of HTTP, as are the following.
-        path: Without the query.
-        query: What stands behind the question mark.
+        method: HTTP method.
+        path: Path without the query.
+        query: Query string.
         headers: Names in lower case, and values.
-        body: The whole of it.
-        progress: What the client has of the answer.
-        prefix_key: Equal for requests that begin alike; None if nothing is to be read ahead of them.
+        body: The complete body.
+        progress: Progress of the response.
+        prefix_key: Key that is equal for requests with the same beginning, which should run on the same
+            replica. None if the request has no prompt.
     """
 
     method: str
@@ -168,4 +175,4 @@ class ReplicaCall:
 
 
 class ReplicaLostError(Exception):
-    """A replica has gone, or its engine has stopped: another one goes on."""
+    """Error of a replica that has ended or whose engine has stopped; another replica must continue."""

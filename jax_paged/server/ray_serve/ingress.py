@@ -1,4 +1,4 @@
-"""In front of several replicas: sends them HTTP requests, and goes on with another where one is lost."""
+"""Ingress in front of several replicas: sends them HTTP requests, and retries with another one on failure."""
 
 import contextlib
 import hashlib
@@ -21,9 +21,10 @@ from jax_paged.server.ray_serve.continuation import (
     ResponseStart,
 )
 
-# A request that ends every engine that runs it must not end all of them.
+# Maximum number of replicas that are tried for a request, because the request itself may be the cause of the
+# failures.
 _MOST_REPLICAS = 3
-# A text that no chat has divided is at home by so many of its first characters, or tokens.
+# Plain prompts are routed by their first characters or tokens, up to this number.
 _PREFIX_LENGTH = 256
 _HEALTH_PATHS = ("/health", "/ping", "/ready")
 _LOGGER = logging.getLogger(__name__)
@@ -32,15 +33,16 @@ Answering = AsyncGenerator[ResponseStart | ResponsePart]
 
 
 class Ingress:
-    """Answers HTTP requests by replicas: as one server would, whichever of them are lost meanwhile.
+    """Handler of HTTP requests that distributes them to replicas and hides the failure of a replica.
 
-    A whole answer comes from one replica. A stream goes on at another one: as each draw depends on the seed
-    and the position alone, with the tokens that the first would have drawn.
+    A response that is not streamed comes from a single replica and is requested again if that replica fails.
+    A stream is continued by another replica. It has the same tokens as without the failure, because each
+    sampled token depends only on the seed and the position.
 
     Args:
-        send: Sends a request to a replica. Its generator raises ReplicaLostError if that has gone.
-        count: Returns how many replicas run, and how many should.
-        max_body_bytes: Bytes of a request's body.
+        send: Sends a request to a replica. The generator raises ReplicaLostError if the replica has failed.
+        count: Returns the number of running replicas and the number of replicas that should run.
+        max_body_bytes: Maximum size of a request's body (bytes).
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Ingress:
         self._max_body_bytes = max_body_bytes
 
     async def answer(self, request: Request) -> Response:
-        """Returns the answer to a request; that of a stream as soon as its first event has come."""
+        """Returns the response to a request; a stream is returned when its first event is available."""
         try:
             if request.scope["path"] in _HEALTH_PATHS:
                 return await self._health()
@@ -80,7 +82,10 @@ class Ingress:
         return json_response({"status": "ok", "replicas": counts})
 
     async def _metrics(self, call: ReplicaCall) -> Response:
-        """Asks all replicas, as none is asked twice, and tells their metrics apart by a label."""
+        """Requests the metrics of all replicas, and distinguishes them by the label "replica".
+
+        The router does not select a replica twice for the same call, so repeated calls reach all replicas.
+        """
         texts: dict[str, str] = {}
         num_running, _ = await self._count()
         for _ in range(num_running):
@@ -104,13 +109,14 @@ class Ingress:
         return bytes(body)
 
     async def _parts(self, call: ReplicaCall) -> Answering:
-        """Yields one answer; its parts come from one replica after the other, as these are lost.
+        """Yields the start and the parts of a response, from several replicas in turn if some of them fail.
 
         Raises:
-            ApiError: If it can't begin. What can't go on ends with an event that says so.
+            ApiError: If the response fails before its start. A stream that cannot be continued ends with an
+                error event.
         """
         progress = call.progress
-        first: ResponseStart | None = None  # of the stream, if it has begun
+        first: ResponseStart | None = None  # start of the stream, if it has begun
         failure = _unavailable("no replica was asked")
         for _ in range(_MOST_REPLICAS):
             begin, held = None, []
@@ -142,7 +148,7 @@ class Ingress:
                 _LOGGER.exception("%s %s: a replica has failed", call.method, call.path)
                 failure = ApiError("a replica has failed; the log has the reason", status=500)
                 break
-            if first is not None and held:  # another replica does not take it
+            if first is not None and held:  # The other replica has rejected the request.
                 yield ResponsePart(_error_event(call, orjson.loads(b"".join(part.body for part in held))))
             elif first is None:
                 assert begin is not None, "a replica answers"
@@ -170,24 +176,24 @@ def _response(begin: ResponseStart, body: bytes) -> Response:
 
 def _call(request: Request, body: bytes) -> ReplicaCall:
     progress, headers = Progress.begin(), request.headers.raw
-    if "x-request-id" not in request.headers:  # all replicas note the same one
+    if "x-request-id" not in request.headers:  # All replicas log the same request id.
         headers = [*headers, (b"x-request-id", progress.answer_id.encode())]
     path, query = request.scope["path"], request.scope["query_string"]
     key = prefix_key(body) if request.method == "POST" else None
-    # The server in front of the ingress removes the body from the answer to HEAD.
+    # Ray Serve's HTTP proxy removes the body from the response to HEAD.
     method = "GET" if request.method == "HEAD" else request.method
     return ReplicaCall(method, path, query, tuple(headers), body, progress, key)
 
 
 def prefix_key(body: bytes) -> str | None:
-    """Returns what is equal for requests that begin alike; None where nothing is to be read ahead.
+    """Returns a key that is equal for requests with the same beginning; None if the body has no prompt.
 
-    Conversations are told apart by their messages up to the first one of a user.
+    The beginning of a conversation is its messages up to the first user message.
     """
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return None  # as a replica will answer
+        return None  # The replica will reject the request.
     if not isinstance(fields, dict):
         return None
     text = next((fields[name] for name in ("messages", "input", "prompt") if fields.get(name)), None)
@@ -209,7 +215,7 @@ def _unavailable(message: str) -> ApiError:
 
 
 def _error_event(call: ReplicaCall, body: dict[str, Any]) -> bytes:
-    """Returns the last event of a stream that can't go on, in the form of the API that was asked."""
+    """Returns the final error event of a stream, in the format of the requested API."""
     if not call.path.endswith("/responses"):
         return b"data: " + orjson.dumps(body) + b"\n\n"
     error = body["error"]

@@ -1,4 +1,4 @@
-"""Starting Ray Serve on this machine, and ending it on a signal."""
+"""Start-up and shutdown of Ray Serve on this machine."""
 
 import contextlib
 import logging
@@ -15,21 +15,21 @@ from jax_paged.server.launch.server import free_address, one_line_errors
 from jax_paged.server.observability.logs import configure
 
 _LOGGER = logging.getLogger(__name__)
-# What goes through it is a request, or a part of an answer.
+# The object store only holds requests and parts of responses.
 _OBJECT_STORE_BYTES = 100 * 2**20
 
 
 def serve_with_ray(args: EngineArgs, options: ServerOptions) -> None:
-    """Serves a model by several replicas until SIGINT or SIGTERM; nothing is left running then.
+    """Serves a model with several replicas until SIGINT or SIGTERM, then stops all processes it has started.
 
-    The cluster is one of its own, on this machine, whatever others run here.
+    It always starts a Ray cluster of its own on this machine, even if another one is running.
 
     Args:
         args: Model and limits of each engine.
-        options: How to listen, what clients may do, and how many replicas there are.
+        options: Options of the server and the number of replicas.
 
     Raises:
-        SystemExit: If the address can't be bound, or Ray, the model or a setting can't be used.
+        SystemExit: If the address cannot be bound, or Ray, the model or an option cannot be used.
         KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
     """
     configure(options.log_level, options.log_format)
@@ -38,10 +38,10 @@ def serve_with_ray(args: EngineArgs, options: ServerOptions) -> None:
         check_tls(options)
         host, port = free_address(options)
         try:
-            from jax_paged.server.ray_serve.app import application  # only now: it needs Ray
+            from jax_paged.server.ray_serve.app import application  # Imported late because it needs Ray.
         except ImportError as error:
             sys.exit(f"jax-paged: {error}")
-        application(args, options)  # checks them
+        application(args, options)  # Checks the arguments before Ray is started.
     import ray  # pyright: ignore[reportMissingImports]
     from ray import serve  # pyright: ignore[reportMissingImports]
 
@@ -49,7 +49,7 @@ def serve_with_ray(args: EngineArgs, options: ServerOptions) -> None:
     try:
         with one_line_errors():
             num_gpus = _check_room(args, options, ray.cluster_resources())
-        if args.distributed_executor_backend == "ray":  # its workers take them
+        if args.distributed_executor_backend == "ray":  # The engines' workers reserve the GPUs.
             num_gpus = 0
         http = {
             "host": host,
@@ -69,7 +69,7 @@ def serve_with_ray(args: EngineArgs, options: ServerOptions) -> None:
             "Press Ctrl-C to stop.",
             flush=True,
         )
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put one of its own there
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # replaces Ray's handler
         with contextlib.suppress(KeyboardInterrupt):
             signal.pause()
         _LOGGER.warning("shutting down: running requests have %g s to end", options.shutdown_timeout)
@@ -79,10 +79,11 @@ def serve_with_ray(args: EngineArgs, options: ServerOptions) -> None:
 
 
 def _check_room(args: EngineArgs, options: ServerOptions, resources: Mapping[str, float]) -> int:
-    """Returns how many GPUs each replica gets: those of all its engines, where there are any.
+    """Returns the number of GPUs for each replica, which is 0 on a machine without GPUs.
 
     Raises:
-        ValueError: If there are too few for all replicas, or, where there are none, not a core for each.
+        ValueError: If there are not enough GPUs for all replicas, or without GPUs, fewer CPU cores than
+            replicas.
     """
     kind = "GPU" if resources.get("GPU") else "CPU"
     each = args.num_engines * args.tensor_parallel_size if kind == "GPU" else 1

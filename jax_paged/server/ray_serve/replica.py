@@ -1,4 +1,4 @@
-"""One server of several: called without a network, and told what a client has of an answer."""
+"""One replica of the server, which is called without a network and can continue responses of others."""
 
 import asyncio
 import hashlib
@@ -23,10 +23,10 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Replica:
-    """Answers HTTP requests, and says with every event what it tells the client.
+    """A server without a port, which attaches the contained output tokens to each event of a stream.
 
     Args:
-        server: Answers them. The caller closes its engine.
+        server: The server. The caller closes its engine.
     """
 
     def __init__(self, server: OpenAIServer) -> None:
@@ -36,7 +36,7 @@ class Replica:
         self._version = hashlib.sha256(repr(settings).encode()).hexdigest()
 
     def check(self) -> None:
-        """Looks at the engine, and ends the requests of one that hangs, as a server does that has a port.
+        """Checks the engine. If it hangs, all of its requests fail, as in a server with a port.
 
         Raises:
             ReplicaLostError: If the engine has stopped.
@@ -46,11 +46,11 @@ class Replica:
             raise ReplicaLostError(str(stopped)) from stopped
 
     async def answer(self, call: ReplicaCall) -> AsyncGenerator[ResponseStart | ResponsePart]:
-        """Answers a request; closing the generator early aborts it.
+        """Yields the start and the parts of a response. Closing the generator aborts the request.
 
         Raises:
-            ReplicaLostError: If the engine has stopped, before the end of the answer.
-            RuntimeError: If the answer breaks off for another reason.
+            ReplicaLostError: If the engine has stopped before the end of the response.
+            RuntimeError: If the response ends early for another reason.
         """
         journal = Journal(call.progress)
         scope = local_scope(call.method, call.path, list(call.headers), call.query, journal=journal)
@@ -60,7 +60,7 @@ class Replica:
 
         async def receive() -> Message:
             if not requests:
-                await asyncio.Event().wait()  # whoever leaves cancels the task
+                await asyncio.Event().wait()  # waits until the task is cancelled
             return requests.pop()
 
         async def send(message: Message) -> None:
@@ -76,7 +76,7 @@ class Replica:
         async def run() -> None:
             try:
                 await self._app(scope, receive, send)
-            except Exception:  # it may have been answered, and is raised again for logs
+            except Exception:  # Starlette raises the exception again after an error response, for logging.
                 if self._server.engine.stopped is None:
                     _LOGGER.exception("%s %s", call.method, call.path)
             await parts.put(None)

@@ -1,4 +1,4 @@
-"""Serve's router of requests to replicas, which ReplicaRouter decides for."""
+"""Request router for Ray Serve that applies the policy of ReplicaRouter."""
 
 from collections import Counter
 
@@ -13,56 +13,59 @@ from jax_paged.core.replicas.router import MAX_LAG, ReplicaRouter
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a request to the home of its prefix, unless that has much more to do than others.
+    """Request router that prefers the replica for a request's prefix, unless its load is much higher.
 
-    It lives in one event loop, of the process that sends the requests, and counts what it has sent itself.
+    It runs in the event loop of the process that sends the requests, and counts only the load from there.
     """
 
     def initialize_state(self, num_seats: int, max_lag: int = MAX_LAG) -> None:  # pyright: ignore
-        """Takes its settings.
+        """Initializes the router with the arguments from the deployment.
 
         Args:
-            num_seats: Requests that a replica runs at a time; others wait there.
-            max_lag: As ReplicaRouter takes it.
+            num_seats: Number of requests that a replica runs at once. Further requests wait there.
+            max_lag: Maximum difference between the load of a prefix's replica and the least load, as in
+                ReplicaRouter.
         """
         self._num_seats = num_seats
         self._router = ReplicaRouter((), max_lag)
-        self._num_sent: Counter[str] = Counter()  # to each replica, and not completed
-        # Of requests that are counted: their id, which those that come again share, and the replica.
+        self._num_sent: Counter[str] = Counter()  # number of requests at each replica that are not completed
+        # Request id and replica of each counted request. A request that is sent again keeps its id.
         self._counted: set[tuple[str, str]] = set()
-        self._offered: list[tuple[PendingRequest, str]] = []  # not taken yet by the replica
+        # requests that their replica has not accepted yet
+        self._offered: list[tuple[PendingRequest, str]] = []
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Takes the replicas that run now."""
+        """Updates the set of running replicas."""
         super().update_replicas(replicas)
         self._follow()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forgets a replica as soon as a request has found it dead; called by any thread."""
+        """Removes a replica as soon as a request finds that it has died; may be called from any thread."""
         super().on_replica_actor_died(replica_id)
         self._event_loop.call_soon_threadsafe(self._follow)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Returns the replica for a request, and behind it the others, in case that one does not take it.
+        """Returns the selected replica for a request, followed by the others in case it does not accept it.
 
-        A request that comes again is not sent to where it was before.
+        A request that is sent again does not go to a replica that has been tried for it.
         """
         if pending_request is None or not pending_request.args:
             return [candidate_replicas]
         call = pending_request.args[0]
         request_id, asked = pending_request.metadata.internal_request_id, call.progress.asked
         for other, name in list(self._offered):
-            if other is pending_request:  # the replica has not taken it
+            if other is pending_request:  # The replica has not accepted it.
                 asked.remove(name)
             if other is pending_request or other.future.cancelled():
                 self._forget(other.metadata.internal_request_id, name)
-        pending_request.routing_context.should_backoff = True  # all that may take it are offered at once
+        # All suitable replicas are offered at once, so Ray Serve should wait before it asks again.
+        pending_request.routing_context.should_backoff = True
         names = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         free = [name for name in names if name not in asked]
         if not free:
-            return []  # until there is another
+            return []  # Ray Serve asks again later.
         name = self._router.choose(call.prefix_key)
         if name in free:
             self._num_sent[name] += 1
@@ -79,15 +82,15 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
     ) -> None:
-        """Notes that a replica has taken a request."""
+        """Records that a replica has accepted a request."""
         self._offered = [pair for pair in self._offered if pair[0] is not pending_request]
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Forgets a request; called by any thread."""
+        """Removes a completed request from the counts; may be called from any thread."""
         self._event_loop.call_soon_threadsafe(self._forget, internal_request_id, replica_id.unique_id)
 
     def _forget(self, request_id: str, name: str) -> None:
-        """Takes back the count of a request at a replica, if it is counted."""
+        """Removes a request at a replica from the counts, if it is counted."""
         self._offered = [
             (other, where)
             for other, where in self._offered
@@ -97,13 +100,13 @@ class PrefixRouter(RequestRouter):
             return
         self._counted.remove((request_id, name))
         self._num_sent[name] -= 1
-        if self._num_sent[name] >= self._num_seats:  # one that waited runs now
+        if self._num_sent[name] >= self._num_seats:  # A request that waited at the replica is running now.
             self._router.leave(name)
         else:
             self._router.finish(name)
 
     def _follow(self) -> None:
-        """Lets the router know the replicas that there are."""
+        """Updates the replicas of the ReplicaRouter to the current ones."""
         names = {replica_id.unique_id for replica_id in self.curr_replicas}
         for name in set(self._router.replica_ids) - names:
             self._router.remove_replica(name)

@@ -1,4 +1,4 @@
-"""Routes for whoever runs the server, not for its clients: the engine sleeps, wakes, gets other weights."""
+"""Routes for the operator of the server, not for its clients: sleep, wake-up and weight updates."""
 
 import logging
 import os
@@ -29,11 +29,11 @@ class UpdateWeightsRequest(Body):
 
 
 class DeveloperRoutes:
-    """Answers with the engine's own methods; whoever may call them can stop the service.
+    """Handlers of the developer routes. Clients that can call them can interrupt the service.
 
     Args:
-        engine: Sleeps, and gets other weights.
-        options: Whose pages may send requests.
+        engine: The engine.
+        options: Options of the server, for the allowed origins.
     """
 
     def __init__(self, engine: ServingEngine, options: ServerOptions) -> None:
@@ -41,7 +41,12 @@ class DeveloperRoutes:
         self._options = options
 
     async def sleep(self, request: Request, level: int = 1, mode: str = "wait") -> Response:
-        """POST /sleep: gives the memory of weights and pool to others; answers when it is free."""
+        """POST /sleep: Releases the memory of weights and KV cache, and responds when it is free.
+
+        With `level` 1, the weights are copied to host memory; with `level` 2, they are dropped. `mode`
+        decides about running requests: "wait" lets them finish, "keep" pauses them until the engine wakes up,
+        and "abort" ends them.
+        """
         self._check(request, ("level", "mode"))
 
         async def answer() -> Response:
@@ -51,17 +56,25 @@ class DeveloperRoutes:
         return await unless_gone(request, answer())
 
     async def wake_up(self, request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
-        """POST /wake_up: takes the memory again, or what has one of the tags."""
+        """POST /wake_up: Allocates the released memory again.
+
+        `tags` can limit this to "weights" or "kv_cache". Requests are accepted again when both are awake.
+        """
         self._check(request, ("tags",))
         await self._done(self._engine.wake_up(tags))
         return json_response({"is_sleeping": await self._engine.is_sleeping()})
 
     async def is_sleeping(self) -> Response:
-        """GET /is_sleeping: whether anything sleeps."""
+        """GET /is_sleeping: Returns whether any part of the memory is released."""
         return json_response({"is_sleeping": await self._engine.is_sleeping()})
 
     async def update_weights(self, body: UpdateWeightsRequest, request: Request) -> Response:
-        """POST /update_weights: serves the weights of a folder from the next step on."""
+        """POST /update_weights: Loads weights from a folder and uses them from the next step on.
+
+        The checkpoint must have the same architecture and sizes. `running` decides about running requests:
+        "error" rejects the update if there are any, "recompute" computes their tokens again, and "keep"
+        continues with their old keys and values.
+        """
         self._check(request, ())
         with bad_input(body):
             problems, folder = Problems(), Path(os.path.expanduser(body.model_path))
@@ -75,11 +88,18 @@ class DeveloperRoutes:
         return await self.weight_version()
 
     async def weight_version(self) -> Response:
-        """GET /weight_version: the name of the weights that draw tokens now."""
+        """GET /weight_version: Returns the name of the weights that are being served."""
         return json_response({"weight_version": self._engine.engine.weight_version})
 
     def _check(self, request: Request, names: tuple[str, ...]) -> None:
-        """Refuses web pages that may not send requests, which need no body here, and misspelt names."""
+        """Rejects requests from web pages of other origins, and query parameters with unknown names.
+
+        Browsers send such requests without a CORS preflight, because these routes need no body.
+
+        Args:
+            request: The request.
+            names: Allowed query parameters.
+        """
         origin, allowed = request.headers.get("origin"), self._options.allowed_origins
         if origin is not None and origin not in allowed and "*" not in allowed:
             raise ApiError("pages of other origins may not send this; see --allowed-origins", status=403)
@@ -88,13 +108,13 @@ class DeveloperRoutes:
             raise ApiError(f"the parameters of this route must be among {list(names)}, got {unknown}")
 
     async def _done(self, work: Any) -> None:
-        """Waits for the engine; what it refuses is the client's error, and it goes on as before."""
+        """Awaits a method of the engine, and converts its rejections to errors with status 400."""
         try:
             await work
         except ValueError as error:
-            _LOGGER.warning("%s", error)  # clients get the beginning of a long message
+            _LOGGER.warning("%s", error)  # ApiError shortens long messages.
             raise ApiError(str(error)) from error
         except RuntimeError as error:
-            if type(error) is not RuntimeError:  # of the engine, or of XLA
+            if type(error) is not RuntimeError:  # errors of the engine or of XLA
                 raise
             raise ApiError(str(error)) from error

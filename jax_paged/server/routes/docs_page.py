@@ -1,4 +1,4 @@
-"""The page at /docs: the OpenAPI document as HTML, without scripts and without anything from elsewhere."""
+"""The page at /docs: the OpenAPI document as HTML, without scripts and external resources."""
 
 import html
 from typing import Any
@@ -17,10 +17,10 @@ th, td { text-align: left; vertical-align: top; padding: 0.15rem 1.5rem 0.15rem 
 
 
 def docs_page(document: dict[str, Any]) -> HTMLResponse:
-    """Returns a page that shows an OpenAPI document.
+    """Returns an HTML page that shows an OpenAPI document.
 
     Args:
-        document: Its schemas are in components, and its references lead there.
+        document: The document, with its schemas in "components".
     """
     info, routes = document["info"], []
     for path, operations in document["paths"].items():
@@ -53,7 +53,7 @@ def _route(title: str, operation: dict[str, Any], schemas: dict[str, Any]) -> st
 
 
 def _fields(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
-    """Returns a table of the fields of an object, and of the objects in it."""
+    """Returns HTML tables of the fields of an object and of the objects in it."""
     found: dict[str, dict[str, Any]] = {}
     _collect(schema, schemas, found)
     tables = []
@@ -71,7 +71,7 @@ def _fields(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
 
 
 def _collect(schema: Any, schemas: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
-    """Adds the named schemas that a schema refers to, itself included, in the order in which they come."""
+    """Adds all named schemas that a schema refers to, also indirectly, to `found`, in order of appearance."""
     for key, value in schema.items() if isinstance(schema, dict) else enumerate(schema):
         if key == "$ref":
             name = value.rpartition("/")[2]
@@ -83,7 +83,7 @@ def _collect(schema: Any, schemas: dict[str, Any], found: dict[str, dict[str, An
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """Returns the type of a field in a few words."""
+    """Returns a short description of a field's type."""
     if "$ref" in schema:
         return schema["$ref"].rpartition("/")[2]
     if "anyOf" in schema:

@@ -1,4 +1,4 @@
-"""The routes that generate text: completions and chats."""
+"""Routes for completions and chats, and helper functions for all routes that run the model."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -44,14 +44,14 @@ from jax_paged.server.tools.chat_reader import ChatReader, ChatReaders, blaming_
 
 
 class TextRoutes:
-    """What all routes that generate text need.
+    """Base class of the routes that run the model.
 
     Args:
-        engine: Runs the requests.
-        runner: Counts them, and aborts those whose client has left.
-        texts: Tokenizes their texts.
-        models: The names that clients may ask for.
-        options: Limits of what they ask for.
+        engine: The engine.
+        runner: Runs the requests, and aborts them if the client disconnects.
+        texts: Tokenizes the texts of requests.
+        models: Names of the model and its LoRA adapters.
+        options: Options of the server, with the limits on requests.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class TextRoutes:
         num_outputs: int = 1,
         **options: Any,
     ) -> GenerationCall:
-        """Returns the call of an HTTP request; for the arguments see GenerationCall."""
+        """Returns the generation call of an HTTP request. See GenerationCall for the arguments."""
         record, client, journal = request.state.record, client_of(request), journal_of(request)
         return GenerationCall(checked, num_outputs, head, choice, record, client, journal=journal, **options)
 
 
 class GenerationRoutes(TextRoutes):
-    """Checks what clients ask for, runs it, and answers whole or as a stream."""
+    """Handlers of /v1/completions and /v1/chat/completions."""
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        """POST /v1/completions: continues one or more prompts."""
+        """POST /v1/completions: Continues one or more prompts."""
         adapter = self._models.adapter_of(body)
         with bad_input(body):
             check_sizes(body, self._options)
@@ -120,7 +120,7 @@ class GenerationRoutes(TextRoutes):
         return await unless_gone(request, self._stream(call, body) if body.stream else self._whole(call))
 
     async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
-        """POST /v1/chat/completions: answers a conversation."""
+        """POST /v1/chat/completions: Generates the next message of a conversation."""
         adapter = self._models.adapter_of(body)
         with bad_input(body):
             tokenizer = tokenizer_of(self._engine)
@@ -223,14 +223,15 @@ def check_all(
     """Tokenizes and checks the prompts of a request.
 
     Raises:
-        ValueError: If the engine can't run it, or if it could not give all tokens that are asked for.
+        ValueError: If the engine cannot run the request, or a prompt and max_tokens together exceed the
+            maximum length.
     """
     more = {"cache_salt": body.cache_salt or "", "priority": body.priority or 0, "lora_request": adapter}
     requests = [engine.engine.check_request(prompt, params, **more) for prompt in prompts]
     if getattr(body, "echo", None) and any(request.request.prompt_embeds for request in requests):
         raise ArgumentError("echo", True, "False with a soft prompt, whose tokens have no text")
     for request in requests:
-        # The engine has cut what the client asks for.
+        # The engine has reduced max_tokens, which is an error if the client has set it.
         if body.limits_output and params.max_tokens not in (None, request.params.max_tokens):
             num_tokens = len(request.prompt_token_ids) + params.max_tokens
             aspect = f"`max_tokens` ({params.max_tokens}) plus the number of tokens of"
@@ -239,17 +240,17 @@ def check_all(
 
 
 def token_bytes_of(engine: ServingEngine, requests: Sequence[CheckedRequest]) -> TokenBytes:
-    """Returns the bytes of tokens in the outputs of a call's requests, which have the same parameters."""
+    """Returns the TokenBytes of a call. All requests of a call have the same parameters."""
     return TokenBytes(engine.engine.tokenizer, requests[0].params.skip_special_tokens)
 
 
 def max_prompt_len(engine: ServingEngine, body: Generation) -> int | None:
-    """Returns the limit (tokens) of a request's prompt; None if the prompt will be cut."""
+    """Returns the maximum length of a prompt (tokens); None if the request truncates its prompt."""
     return engine.engine.config.max_model_len if body.truncate_prompt_tokens is None else None
 
 
 def _check_no_images(prompts: list[Prompt]) -> None:
-    """Raises ValueError if a prompt has multi_modal_data with images: JSON holds none."""
+    """Raises ValueError if a prompt has images in multi_modal_data, because JSON cannot contain images."""
     for prompt in prompts:
         data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
         if isinstance(data, dict) and data.get("image") not in (None, []):
@@ -259,14 +260,14 @@ def _check_no_images(prompts: list[Prompt]) -> None:
 
 
 def has_form(params: SamplingParams | BeamSearchParams) -> bool:
-    """Returns whether outputs have a form, which takes its time to compile."""
+    """Returns whether the output is constrained by a grammar, which takes time to compile."""
     return isinstance(params, SamplingParams) and params.structured_outputs is not None
 
 
 def note_warnings(
     request: Request, checked: Sequence[CheckedRequest], reader: ChatReader | None = None
 ) -> None:
-    """Notes which constraints of the output are not enforced; `with_known_fields` puts them into a header."""
+    """Stores warnings about unenforced constraints. `with_known_fields` adds them to the response."""
     found = [*(reader.warnings if reader else ())]
     found += [warning for one in checked[:1] if one.grammar is not None for warning in one.grammar.warnings]
     request.state.warnings = found
@@ -276,7 +277,7 @@ def tokenizer_of(engine: ServingEngine) -> Tokenizer:
     """Returns the engine's tokenizer.
 
     Raises:
-        ValueError: If it has none.
+        ValueError: If the engine has no tokenizer.
     """
     if engine.engine.tokenizer is None:
         raise ValueError(
@@ -286,38 +287,38 @@ def tokenizer_of(engine: ServingEngine) -> Tokenizer:
 
 
 def check_model(body: Body, model_name: str) -> None:
-    """Checks that a request is for the model that is served, or for none in particular.
+    """Checks that a request names the model that is served, or no model.
 
     Raises:
-        ApiError: If it is not.
+        ApiError: If the request names another model.
     """
     if body.model not in (None, "", model_name):
         raise unknown_model(str(body.model), model_name)
 
 
 def client_of(request: Request) -> str:
-    """Returns who sends a request; "" where no key tells."""
+    """Returns the name of the client that has sent a request; "" if the server has no API keys."""
     return getattr(request.state, "client", "")
 
 
 def journal_of(request: Request) -> Journal | None:
-    """Returns the journal of an answer that several replicas may make; None if this server is alone."""
+    """Returns the journal of the response to a request; None if there are no other replicas."""
     return getattr(request.state, "journal", None)
 
 
 def progress_of(request: Request) -> Progress:
-    """Returns what the client has of an answer: nothing, if this server is alone."""
+    """Returns the progress of the response to a request, which is empty if there are no other replicas."""
     journal = journal_of(request)
     return Progress.begin() if journal is None else journal.progress
 
 
 @contextlib.contextmanager
 def bad_input(body: Body) -> Iterator[None]:
-    """Turns a ValueError about what the client sent into an answer with status 400."""
+    """Converts a ValueError within the context to an error response with status 400."""
     try:
         yield
     except EngineAsleepError:
-        raise  # not about what the client sent
+        raise  # The request itself is valid.
     except ValueError as error:
         message, cause = str(error), first_argument_error(error)
         param = cause and _wrong_field(cause.name, body)
@@ -327,7 +328,7 @@ def bad_input(body: Body) -> Iterator[None]:
 
 
 def _wrong_field(path: str, body: Body) -> str | None:
-    """Returns the field of a body that holds an argument such as `messages[1].content`; None if none does."""
+    """Returns the field of a body that contains an argument such as `messages[1].content`, or None."""
     name = path.partition(".")[0].partition("[")[0]
     if name in ("prompt", "prompt_token_ids"):
         name = body.prompt_field

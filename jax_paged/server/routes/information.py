@@ -1,4 +1,4 @@
-"""The routes that tell clients about the server: the model, the version, and texts as tokens."""
+"""Routes that do not run the model: models, version, tokenization and detokenization."""
 
 import asyncio
 import importlib.metadata
@@ -24,7 +24,7 @@ from jax_paged.server.text_reader import TextReader
 
 
 class TokenizeRequest(Body):
-    """Body of POST /tokenize: text, or a conversation."""
+    """Body of POST /tokenize, with either a text or a conversation."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -35,7 +35,7 @@ class TokenizeRequest(Body):
         }
     )
 
-    # They would change the tokens of a conversation.
+    # These fields would change the tokens of a conversation.
     unsupported: ClassVar[Ignored] = {**Body.unsupported, "chat_template_kwargs": OFF, "tools": OFF}
 
     prompt: str | None = Field(None, examples=["def fibonacci(n):"])
@@ -55,13 +55,13 @@ class DetokenizeRequest(Body):
 
 
 class InformationRoutes:
-    """Answers what needs no model to run.
+    """Handlers of the routes that do not run the model.
 
     Args:
-        engine: Its configuration and tokenizer are read.
-        texts: Tokenizes what clients send.
-        models: The names that clients may ask for.
-        options: Limits of what they ask for.
+        engine: The engine, for its configuration and tokenizer.
+        texts: Tokenizes the texts of requests.
+        models: Names of the model and its LoRA adapters.
+        options: Options of the server, with the limits on requests.
     """
 
     def __init__(
@@ -75,22 +75,22 @@ class InformationRoutes:
         self.version_name = importlib.metadata.version("jax-paged")
 
     async def models(self) -> Response:
-        """GET /v1/models: the model, and its adapters."""
+        """GET /v1/models: Lists the model and its LoRA adapters."""
         return json_response({"object": "list", "data": self._models.cards()})
 
     async def model(self, model: str) -> Response:
-        """GET /v1/models/{model}: the model or the adapter of a name."""
+        """GET /v1/models/{model}: Describes the model or a LoRA adapter."""
         for card in self._models.cards():
             if card["id"] == model:
                 return json_response(card)
         raise unknown_model(model, *self._models.names)
 
     async def version(self) -> Response:
-        """GET /version: the version of jax-paged."""
+        """GET /version: Returns the version of jax-paged."""
         return json_response({"version": self.version_name})
 
     async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
-        """POST /tokenize: the token ids of a text, or of a conversation."""
+        """POST /tokenize: Returns the token ids of a text or a conversation."""
         self._models.adapter_of(body)
         with bad_input(body):
             tokenizer = tokenizer_of(self._engine)
@@ -108,7 +108,7 @@ class InformationRoutes:
         )
 
     async def detokenize(self, body: DetokenizeRequest, request: Request) -> Response:
-        """POST /detokenize: the text of token ids, special tokens included."""
+        """POST /detokenize: Returns the text of token ids, including special tokens."""
         self._models.adapter_of(body)
         with bad_input(body):
             tokenizer, last = tokenizer_of(self._engine), self._engine.engine.config.vocab_size - 1

@@ -1,4 +1,4 @@
-"""The names that clients may ask for: the model, and the adapters that were loaded for it."""
+"""Names that clients can use as the model: the model itself and its LoRA adapters."""
 
 import asyncio
 import itertools
@@ -32,15 +32,15 @@ class UnloadAdapter(Body):
 
 
 class ServedModels:
-    """The model and its adapters, by name. Belongs to the event loop.
+    """The model and its LoRA adapters by name. All methods must be called in the same event loop.
 
     Args:
-        engine: Runs the requests.
-        model_name: The model's name for clients.
-        lora_modules: Adapters to load first, as ServerOptions.lora_modules has them.
+        engine: The engine.
+        model_name: Name of the model in the API.
+        lora_modules: LoRA adapters to load first, in the format of ServerOptions.lora_modules.
 
     Raises:
-        ValueError: If one of them can't be loaded.
+        ValueError: If an adapter cannot be loaded.
     """
 
     def __init__(self, engine: ServingEngine, model_name: str, lora_modules: tuple[str, ...] = ()) -> None:
@@ -58,10 +58,10 @@ class ServedModels:
             self._keep(request)
 
     def adapter_of(self, body: Body) -> LoRARequest | None:
-        """Returns the adapter that a request names as its model; None for the model.
+        """Returns the LoRA adapter that a request names as its model; None if it uses the model itself.
 
         Raises:
-            ApiError: If there is no such name.
+            ApiError: If the name is unknown.
         """
         if body.model in (None, "", self.model_name):
             return None
@@ -71,11 +71,11 @@ class ServedModels:
 
     @property
     def names(self) -> list[str]:
-        """What a request may name as its model."""
+        """The names of the model and its adapters."""
         return [self.model_name, *self._adapters]
 
     def cards(self) -> list[dict[str, Any]]:
-        """Returns what clients are told of each of them, the model first."""
+        """Returns descriptions of the model and its adapters for GET /v1/models, the model first."""
         max_model_len = self._engine.engine.config.max_model_len
         card = {"object": "model", "owned_by": "jax-paged", "max_model_len": max_model_len}
         model = {"id": self.model_name, "created": self._created, **card}
@@ -83,7 +83,7 @@ class ServedModels:
         return [model, *({"id": name, "created": self._times[name], **more} for name in self._adapters)]
 
     async def load(self, body: LoadAdapter, request: Request) -> Response:
-        """POST /v1/load_lora_adapter: reads an adapter, which requests may then name as their model."""
+        """POST /v1/load_lora_adapter: Loads a LoRA adapter, which requests can then select as their model."""
         async with self._changing:
             try:
                 self._check_new(body.lora_name)
@@ -95,7 +95,7 @@ class ServedModels:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(self, body: UnloadAdapter, request: Request) -> Response:
-        """POST /v1/unload_lora_adapter: forgets an adapter; requests that run with it go on."""
+        """POST /v1/unload_lora_adapter: Removes a LoRA adapter. Running requests that use it continue."""
         async with self._changing:
             known = self._adapters.pop(body.lora_name, None)
             if known is None:
@@ -116,7 +116,12 @@ class ServedModels:
 
 
 def _named(text: str, number: int) -> tuple[str, int, str]:
-    """Returns name, number and path of "name=path", or of an object of JSON with both."""
+    """Returns the name, id and path of a LoRA adapter.
+
+    Args:
+        text: "name=path", or a JSON object with the keys name and path.
+        number: Id of the adapter.
+    """
     name, is_pair, path = text.partition("=")
     if text.startswith("{"):
         try:

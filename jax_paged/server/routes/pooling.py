@@ -1,4 +1,4 @@
-"""The routes that make embeddings, classes and scores of texts; their fields are OpenAI's and vLLM's."""
+"""Routes for embeddings, classification, scoring and reranking, compatible with OpenAI and vLLM."""
 
 import base64
 import dataclasses
@@ -26,7 +26,7 @@ from jax_paged.server.protocol.requests import Body, Prompts, within
 from jax_paged.server.protocol.responses import ApiError, json_response, usage
 from jax_paged.server.routes.generation import TextRoutes, bad_input, check_model
 
-_MAX_TEXTS = 2048  # of a request, as OpenAI's API has it
+_MAX_TEXTS = 2048  # maximum number of inputs per request, as in OpenAI's API
 _Texts = Annotated[
     Any,
     WithJsonSchema(
@@ -41,10 +41,10 @@ _Texts = Annotated[
 
 
 class PoolingBody(Body):
-    """The fields that all pooling requests have."""
+    """Fields that all pooling requests have in common."""
 
     prompt_field: ClassVar[str] = "input"
-    # They would change the tokens of a text, and the form of the answer.
+    # These fields would change the tokenization or the format of the response.
     unsupported: ClassVar[Ignored] = {
         **Body.unsupported,
         "add_special_tokens": (True,),
@@ -59,7 +59,7 @@ class PoolingBody(Body):
     user: Any = None
 
     def pooling_params(self) -> PoolingParams:
-        """Returns the parameters that the request asks for.
+        """Returns the pooling parameters of the request.
 
         Raises:
             ValueError: If a value is out of range.
@@ -90,7 +90,11 @@ class PoolingRequest(EmbeddingRequest):
 
 
 class ScoreRequest(PoolingBody):
-    """Body of POST /score."""
+    """Body of POST /score.
+
+    If `text_1` is a single text, it is scored with each text of `text_2`. Otherwise, both are lists of the
+    same length and are scored in pairs.
+    """
 
     prompt_field: ClassVar[str] = "text_2"
 
@@ -110,29 +114,34 @@ class RerankRequest(PoolingBody):
 
 @dataclasses.dataclass(frozen=True)
 class _Pooled:
-    """What came of one prompt."""
+    """Pooling output of one prompt.
+
+    Args:
+        output: Output of the engine.
+        data: float32 [size], or [tokens, size] for one vector per token.
+    """
 
     output: RequestOutput
     data: np.ndarray
 
 
 class PoolingRoutes(TextRoutes):
-    """Checks what clients ask for, pools it, and answers."""
+    """Handlers of the pooling routes."""
 
     async def embeddings(self, body: EmbeddingRequest, request: Request) -> Response:
-        """POST /v1/embeddings: an embedding per text."""
+        """POST /v1/embeddings: Returns an embedding for each input."""
         found = await self._pooled("embed", body, body.input, request)
         encoded = [_encoded(pooled.data, body.encoding_format) for pooled in found]
         return self._listed("embd", [{"object": "embedding", "embedding": data} for data in encoded], found)
 
     async def pooling(self, body: PoolingRequest, request: Request) -> Response:
-        """POST /pooling: what the model makes of each text, by `task`."""
+        """POST /pooling: Returns embeddings or class probabilities of each input, depending on `task`."""
         found = await self._pooled(body.task, body, body.input, request)
         encoded = [_encoded(pooled.data, body.encoding_format) for pooled in found]
         return self._listed("pool", [{"object": "pooling", "data": data} for data in encoded], found)
 
     async def classify(self, body: ClassifyRequest, request: Request) -> Response:
-        """POST /classify: the scores of the model's classes per text, and the best class."""
+        """POST /classify: Returns the class probabilities and the most likely class of each input."""
         found = await self._pooled("classify", body, body.input, request)
         spec = self._config.pooling
         assert spec is not None, "it has classified"
@@ -147,13 +156,13 @@ class PoolingRoutes(TextRoutes):
         return self._listed("classify", data, found)
 
     async def score(self, body: ScoreRequest, request: Request) -> Response:
-        """POST /score: how well texts fit, one with each of several or pair by pair."""
+        """POST /score: Returns the similarity or relevance score of pairs of texts."""
         given = {"text_1": body.text_1, "text_2": body.text_2}
         scores, found = await self._scores(body, given, request)
         return self._listed("score", [{"object": "score", "score": score} for score in scores], found)
 
     async def rerank(self, body: RerankRequest, request: Request) -> Response:
-        """POST /rerank: documents by how well they fit a query, best first."""
+        """POST /rerank: Sorts documents by their relevance to a query, the best first."""
         with bad_input(body):
             if body.top_n is not None:
                 check_int("top_n", body.top_n, 0)

@@ -1,4 +1,4 @@
-"""POST /v1/responses: text in and out, whole or as typed events; nothing is stored."""
+"""Route of OpenAI's Responses API: text input and output, optionally streamed, without storage."""
 
 import contextlib
 import itertools
@@ -42,7 +42,7 @@ from jax_paged.server.tools.chat_reader import ChatReader
 from jax_paged.server.tools.formats import CONTENT, REASONING
 from jax_paged.server.tools.parsed_chat import OutputParser
 
-_LOGPROBS = "message.output_text.logprobs"  # in `include`
+_LOGPROBS = "message.output_text.logprobs"  # value of the field `include`
 
 
 def _refuse_stored(value: Any) -> None:
@@ -60,7 +60,7 @@ _Stored = Annotated[None, BeforeValidator(_refuse_stored)]
 
 
 class TextOptions(Part):
-    """How the text of a response is made."""
+    """Options of the output text."""
 
     format: TextFormat | None = None
 
@@ -84,17 +84,18 @@ class ResponsesRequest(Generation):
     previous_response_id: _Stored = None
     conversation: _Stored = None
     prompt: None = None
-    # Accepted because clients send them; they change no output.
+    # Accepted because clients send them; they have no effect.
     parallel_tool_calls: Any = None
     reasoning: Any = None
 
     @property
     def limits_output(self) -> bool:
+        """Whether the request sets the maximum number of output tokens. If not, a default applies."""
         return self.max_output_tokens is not None
 
     @property
     def with_logprobs(self) -> bool:
-        """Whether the tokens come with log-probabilities."""
+        """Whether the response includes the log-probabilities of the output tokens."""
         return _LOGPROBS in (self.include or ())
 
     @property
@@ -103,24 +104,32 @@ class ResponsesRequest(Generation):
 
     @property
     def text_format(self) -> dict[str, Any]:
-        """The format of the text, as it is answered."""
+        """The format of the text, as the response returns it."""
         given = self._format
         return {"type": "text"} if given is None else given.model_dump(by_alias=True, exclude_none=True)
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """Returns the sampling parameters of the request.
+
+        Args:
+            defaults: Default values of the model for fields that the request does not set.
+
+        Raises:
+            ValueError: If a value is out of range. The message names the field, its value and the range.
+        """
         if self.max_output_tokens is not None:
             check_int("max_output_tokens", self.max_output_tokens, 1)
         given = self._given((self.top_logprobs or 0) if self.with_logprobs else None)
-        # None lasts to the end of the context, unless the model has a default.
+        # If neither the request nor the model has a limit, the output may fill the context.
         limit = {"max_tokens": self.max_output_tokens} if self.limits_output else {}
         return SamplingParams(**{"max_tokens": None, **defaults, **given, **limit})
 
 
 class ResponsesRoute(TextRoutes):
-    """Answers requests of OpenAI's Responses API."""
+    """Handler of /v1/responses."""
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
-        """POST /v1/responses: answers a text or a conversation."""
+        """POST /v1/responses: Generates a response to a text or a conversation."""
         adapter = self._models.adapter_of(body)
         with bad_input(body):
             tokenizer = tokenizer_of(self._engine)
@@ -171,10 +180,11 @@ class ResponsesRoute(TextRoutes):
     async def _events(
         self, builder: "_ResponseBuilder", call: GenerationCall
     ) -> AsyncGenerator[bytes, object]:
-        """Runs a call; yields typed events. The first come with the first part of the output.
+        """Runs a call and yields its events, encoded as server-sent events.
 
-        Those of a part come together, and so do those of the last one and of the end: what a client has of
-        an answer is always some parts of the output, or all.
+        The events of one part of the output are yielded together, and the final events together with the last
+        part. Therefore a client always has complete parts of the output if another replica has to continue
+        the stream. The first events are yielded with the first part of the output.
         """
         journal = call.journal
         numbers = _Numbers(journal.progress.num_events if journal is not None else 0)
@@ -205,10 +215,10 @@ class ResponsesRoute(TextRoutes):
 
 
 class _Numbers:
-    """Makes server-sent events of objects that have a type, and numbers them.
+    """Encoder of events as server-sent events with consecutive sequence numbers.
 
     Args:
-        first: The number of the first.
+        first: Sequence number of the first event.
     """
 
     def __init__(self, first: int) -> None:
@@ -221,15 +231,15 @@ class _Numbers:
 
 
 class _ResponseBuilder:
-    """The response object of one request, and the events that tell how it comes to be.
+    """Builder of the response object of one request and of its stream of events.
 
     Args:
-        body: What the client asked for.
-        token_bytes: Of the output.
-        params: What that means.
-        model_name: The model's name for clients.
-        parser: Tells thoughts from the text; None where all is text.
-        progress: Of the answer.
+        body: Body of the request.
+        token_bytes: Bytes of the output tokens.
+        params: Sampling parameters of the request.
+        model_name: Name of the model or the LoRA adapter in the API.
+        parser: Separates reasoning from text; None if the whole output is text.
+        progress: Ids and time of the response.
     """
 
     def __init__(
@@ -248,7 +258,7 @@ class _ResponseBuilder:
         self._token_bytes = token_bytes
         self._parser = parser
         self._thoughts = self._text = ""
-        self._has_message = False  # told of
+        self._has_message = False  # whether the events that add the message have been created
         self._fields = {
             "id": self.response_id,
             "object": "response",
@@ -273,7 +283,7 @@ class _ResponseBuilder:
         }
 
     def ended(self, output: RequestOutput) -> dict[str, Any]:
-        """Returns the response of an output that has come to its end."""
+        """Returns the response object for a finished output."""
         (completion,) = output.outputs
         counts = usage([output], len(completion.token_ids))
         is_cut = completion.finish_reason == "length"
@@ -296,7 +306,7 @@ class _ResponseBuilder:
         }
 
     def _num_reasoning_tokens(self, completion: CompletionOutput) -> int:
-        """Returns how many tokens of an output belong to its thoughts, at least with a part of their text."""
+        """Returns the number of output tokens whose text belongs to the reasoning, at least in part."""
         text = completion.text
         spans = self._parser.reasoning_spans(text) if self._parser else []
         byte_spans = [(len(text[:i].encode()), len(text[:j].encode())) for i, j in spans]
@@ -306,7 +316,7 @@ class _ResponseBuilder:
         return sum(any(end - size < j and end > i for i, j in byte_spans) for size, end in pairs)
 
     def take(self, new: CompletionOutput) -> tuple[str, str]:
-        """Returns the thoughts and the text that a new part of the output brings."""
+        """Returns the reasoning and the text that a new part of the output adds."""
         found = self._parser.take(new) if self._parser else {CONTENT: new.text}
         thoughts, text = found.get(REASONING, ""), found.get(CONTENT, "")
         self._thoughts += thoughts
@@ -322,7 +332,7 @@ class _ResponseBuilder:
         ]
 
     def deltas(self, new: CompletionOutput) -> list[dict[str, Any]]:
-        """Returns the events of a new part of the output."""
+        """Returns the events for a new part of the output."""
         is_thinking = bool(self._thoughts)
         thoughts, text = self.take(new)
         logprobs = [] if thoughts else chat_logprobs(new, self._num_top, self._token_bytes) or []
@@ -338,7 +348,7 @@ class _ResponseBuilder:
         return events
 
     def _opening(self) -> list[dict[str, Any]]:
-        """Returns the events between the thoughts and the text."""
+        """Returns the events between the reasoning and the text; empty if they have been returned before."""
         if self._has_message:
             return []
         self._has_message = True
@@ -372,7 +382,7 @@ class _ResponseBuilder:
         ]
 
     def item(self, _: int, completion: CompletionOutput, __: RequestOutput) -> dict[str, Any]:
-        """Returns the message of an output that has come to its end."""
+        """Returns the message item for a finished output."""
         status = "incomplete" if completion.finish_reason == "length" else "completed"
         return {**self._message(status), "content": [self._part(completion)]}
 
@@ -395,7 +405,7 @@ class _ResponseBuilder:
         }
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """Returns the event of a response that has failed after its first part."""
+        """Returns the event for a response that has failed after its first part."""
         details = {"code": "server_error", "message": str(error)}
         return {"type": "response.failed", "response": {**self._unfinished("failed"), "error": details}}
 

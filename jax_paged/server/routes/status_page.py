@@ -1,4 +1,4 @@
-"""The page at /: one HTML file of the package, and the state that it shows."""
+"""The status page at / and the state that it shows."""
 
 import base64
 import hashlib
@@ -14,12 +14,12 @@ from jax_paged.server.protocol.responses import json_response
 
 
 class StatusPageRoutes:
-    """Serves the page, which holds nothing secret, and its state.
+    """Handlers of the status page and its state. The page itself contains nothing secret.
 
     Args:
-        engine: Only read.
-        metrics: Has the latencies of the last requests.
-        model_name: The model's name for clients.
+        engine: The engine. It is only read.
+        metrics: Metrics of the server, for the latencies of recent requests.
+        model_name: Name of the model in the API.
     """
 
     def __init__(self, engine: ServingEngine, metrics: Metrics, model_name: str) -> None:
@@ -34,21 +34,21 @@ class StatusPageRoutes:
         }
 
     async def page(self) -> Response:
-        """GET /: the page."""
+        """GET /: Returns the status page."""
         return Response(self._body, media_type="text/html; charset=utf-8", headers=self._headers)
 
     async def state(self) -> Response:
-        """GET /ui/state: what the engine does now; the page asks once a second."""
+        """GET /ui/state: Returns the current state of the engine. The page requests it once per second."""
         response = json_response(self._state.snapshot())
         response.headers["Cache-Control"] = "no-store"
         return response
 
 
 def content_security_policy(page: str) -> str:
-    """Returns what a page may do: run its own script and style, and talk to its own server.
+    """Returns a Content-Security-Policy that allows only the page's own script, style and server.
 
     Args:
-        page: HTML, with one script and one style.
+        page: HTML with exactly one script and one style element.
     """
     hashes = []
     for tag in ("script", "style"):

@@ -1,4 +1,4 @@
-"""What a chat asks for beside text: calls of tools, and thoughts apart from the answer."""
+"""Tool-call and reasoning settings of a chat request: its checks, its grammar and its output parsers."""
 
 import contextlib
 import dataclasses
@@ -26,13 +26,15 @@ from jax_paged.server.tools.formats import (
 from jax_paged.server.tools.parsed_chat import OutputParser, parsed_choices
 from jax_paged.structured_outputs import StructuredOutputsParams
 
-# Tokens at the end of a prompt that tell whether the model is thinking.
+# Number of tokens at the end of a prompt that are decoded to find out whether the output starts inside the
+# reasoning.
 _NUM_LAST_TOKENS = 32
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
-# Keywords of JSON schemas whose values are schemas, lists of them, or objects of them.
+# Keywords of JSON schemas whose values are schemas (_SCHEMAS), lists of schemas (_LISTS) or objects with
+# schemas as values (_OBJECTS).
 _SCHEMAS = ("additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-# What the schema of an object may have for it to name all of its properties.
+# A JSON schema with only these keywords is plain: no properties are allowed besides the ones that it names.
 _PLAIN = frozenset(
     ("$defs", "$schema", "definitions", "description", "properties", "required", "title", "type")
 )
@@ -41,15 +43,15 @@ _OBJECTS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "pr
 
 @dataclasses.dataclass(frozen=True)
 class ChatReader:
-    """How the outputs of a chat are written and taken apart.
+    """Tool-call and reasoning settings of one chat request.
 
     Args:
-        tools: For the chat template; None for none.
-        format: How calls are written; None if none are looked for.
-        forced: Functions, one of which must be called; none if calls are up to the model.
+        tools: Tools for the chat template; None if there are none.
+        format: Format of the tool calls in the output; None if the output is not searched for calls.
+        forced: Functions of which at least one must be called; empty if the model may decide.
         parallel: Whether an output may have several calls.
-        reasoning: How the model thinks; None if thoughts are a part of the content.
-        warnings: A sentence for each constraint of the forced functions' schemas that is not enforced.
+        reasoning: Format of the reasoning; None if reasoning is not separated from the content.
+        warnings: A sentence for each constraint in the schemas of the forced functions that is not enforced.
     """
 
     tools: list[dict[str, Any]] | None
@@ -62,14 +64,16 @@ class ChatReader:
     def params(
         self, params: SamplingParams | BeamSearchParams, tokenizer: Tokenizer
     ) -> SamplingParams | BeamSearchParams:
-        """Returns the parameters by which outputs can be taken apart, and call what they have to call.
+        """Returns sampling parameters with which outputs can be parsed and contain the forced calls.
+
+        Special tokens are kept in the text if the parser needs them, and a grammar is added for forced calls.
 
         Args:
-            params: What the client asks for.
-            tokenizer: Of the model.
+            params: Sampling parameters of the request.
+            tokenizer: Tokenizer of the model.
 
         Raises:
-            ValueError: If calls can't be forced.
+            ValueError: If calls cannot be forced because of other parameters.
         """
         if isinstance(params, BeamSearchParams):
             check(
@@ -94,7 +98,11 @@ class ChatReader:
         return behind_thoughts(params, self.reasoning)
 
     def _grammar(self, ids: dict[str, int | None]) -> str:
-        """Returns a grammar of calls of the functions that are forced."""
+        """Returns the grammar of calls to the forced functions.
+
+        Args:
+            ids: Ids of the control tokens for the tags of the formats; None for a tag that is not a token.
+        """
         assert self.format is not None, "calls that are forced are looked for"
         tags = "|".join(map(re.escape, ids)) or "$^"
 
@@ -120,26 +128,26 @@ class ChatReader:
         stream: bool,
         has_form: bool,
     ) -> MakeChoice:
-        """Returns a function that makes the choices of an answer.
+        """Returns a function that makes the choices of a response from parsed outputs.
 
         Args:
-            choice: Makes them from outputs as they are.
-            num_choices: Of the answer.
-            tokenizer: Of the model.
-            prompt: The conversation's token ids.
-            stream: Whether the choices are parts.
-            has_form: Whether the outputs are constrained.
+            choice: Makes choices from unparsed outputs.
+            num_choices: Number of choices in the response.
+            tokenizer: Tokenizer of the model.
+            prompt: Token ids of the conversation.
+            stream: Whether the function makes the choices of chunks.
+            has_form: Whether the outputs are constrained by a grammar.
         """
         parsers = [self.parser(tokenizer, prompt, has_form=has_form) for _ in range(num_choices)]
         return parsed_choices(choice, parsers, stream=stream)
 
     def parser(self, tokenizer: Tokenizer, prompt: Sequence[int], *, has_form: bool) -> OutputParser:
-        """Returns what takes one output apart.
+        """Returns a parser for one output.
 
         Args:
-            tokenizer: Of the model.
-            prompt: The conversation's token ids.
-            has_form: Whether the output is constrained.
+            tokenizer: Tokenizer of the model.
+            prompt: Token ids of the conversation.
+            has_form: Whether the output is constrained by a grammar.
         """
         is_thinking = self._is_thinking(tokenizer, prompt)
         without = response_template(self.format, self.reasoning, False) if is_thinking and has_form else None
@@ -159,7 +167,7 @@ class ChatReader:
 
 @contextlib.contextmanager
 def blaming_tools(reader: ChatReader | None) -> Iterator[None]:
-    """Turns a ValueError about a grammar that is made of tools into one about the tools."""
+    """Converts a ValueError about the grammar of forced calls to a ValueError about the tools."""
     try:
         yield
     except ValueError as error:
@@ -171,7 +179,7 @@ def blaming_tools(reader: ChatReader | None) -> Iterator[None]:
 
 
 def behind_thoughts(params: SamplingParams, reasoning: ReasoningFormat | None) -> SamplingParams:
-    """Returns parameters whose form of the output, if they have one, begins where a model's answer does."""
+    """Returns parameters whose grammar, if there is one, applies only after the reasoning."""
     form = params.structured_outputs
     if form is None or form.starts_after is not None or reasoning is None:
         return params
@@ -184,29 +192,30 @@ def behind_thoughts(params: SamplingParams, reasoning: ReasoningFormat | None) -
 
 
 class ChatReaders:
-    """Tells how a server's chats are taken apart.
+    """Factory of the ChatReader of each chat request.
 
     Args:
-        options: Name the formats of the model.
+        options: Options of the server, for the formats of the model.
 
     Attributes:
-        reasoning: How the model thinks; None if it does not.
+        reasoning: Format of the model's reasoning; None if it is not separated from the content.
     """
 
     def __init__(self, options: ServerOptions) -> None:
         tools, reasoning = options.tool_call_parser, options.reasoning_parser
         self._tools = None if tools is None else TOOL_FORMATS[tools]
         self.reasoning = None if reasoning is None else REASONING_FORMATS[reasoning]
-        for format in {self._tools, None}:  # now, not by the first request
+        # Builds the templates now, so that the first request does not have to wait for them.
+        for format in {self._tools, None}:
             for is_thinking in (False, True):
                 if format or self.reasoning:
                     response_template(format, self.reasoning, is_thinking)
 
     def reader_of(self, body: ChatRequest) -> ChatReader | None:
-        """Returns how the outputs of a request are taken apart; None if they are not.
+        """Returns the ChatReader of a request; None if its outputs are not parsed.
 
         Raises:
-            ValueError: If its tools or its choice of them are wrong.
+            ValueError: If the fields tools or tool_choice are invalid.
         """
         choice = body.tool_choice
         if not body.tools:
@@ -223,7 +232,7 @@ class ChatReaders:
             raise ArgumentError("tool_choice", "auto", allowed)
         return ChatReader(
             [tool.model_dump(exclude_unset=True) for tool in body.tools],
-            # Where no format is known, plain JSON is what a grammar demands.
+            # Without a format for the model, forced calls are written as plain JSON in Llama's format.
             None if choice == "none" else self._tools or TOOL_FORMATS["llama3"],
             tuple(schemas.schema),
             body.parallel_tool_calls is not False and not isinstance(choice, NamedTool),
@@ -233,7 +242,7 @@ class ChatReaders:
 
 
 def _chosen(tools: Sequence[Tool], choice: Any) -> Sequence[Tool]:
-    """Returns the tools of which a choice demands one, after a check of all of them."""
+    """Checks all tools, and returns those of which `choice` requires a call."""
     names = [tool.function.name for tool in tools]
     for i, tool in enumerate(tools):
         name = f"tools[{i}].function"
@@ -279,7 +288,10 @@ def _check_schema(name: str, schema: Any) -> None:
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema of a function's arguments: no others than it names, where it names them plainly."""
+    """Returns the JSON schema of a function's arguments.
+
+    If the schema is plain, properties that it does not name are excluded.
+    """
     parameters = function.get("parameters") or {}
     is_closed = not parameters or ("properties" in parameters and parameters.keys() <= _PLAIN)
     return {"type": "object", **({"additionalProperties": False} if is_closed else {}), **parameters}

@@ -1,7 +1,9 @@
-"""How models write thoughts and calls of tools: templates for transformers' streaming parser, and grammars.
+"""Formats in which models write tool calls and reasoning.
 
-Each region of an output is a field of a template. A call is two of them, its name and its arguments, so that
-both can be streamed; whatever opens no region is the content. White space around a tag belongs to the tag.
+Each format provides templates for the streaming ResponseParser of transformers, and the text from which
+grammars for forced calls are made. A template divides an output into regions, each of which is a field of the
+template. A tool call has two regions, its name and its arguments, so that both can be streamed. Text outside
+of all regions is the content. White space around a tag belongs to the tag.
 """
 
 import dataclasses
@@ -14,16 +16,16 @@ from typing import Any
 
 from jax_paged.structured_outputs import JSON_WRITING
 
-# How the JSON of a grammar is spaced: as chat templates write it.
+# Separators of the JSON in a grammar: the ones that chat templates use.
 _SPACING = {**JSON_WRITING, "item_separator": ", ", "key_separator": ": "}
 
 REASONING, CONTENT, NAME, ARGUMENTS, CALL, TAG = "reasoning", "content", "name", "arguments", "call", "tag"
-# One of these stands before arguments, in all formats.
+# Markers before the arguments of a call. In every format, the arguments follow one of them.
 BEFORE_ARGUMENTS = ('"arguments"', '"parameters"', "[TOOL_CALLS]", "｜>", "<|message|>")
 
-# White space, bounded: a model that writes nothing else must not make the search for a tag slow.
+# White space, with a bound so that an output with nothing else does not slow down the search for tags.
 _W = r"\s{0,16}"
-_QUOTED = r'[^"\\<\[]{1,256}'  # no tag, at which another region might end
+_QUOTED = r'[^"\\<\[]{1,256}'  # excludes characters of tags, which may end the region
 _STRING = r'"(?:[^"\\]|\\.)*+"'
 _KEY = rf'{_W}\{{{_W}"name"{_W}:{_W}"'
 _VALUE = rf'"{_W},{_W}"(?:arguments|parameters)"{_W}:{_W}'
@@ -31,13 +33,13 @@ _VALUE = rf'"{_W},{_W}"(?:arguments|parameters)"{_W}:{_W}'
 
 @dataclasses.dataclass(frozen=True)
 class CallPattern:
-    """Patterns of the parts of a call.
+    """Regular expressions for the parts of a tool call.
 
     Args:
-        head: What stands before the name.
-        end: What stands behind the arguments, if anything does; the end of the output ends them too.
-        name: The name.
-        middle: What stands between the name and the arguments.
+        head: Text before the name.
+        end: Text after the arguments; may be empty. The end of the output ends the arguments too.
+        name: Name of the function.
+        middle: Text between the name and the arguments.
     """
 
     head: str
@@ -48,16 +50,16 @@ class CallPattern:
 
 @dataclasses.dataclass(frozen=True)
 class CallText:
-    """How calls are written where a grammar demands them.
+    """Text of tool calls, from which the grammar for forced calls is made.
 
     Args:
-        head: Before the arguments; {name} stands for the name of the function.
-        tail: Behind them.
-        between: Between two calls.
-        begin: Before all calls.
-        end: Behind all calls.
-        behind_thoughts: Before `begin`, where the calls follow thoughts.
-        needs: A control token without which a tokenizer's model does not write in this way; "" for none.
+        head: Text before the arguments of a call. {name} is replaced by the name of the function.
+        tail: Text after the arguments of a call.
+        between: Text between two calls.
+        begin: Text before all calls.
+        end: Text after all calls.
+        behind_thoughts: Text before `begin` if the calls follow reasoning.
+        needs: Control token that the tokenizer must have for this variant; "" for none.
     """
 
     head: str
@@ -71,14 +73,16 @@ class CallText:
 
 @dataclasses.dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models calls tools.
+    """Format of the tool calls of a model family.
 
     Args:
-        calls: Patterns of its calls.
-        texts: Ways to write them; the first that the tokenizer's control tokens allow is taken.
-        tags: What a tokenizer may have as control tokens.
-        whole: Pattern of a whole call that has the arguments first, with groups for them and for the name.
-        dropped: Pattern of tags that belong to no call, and are no content.
+        calls: Patterns of the ways to write a call.
+        texts: Variants of the text for forced calls. The first one whose control token the tokenizer has is
+            used.
+        tags: Tags that may be control tokens of the tokenizer.
+        whole: Pattern of a complete call with its arguments before its name, with the groups "arguments" and
+            "name"; None if there is no such form.
+        dropped: Pattern of tags that belong neither to a call nor to the content; None if there are none.
     """
 
     calls: tuple[CallPattern, ...]
@@ -90,18 +94,19 @@ class ToolFormat:
 
 @dataclasses.dataclass(frozen=True)
 class ReasoningFormat:
-    """How a family of models thinks.
+    """Format of the reasoning of a model family.
 
     Args:
-        begin: The tag before the thoughts.
-        end: The tag behind them.
-        always: Whether an output begins amid thoughts even where the prompt does not say so.
-        answer: The tag before an answer, if the thoughts' end is not followed by it at once.
-        header: The beginning of `begin` that is also the beginning of `answer`.
-        tags: What a tokenizer may have as control tokens; none stands for begin and end.
-        opening: Pattern of what begins thoughts, if they may begin amid an output.
-        closing: Pattern of what ends them; None for `end`.
-        dropped: Pattern of tags that belong to no thoughts, and are no content.
+        begin: Tag before the reasoning.
+        end: Tag after the reasoning.
+        always: Whether an output starts inside the reasoning unless the prompt ends with `end`.
+        answer: Tag before the answer, if the format has one.
+        header: Common prefix of `begin` and `answer`.
+        tags: Tags that may be control tokens of the tokenizer; empty for `begin` and `end`.
+        opening: Pattern of the start of reasoning at any position of the output; None if reasoning can only
+            be at the start, after `begin`.
+        closing: Pattern of the end of the reasoning; None for `end`.
+        dropped: Pattern of tags that belong neither to reasoning nor to the content; None if there are none.
     """
 
     begin: str
@@ -115,17 +120,17 @@ class ReasoningFormat:
     dropped: str | None = None
 
     def is_thinking(self, prompt: str) -> bool:
-        """Returns whether an output begins amid thoughts.
+        """Returns whether an output starts inside the reasoning.
 
         Args:
-            prompt: The end of it, with control tokens.
+            prompt: Text of the end of the prompt, including control tokens.
         """
         text = prompt.rstrip()
         return text.endswith(self.begin) or (self.always and not text.endswith(self.end))
 
 
 def _cut(tag: str) -> str:
-    """Returns a pattern of the first characters of a tag, of all but the last of them, or of none."""
+    """Returns a pattern that matches every incomplete beginning of a tag, including an empty one."""
     pattern = ""
     for character in reversed(tag[:-1]):
         pattern = f"(?:{re.escape(character)}{pattern})?"
@@ -196,7 +201,8 @@ _DEEPSEEK = ToolFormat(
     dropped=rf"(?<=<｜tool▁call▁end｜>){_W}<｜tool▁calls▁end｜>{_W}",
 )
 
-# Harmony: an output is messages, each with a header that says whom it is for.
+# Harmony, the format of gpt-oss: an output is a sequence of messages, each with a header that names its
+# recipient.
 _HARMONY_TAGS = tuple(
     f"<|{name}|>" for name in ("start", "channel", "constrain", "message", "end", "call", "return")
 )
@@ -255,21 +261,23 @@ REASONING_FORMATS = {
 
 @functools.cache
 def response_template(tools: ToolFormat | None, reasoning: ReasoningFormat | None, is_thinking: bool) -> Any:
-    """Returns the template by which transformers' ResponseParser takes an output apart.
+    """Returns a template with which the ResponseParser of transformers splits an output into regions.
 
     Args:
-        tools: How calls are written; None where there are none to find.
-        reasoning: How thoughts are written; None where they are a part of the content.
-        is_thinking: Whether the output begins amid thoughts.
+        tools: Format of the tool calls; None if the output is not searched for calls.
+        reasoning: Format of the reasoning; None if reasoning is not separated from the content.
+        is_thinking: Whether the output starts inside the reasoning.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # suppresses the advice to install torch
     from transformers.utils.chat_parsing.response_templates import load_response_template  # takes a second
 
     fields: dict[str, dict[str, Any]] = {CONTENT: {}}
     if reasoning is not None:
         begin, end = re.escape(reasoning.begin), re.escape(reasoning.end)
         opening = reasoning.opening or rf"\A{_W}{begin}{_W}"
-        if is_thinking:  # some models write the tag nevertheless: what may become one is waited for
+        # Some models write the tag although the prompt ends with it. The pattern does not match while the
+        # output may still become the tag.
+        if is_thinking:
             starts = "|".join(re.escape(reasoning.begin[:i]) for i in range(1, len(reasoning.begin)))
             amid = rf"\A{_W}+(?:{begin}{_W}|(?!{begin}|(?:{starts})\Z))"
             opening = f"{amid}|{reasoning.opening}" if reasoning.opening else amid
@@ -283,7 +291,7 @@ def response_template(tools: ToolFormat | None, reasoning: ReasoningFormat | Non
             "close_pattern": f"(?={call.middle})",
         }
         fields[f"{ARGUMENTS}{i}"] = {
-            # Looks ahead first: to look behind at every character of a content would be slow.
+            # The lookahead comes first, because a lookbehind at every character of the content would be slow.
             "open_pattern": f"(?={call.middle})(?<={call.head}{call.name}){call.middle}",
             "close_pattern": call.end,
         }
@@ -295,7 +303,7 @@ def response_template(tools: ToolFormat | None, reasoning: ReasoningFormat | Non
         fields[CALL] = {"open_pattern": tools.whole, "transform": groups, **at_once}
     if dropped := (tools and tools.dropped) or (reasoning and reasoning.dropped):
         fields[TAG] = {"open_pattern": dropped, **at_once}
-    # Nothing of a prompt is parsed, so no anchor is looked for in it.
+    # The parser gets no prompt, so there is no anchor to look for in it.
     return load_response_template({"start_anchor": "\0", "fields": fields})
 
 
@@ -307,17 +315,17 @@ def calls_grammar(
     parallel: bool,
     behind_thoughts: bool,
 ) -> str:
-    """Returns a Lark grammar of outputs that are calls of functions.
+    """Returns a Lark grammar for outputs that consist of calls to functions.
 
     Args:
-        text: How calls are written.
-        functions: Names, and schemas of arguments.
-        literal: Makes a text the sequence of Lark's strings and control tokens that it is written with.
+        text: Text of the calls.
+        functions: Name and JSON schema of the arguments of each function.
+        literal: Converts text to a sequence of Lark strings and control tokens.
         parallel: Whether there may be several calls.
-        behind_thoughts: Whether what it describes follows thoughts, often in a line of its own.
+        behind_thoughts: Whether the calls follow reasoning, usually on a new line.
     """
     more = f" ({literal(text.between)} call)*" if parallel else ""
-    # Optional, as the calls may also be all of an output.
+    # Optional, because the output may have no reasoning before the calls.
     front = f"({literal(text.behind_thoughts)})?" if text.behind_thoughts else ""
     space = rf"/\n{{0,2}}/ {front}" if behind_thoughts else ""
     lines = [

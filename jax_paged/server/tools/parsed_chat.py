@@ -1,4 +1,4 @@
-"""Choices of a chat whose outputs are taken apart: thoughts, content, and calls of tools."""
+"""Choices of chat responses whose outputs are split into reasoning, content and tool calls."""
 
 import json
 import secrets
@@ -17,22 +17,28 @@ from jax_paged.server.tools.formats import (
     ReasoningFormat,
 )
 
-# What may stand behind arguments and close what they stand in.
+# Characters that may follow the arguments and close the objects around them.
 _CLOSING = "}] \t\r\n"
 _MAX_CLOSING = 2
-# Characters that may stand between a marker of arguments and them: a name, an id and white space.
+# Maximum number of characters between a marker in BEFORE_ARGUMENTS and the arguments: a name, an id and white
+# space.
 _MOST_BETWEEN = 400
 
 
 class OutputParser:
-    """Takes one output apart while it comes in.
+    """Parser that splits one output into reasoning, content and tool calls while it is generated.
+
+    The regions are found by the ResponseParser of transformers. While the arguments of a call are an open
+    JSON object, the text is not passed to that parser, because it could mistake the content of a string for a
+    tag.
 
     Args:
-        template: As `formats.response_template` returns it.
-        parallel: Whether calls behind the first count; else they are dropped.
-        reasoning: How the model thinks; None if thoughts are a part of the content.
-        without_reasoning: The template for an output that was expected to begin amid thoughts, and whose
-            grammar let it end without them: then all of it is the answer. None if there is no such output.
+        template: Template from `formats.response_template`.
+        parallel: Whether calls after the first one are kept. Otherwise they are dropped.
+        reasoning: Format of the reasoning; None if reasoning is not separated from the content.
+        without_reasoning: Template for an output that starts inside the reasoning according to the prompt,
+            but that a grammar allows to consist of the answer alone. If such an output ends without the end
+            tag of the reasoning, all of it is parsed again with this template. None if this cannot happen.
     """
 
     def __init__(
@@ -48,33 +54,36 @@ class OutputParser:
         self._parser = ResponseParser(template, prefix="")
         self._parallel = parallel
         self._format = reasoning
-        self._regions: list[str] = []  # of thoughts
+        self._regions: list[str] = []  # text of each reasoning region
         self._without_reasoning = without_reasoning
-        self._text = ""  # all that was fed, if it may be parsed again
+        self._text = ""  # all text so far, if it may be parsed again
         self._calls: list[_Call] = []
-        self._last = ""  # text that was parsed
-        self._is_first = False  # whether nothing of the arguments that have opened has come
-        self._object: _OpenObject | None = None  # what they are, up to its last brace
-        self._is_whole = False  # whether the last brace of the newest arguments has come
+        self._last = ""  # last characters of the parsed text
+        self._is_first = False  # whether the arguments have just begun
+        self._object: _OpenObject | None = None  # the open JSON object of the arguments
+        self._is_whole = False  # whether the JSON object of the newest arguments is complete
 
     @property
     def has_calls(self) -> bool:
-        """Whether a call has begun."""
+        """Whether the output has at least the beginning of a call."""
         return bool(self._calls)
 
     def take(self, completion: CompletionOutput) -> dict[str, Any]:
-        """Returns what a part of the output brings, as a chunk has it."""
+        """Returns the delta of a chat chunk for a new part of the output."""
         reason = completion.finish_reason
         has_ended = reason == "stop" and completion.stop_reason is None
         return self.feed(completion.text, is_last=reason is not None, has_ended=has_ended)
 
     def feed(self, text: str, *, is_last: bool, has_ended: bool = False) -> dict[str, Any]:
-        """Returns what is new, as a chunk has it.
+        """Returns the delta of a chat chunk for new text.
 
         Args:
-            text: What has come since the last call.
-            is_last: Whether nothing follows.
-            has_ended: Whether the model has ended the output, which is not cut.
+            text: Text since the previous call.
+            is_last: Whether this is the end of the output.
+            has_ended: Whether the model has ended the output, as opposed to a limit or a stop string.
+
+        Returns:
+            The fields reasoning, reasoning_content, content and tool_calls, as far as the text adds to them.
         """
         new = self._feed(text, is_last=is_last)
         if self._without_reasoning is None:
@@ -92,7 +101,7 @@ class OutputParser:
     def _feed(self, text: str, *, is_last: bool) -> dict[str, Any]:
         new: dict[str, Any] = {}
         while text:
-            if self._object is not None:  # the parser would take what stands in its strings for tags
+            if self._object is not None:  # The parser could mistake the content of a string for a tag.
                 num = self._object.num_inside(text)
                 if self._counts:
                     self._calls[-1].add(new, text[:num])
@@ -106,22 +115,23 @@ class OutputParser:
         if is_last:
             self._read(new, map(self._without_cut_tag, self._parser.finalize()[1]))
         if REASONING in new:
-            new["reasoning_content"] = new[REASONING]  # its older name
+            new["reasoning_content"] = new[REASONING]  # older name of the field
         if "tool_calls" in new:
             new["tool_calls"] = list(new["tool_calls"].values())
         return new
 
     def reasoning_spans(self, text: str) -> list[tuple[int, int]]:
-        """Returns where the thoughts that have been found begin and end in the text of an output.
+        """Returns the positions (start, end) of the reasoning in the text of the output, in characters.
 
         Args:
-            text: All that was fed.
+            text: The whole text of the output.
         """
         spans, end = [], 0
         opening = self._format.begin if self._format else ""
         for region in filter(None, self._regions):
             begin, tag = text.find(region, end), text.find(opening, end)
-            if end <= tag < begin + len(region):  # the region may also occur in the tag before it
+            # The text of the region may also occur in the tag before the region.
+            if end <= tag < begin + len(region):
                 begin = max(begin, text.find(region, tag + len(opening)))
             if begin >= 0:
                 end = begin + len(region)
@@ -129,7 +139,7 @@ class OutputParser:
         return spans
 
     def _num_up_to_brace(self, text: str) -> int:
-        """Returns how many characters there are up to the brace that may begin arguments, or to the end."""
+        """Returns the number of characters up to a brace that may start arguments, or to the end of text."""
         num = 0
         while num := text.find("{", num) + 1:
             if any(marker in (self._last + text[:num])[-_MOST_BETWEEN:] for marker in BEFORE_ARGUMENTS):
@@ -137,9 +147,10 @@ class OutputParser:
         return len(text)
 
     def _without_cut_tag(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Returns an event of the end of the output without the half of a tag behind whole arguments.
+        """Returns a final event of the parser without a truncated closing tag after complete arguments.
 
-        An output that is cut within the tag that closes a call ends with its first characters.
+        If an output is cut off inside the closing tag of a call, the parser returns the beginning of the tag
+        as a part of the arguments.
         """
         is_rest = event["field"].startswith(ARGUMENTS) and event["type"] == "region_chunk" and self._is_whole
         if not is_rest:
@@ -149,7 +160,7 @@ class OutputParser:
 
     @property
     def _counts(self) -> bool:
-        """Whether the newest call is not dropped."""
+        """Whether the newest call is kept."""
         return self._parallel or len(self._calls) == 1
 
     def _read(self, new: dict[str, Any], events: Iterable[dict[str, Any]]) -> None:
@@ -174,7 +185,7 @@ class OutputParser:
                 self._object = _OpenObject() if event["text"].strip() == "{" else None
 
     def _take(self, new: dict[str, Any], field: str, event: dict[str, Any]) -> None:
-        """Adds what an event tells of the newest call."""
+        """Adds the content of an event to the newest call and to the delta `new`."""
         call = self._calls[-1]
         match field, event["type"]:
             case "name", "region_chunk":
@@ -195,14 +206,14 @@ class OutputParser:
 
 
 class _OpenObject:
-    """Finds the end of a JSON object whose first brace has come."""
+    """Scanner for the end of a JSON object whose opening brace has been read."""
 
     def __init__(self) -> None:
         self._depth = 1
         self._is_string = self._is_escaped = False
 
     def num_inside(self, text: str) -> int:
-        """Returns how many of the next characters stand before its last brace."""
+        """Returns the number of characters of the text before the closing brace of the object."""
         for i, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
@@ -220,22 +231,22 @@ class _OpenObject:
 
 
 class _Call:
-    """One call while it comes in.
+    """A tool call while it is generated.
 
     Args:
-        index: Its number among the calls of its output.
+        index: Index of the call in its output.
     """
 
     def __init__(self, index: int) -> None:
         self.name = ""
         self._index = index
-        self._parts: list[str] = []  # of the arguments
-        self._held = ""  # what may not belong to them
+        self._parts: list[str] = []  # text of the arguments so far
+        self._held = ""  # text that may be outside of the arguments
 
     def begin(self, new: dict[str, Any]) -> None:
-        """Adds the call, whose name is known, to what is new."""
+        """Adds the call to the delta `new`. Its name must be complete."""
         function = {"name": self.name, "arguments": ""}
-        # Templates of Mistral's want ids of nine characters.
+        # The chat templates of Mistral require ids of nine characters.
         call = {
             "index": self._index,
             "id": secrets.token_hex(5)[:9],
@@ -245,16 +256,16 @@ class _Call:
         new.setdefault("tool_calls", {})[self._index] = call
 
     def add(self, new: dict[str, Any], text: str) -> None:
-        """Adds text of the arguments."""
+        """Adds text of the arguments to the delta `new`. Closing brackets at the end are held back."""
         text = self._held + text
         certain = text.rstrip(_CLOSING)
         self._held = text[len(certain) :]
         self._write(new, certain)
 
     def end(self, new: dict[str, Any]) -> None:
-        """Adds the rest of the arguments: without what closes the object that they stand in.
+        """Adds the rest of the arguments to the delta `new`, without the brackets of surrounding objects.
 
-        Arguments that are no JSON stay as the model has written them.
+        If the arguments are not valid JSON, all of the text is added.
         """
         front, rest = "".join(self._parts), self._held.rstrip()
         for _ in range(_MAX_CLOSING + 1):
@@ -272,12 +283,12 @@ class _Call:
 
 
 def parsed_choices(choice: MakeChoice, parsers: Sequence[OutputParser], *, stream: bool) -> MakeChoice:
-    """Returns a function that makes the choices of a chat answer from outputs that are taken apart.
+    """Returns a function that makes the choices of a chat response from parsed outputs.
 
     Args:
-        choice: Makes them from outputs as they are.
-        parsers: One per choice.
-        stream: Whether the choices are parts.
+        choice: Makes choices from unparsed outputs.
+        parsers: One parser per choice.
+        stream: Whether the function makes the choices of chunks.
     """
 
     def parsed(index: int, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
