@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Preemption:
-    """Preempts whole requests, starting with the last one in the order.
+    """Preemption of whole requests, starting with the last one in the order.
 
     Args:
         block_manager: Owner of the blocks.

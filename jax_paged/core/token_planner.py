@@ -13,7 +13,7 @@ from jax_paged.core.stop_conditions import StopConditions
 
 
 class TokenPlanner:
-    """Distribution of a step's tokens to sequences, one request at a time.
+    """Planner that divides the tokens of a step among sequences, one request at a time.
 
     Args:
         block_manager: Owner of the blocks.
