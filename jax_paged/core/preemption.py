@@ -8,14 +8,15 @@ steps in flight before it schedules the next step. No sampled token is lost.
    request, running requests with higher keys, starting with the last one (`Admission.preempt_for`).
 2. Method: with "recompute", the blocks are freed and the tokens are computed again later (`requeue`). With
    "swap", the blocks are copied to host memory (`preempt`). A request is also recomputed if host memory is
-   full, or if the step swaps in another request: the step reads host blocks that must not be overwritten.
+   full, or if the step swaps in another request, because such a step reads host blocks that must not be
+   overwritten.
 3. Executor: SchedulerOutput.released_seq_ids tells it which batch slots to release.
 4. Resumption: `Admission.give_blocks` allocates or swaps in the blocks. The executor receives a NewSequence
    with a new id and rebuilds token counts and token rules from the output tokens. The states of logits
    processors were kept in host memory under the former id (KeptStates).
-5. Reproducibility: sampling continues with the same tokens. The random number of a draw depends only on the
-   sequence's seed and the token's position, and recomputed tokens are not sampled again. Recomputed logits
-   are equal up to rounding, or bit for bit with batch_invariant.
+5. Reproducibility: the output is the same as without the preemption. The random number of a draw depends only
+   on the sequence's seed and the token's position, and recomputed tokens are not sampled again. Recomputed
+   logits are equal up to rounding, or bit for bit with batch_invariant.
 """
 
 import dataclasses
@@ -58,7 +59,7 @@ class Preemption:
         self._updater = updater
 
     def must_wait(self, group: SequenceGroup, step: StepBuilder) -> bool:
-        """Returns whether a request cannot be preempted in this step, but possibly in a later one.
+        """Returns whether a request cannot be preempted in this step, although it may be possible later.
 
         A request with dropped blocks (LLMEngine.drop_kv) cannot be recomputed. It must be swapped out, which
         is not possible in a step that swaps in.

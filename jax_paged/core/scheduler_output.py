@@ -57,7 +57,7 @@ class ScheduledSequence(NamedTuple):
         start: Position of the first token to compute.
         token_ids: The tokens to compute, at positions start, start + 1, ... The last one is NO_TOKEN if a
             step in flight samples it. The device then inserts the token that was last sampled for the
-            sequence.
+            sequence. Draft tokens are NO_TOKEN if a draft model on the device proposes them.
         new_blocks: Per cache group, the blocks appended to the block table since the sequence was last
             scheduled. Empty in the step of its NewSequence, which contains all blocks. Read-only.
         replaced_blocks: (cache group, index, block id) of block table entries that have changed since the
