@@ -111,7 +111,7 @@ class Admission:
         return group if group is self.queues.first_swapped() else None
 
     def give_blocks(self, group: SequenceGroup, step: StepBuilder) -> AdmissionResult | None:
-        """Allocates the blocks of a waiting request, or swaps in those of a swapped request.
+        """Allocates the blocks of a waiting request, or swaps in the blocks of a swapped request.
 
         Returns:
             None on success, otherwise the resource that is missing.

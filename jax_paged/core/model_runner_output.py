@@ -42,7 +42,7 @@ class ModelRunnerOutput:
             the request then has to end.
         prompt_logprobs: One list per entry of SchedulerOutput.scheduled: log-probabilities of the prompt
             tokens at positions start + 1, start + 2, ...; empty unless requested. If the step scores drafts,
-            those of the draft tokens.
+            log-probabilities of the draft tokens.
         captured: NumPy arrays that hooks have captured or pooling has computed, by index into
             SchedulerOutput.scheduled and name.
         num_shared_tokens: Number of token reads that cascade attention has saved: tokens of shared blocks,

@@ -117,8 +117,8 @@ class EncoderInput(NamedTuple):
     Args:
         request_id: The request.
         token_ids: The input tokens. Read-only.
-        block_tables: Block tables of the request's sequence. Only those of cross-attention groups are written
-            to.
+        block_tables: Block tables of the request's sequence. Only the tables of cross-attention groups are
+            used.
     """
 
     request_id: str
@@ -204,8 +204,8 @@ class SchedulerOutput:
             released_seq_ids.
         ended: Ids of the requests that ended because they could never run or continue.
         num_batched_tokens: Total number of tokens of the scheduled sequences.
-        num_logits_rows: Number of logits rows: those of the samples, and one for each sequence without a
-            sample. Logits of the latter are only checked, so that NaN is noticed before the blocks are
+        num_logits_rows: Number of logits rows: the rows of all samples, and one row for each sequence without
+            a sample. Logits of the latter are only checked, so that NaN is noticed before the blocks are
             cached.
         burst: For multi-step decoding, the maximum number of tokens of each sample; empty for all other
             steps. Each token is computed before the next one is sampled, until one ends the sequence. Sample

@@ -132,7 +132,7 @@ class AdapterSlots:
         return self.place(request.adapter) if request.adapter else 0
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:
-        """Returns the adapters to load in this step: those that were assigned a slot since the last call."""
+        """Returns the adapters that received a slot since the last call, to be loaded in this step."""
         loads = tuple(self._loads)
         self._loads.clear()
         return loads
