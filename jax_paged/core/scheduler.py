@@ -206,7 +206,7 @@ class Scheduler:
         return self.has_unfinished and not self._awaits_results
 
     def find(self, seq_id: int) -> tuple[SequenceGroup, Sequence] | None:
-        """Returns the request and the sequence of an id; None if the sequence has no batch slot."""
+        """Returns the request and the sequence with this seq_id; None if it has no batch slot."""
         return self._batch_slots.find(seq_id)
 
     def add(self, group: SequenceGroup) -> None:
@@ -284,7 +284,7 @@ class Scheduler:
             seq.truncate(num_output_tokens)
 
     def forget_prefixes(self, kept_salt: str | None) -> None:
-        """Stops sharing blocks that have been computed so far; see Preemption. No step may be in flight."""
+        """Empties the prefix cache after a weight update; see Preemption. No step may be in flight."""
         self._preemption.forget_prefixes(kept_salt)
 
     def schedule(self, now: float) -> SchedulerOutput:

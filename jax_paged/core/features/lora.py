@@ -9,10 +9,13 @@ from jax_paged.core.scheduler_output import AdapterLoad
 
 
 class AdapterSlots:
-    """Assigns device slots to LoRA adapters, and decides which requests can run with the available slots.
+    """Owner of the device slots of LoRA adapters.
+
+    It decides which requests can run with the available slots.
 
     An adapter that no running request uses keeps its slot until another adapter needs it. The least recently
-    used adapter is replaced first. The slot of an adapter that a running request uses is never taken.
+    used adapter is replaced first. The slot of an adapter is never taken while a running request uses the
+    adapter.
 
     A request whose adapter cannot get a slot is set aside. Requests after it may overtake it if they do not
     need a free slot: requests without an adapter, and requests whose adapter is already running. To prevent
@@ -33,8 +36,8 @@ class AdapterSlots:
         self._queues = queues
         self._slots: dict[str, int] = {}  # least recently used first
         self._loads: list[AdapterLoad] = []
-        self._closed: str | None = None
-        self._closed_behind: tuple[Any, int] | None = None
+        self._closed: str | None = None  # the running adapter that is closed to later requests
+        self._closed_behind: tuple[Any, int] | None = None  # order of the request after which it is closed
         self._first_aside: SequenceGroup | None = None
         self._state: Any = None  # state of the queues for which _closed_behind and _first_aside were computed
         # Conditions (see _conditions) under which requests that are set aside were refused.

@@ -16,11 +16,11 @@ class Conversations:
     all conversations of an application share, so all of them would go to one replica. A long prefix is longer
     than the first prompts of a short conversation, so its key would change between turns.
 
-    But the prompt of each turn begins with the whole prompt of the previous turn. This class therefore stores
-    a hash of each prompt (its full blocks of tokens). If a new prompt begins with a stored prompt, it belongs
-    to the same conversation and gets the same key, and its own hash replaces the stored one. A second prompt
-    that continues the same stored prompt begins a new conversation. This happens, for example, if a system
-    prompt was once a prompt of its own.
+    However, the prompt of each turn begins with the whole prompt of the previous turn. This class therefore
+    stores a hash of each prompt (its full blocks of tokens). If a new prompt begins with a stored prompt, it
+    belongs to the same conversation and gets the same key, and its own hash replaces the stored one. A second
+    prompt that continues the same stored prompt begins a new conversation. This happens, for example, if a
+    system prompt was once a prompt of its own.
 
     Args:
         max_num: Maximum number of stored conversations, of about 250 bytes each. The least recently used one

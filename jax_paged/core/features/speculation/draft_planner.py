@@ -87,7 +87,7 @@ class DraftPlanner:
         return bool(self._queues.waiting or self._queues.swapped)
 
     def plan(self, step: StepBuilder) -> bool:
-        """Plans an empty step that verifies draft tokens, if this is expected to be faster.
+        """Fills an empty step with draft tokens to verify, if this is expected to be faster.
 
         The step contains all running sequences. Nothing is planned while requests wait.
 

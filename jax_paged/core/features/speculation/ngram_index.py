@@ -8,10 +8,10 @@ class NgramIndex:
     """Index of the n-grams of one sequence.
 
     If the last tokens of the sequence have occurred before, the tokens that followed them are proposed as
-    draft tokens. For example, with the tokens `a b c d a b`, the last two tokens have occurred before, and `c
-    d` is proposed. The index maps each n-gram of min_match tokens to the positions after its occurrences.
-    Among these, the one with the longest match (up to max_match tokens) is used; the latest one if several
-    match equally.
+    draft tokens. For example, if each letter is a token and the sequence is `abcdab`, the last two tokens
+    have occurred before, and `cd` is proposed. The index maps each n-gram of min_match tokens to the
+    positions after its occurrences. Among these, the one with the longest match (up to max_match tokens) is
+    used; the latest one if several match equally.
 
     Args:
         min_match: Minimum number of equal tokens, which is the length of the indexed n-grams.
@@ -45,8 +45,8 @@ class NgramIndex:
     def propose(self, num_tokens: int) -> list[int]:
         """Returns up to `num_tokens` tokens that followed an earlier occurrence of the last tokens.
 
-        If the occurrence is so recent that fewer tokens follow it, the proposal repeats: after `a b c a b c`,
-        the proposal for 5 tokens is `a b c a b`.
+        If the occurrence is so recent that fewer tokens follow it, the proposal repeats: after `abcabc`, the
+        proposal for 5 tokens is `abcab`.
         """
         tokens = self._tokens
         places = self._places.get(tuple(tokens[-self._min_match :]), ())

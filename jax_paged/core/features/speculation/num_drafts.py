@@ -18,8 +18,8 @@ class Acceptance:
     """Estimate of the acceptance rate of a sequence's draft tokens. Recent ones have more weight.
 
     Args:
-        accepted: Weighted number of accepted draft tokens.
-        tried: Weighted number of draft tokens.
+        accepted: Decaying count of accepted draft tokens.
+        tried: Decaying count of draft tokens.
     """
 
     accepted: float = _FIRST_ACCEPTED
@@ -40,7 +40,9 @@ class Acceptance:
 def chosen_drafts(
     rates: list[float], most: list[int], max_tokens: int, cost: Callable[[int, int], float], before: float
 ) -> list[int]:
-    """Returns how many draft tokens of each sequence maximize the tokens per second; 0 for all if none pay.
+    """Returns the number of draft tokens for each sequence that maximizes the tokens per second.
+
+    All numbers are 0 if verifying draft tokens is not faster by at least the factor MIN_GAIN.
 
     The j-th draft token of a sequence yields a token with probability rate ** j. For each possible size of
     the step, the draft tokens with the highest probabilities are taken. This is optimal because their gains
@@ -86,9 +88,9 @@ def chosen_drafts(
 def chosen_length(
     rates: list[float], most: list[int], max_tokens: int, cost: Callable[[int, int], float], before: float
 ) -> int:
-    """Returns the number of a draft model's tokens per sequence that maximizes the tokens per second; or 0.
+    """Returns the number of draft tokens per sequence for a draft model; 0 if none is faster.
 
-    All sequences get this number of draft tokens, as far as available. The arguments are the same as in
+    All sequences get the same number, which maximizes the tokens per second. The arguments are the same as in
     `chosen_drafts`. A step with k draft tokens needs k + 1 passes of the draft model, because the draft model
     must also process the last draft token.
     """

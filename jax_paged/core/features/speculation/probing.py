@@ -1,4 +1,4 @@
-"""ProbingPolicy: when the draft planner decides again whether to verify draft tokens, and when it probes.
+"""ProbingPolicy: decides when to reconsider whether draft tokens are verified, and when to probe.
 
 A probe is a step that does the opposite of the current decision, so that the durations of both types of steps
 stay known.
@@ -6,20 +6,22 @@ stay known.
 
 from jax_paged.core.request import Sequence
 
-# Proposing draft tokens costs time. While they do not pay, a sequence is examined during its first
+# Proposing draft tokens costs time. While steps have none, a sequence is examined during its first
 # _FIRST_TOKENS tokens. Later, sequences take turns for _SPAN tokens each: one in _TURNS sequences is examined
 # if few sequences decode, otherwise about _FEW sequences in total.
 _FIRST_TOKENS, _SPAN, _TURNS, _FEW = 32, 16, 4, 4
 # Number of results between two decisions, with few sequences and with many.
 _DECISION_INTERVAL, _DECISION_INTERVAL_MANY = 2, 8
-# Number of results between two probes: steps with draft tokens while these do not pay, and steps without
-# draft tokens while they do. Each probe with draft tokens that does not change the decision doubles the
-# interval to the next one, at most _MAX_DOUBLINGS times.
+# Number of results between two probes with draft tokens, while other steps have none; and between two probes
+# without draft tokens, while other steps have some. Each probe with draft tokens that does not change the
+# decision doubles the interval to the next one, at most _MAX_DOUBLINGS times.
 _DRAFT_PROBE_INTERVAL, _PLAIN_PROBE_INTERVAL, _MAX_DOUBLINGS = 8, 64, 5
 
 
 class ProbingPolicy:
-    """Policy for examining sequences, deciding again, and probing.
+    """Policy for examining sequences, reconsidering the decision, and probing.
+
+    Examining a sequence means comparing its tokens with expected draft tokens (see DraftState.compare).
 
     Args:
         is_adaptive: False if every step verifies all available draft tokens.

@@ -5,8 +5,8 @@ from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.speculation import Speculation
 
-# Weight of the newest duration in the moving average; the multiple of the average to which a duration is
-# clipped; and the number of durations before the average is used. It starts at the smallest of these.
+# Weight of the newest duration in the moving average. Durations are clipped to _MOST times the average. The
+# average is used after _MIN_TIMES durations, and starts at the smallest of these.
 _NEWEST, _MOST, _MIN_TIMES = 0.2, 1.5, 3
 
 
@@ -74,8 +74,8 @@ class StepTimes:
 
         The model scales the measured duration of a step without draft tokens. The target model takes time
         proportional to num_free_rows plus the number of token rows. Each pass of the draft model takes the
-        fraction model_cost of the target model's time in a step without draft tokens, which includes one
-        pass.
+        fraction model_cost of the target model's time in a step without draft tokens. A step without draft
+        tokens also includes one pass of the draft model.
         """
         plain, speculation = self.plain(num_seqs), self._speculation
         assert plain is not None, "asked for beside a step without drafts"
