@@ -103,8 +103,8 @@ class TokenMasks(NamedTuple):
     Args:
         rows: Indices of the masked rows among all logits rows that are sampled from, in the order of
             SchedulerOutput.samples.
-        words: One bit mask per row, all of equal length, as little-endian int32 words. Bit i % 32 of word i
-            // 32 is 1 if token i is allowed. A mask may have more bits than the vocabulary has tokens.
+        words: One bit mask per row, all of equal length, as little-endian int32 words. Token i is allowed if
+            bit i % 32 of word i // 32 is 1. A mask may have more bits than the vocabulary has tokens.
     """
 
     rows: tuple[int, ...]

@@ -43,7 +43,7 @@ def block_hash(parent: bytes, tokens: list[int], salt: str) -> bytes:
 
 
 def distinct(tables_of: Iterable[list[list[int]]]) -> list[int]:
-    """Returns the blocks of several sequences without duplicates and null blocks."""
+    """Returns the blocks of several sequences without duplicates or null blocks."""
     every = (b for tables in tables_of for table in tables for b in table if b != NULL_BLOCK)
     return list(dict.fromkeys(every))
 
@@ -53,10 +53,10 @@ class BlockPool:
 
     Each block is exactly one of these:
 
-    - The null block, which pads block tables and is never allocated.
-    - Referenced by at least one block table or pinned prefix.
+    - The null block: it pads block tables and is never allocated.
+    - Referenced: at least one block table or pinned prefix contains it.
     - Held back: it has no references, but a step in flight may still write to it.
-    - Free. A free block may still be cached. It keeps its content until it is allocated again.
+    - Free: it can be allocated. It may still be cached, and keeps its content until it is allocated.
 
     The free list is in the order of eviction: first blocks without cached content, then cached blocks, least
     recently freed first.

@@ -40,7 +40,7 @@ class Acceptance:
 def chosen_drafts(
     rates: list[float], most: list[int], max_tokens: int, cost: Callable[[int, int], float], before: float
 ) -> list[int]:
-    """Returns the number of draft tokens for each sequence that maximizes the tokens per second.
+    """Returns how many draft tokens to verify for each sequence, to maximize the tokens per second.
 
     All numbers are 0 if verifying draft tokens is not faster by at least the factor MIN_GAIN.
 
@@ -88,11 +88,11 @@ def chosen_drafts(
 def chosen_length(
     rates: list[float], most: list[int], max_tokens: int, cost: Callable[[int, int], float], before: float
 ) -> int:
-    """Returns the number of draft tokens per sequence for a draft model; 0 if none is faster.
+    """Returns how many draft tokens of a draft model to verify per sequence; 0 if none is faster.
 
-    All sequences get the same number, which maximizes the tokens per second. The arguments are the same as in
-    `chosen_drafts`. A step with k draft tokens needs k + 1 passes of the draft model, because the draft model
-    must also process the last draft token.
+    The number is the same for all sequences and maximizes the tokens per second. The arguments are the same
+    as in `chosen_drafts`. A step with k draft tokens needs k + 1 passes of the draft model, because the draft
+    model must also process the last draft token.
     """
     best, best_gain = 0, MIN_GAIN
     likely, tokens, num_rows = list(rates), float(len(rates)), len(rates)
