@@ -1,4 +1,4 @@
-"""Admission: which waiting or swapped request runs next, and the blocks that it gets."""
+"""Admission: decides which waiting or swapped request runs next, and allocates its blocks."""
 
 import enum
 import math
@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 
 class AdmissionResult(enum.Enum):
-    """Whether a waiting or swapped request runs now, or what it lacks.
+    """Outcome of an attempt to admit a waiting or swapped request.
 
-    ADMITTED: It runs. The step computes tokens of it, unless they have to wait for steps in flight.
-    STALLED: It was swapped in, but there are no blocks for its next tokens: the step computes none.
-    NO_ROOM: It lacks blocks or batch slots.
-    NO_TOKENS: It has room, but the token budget of the step is used up.
-    NO_ADAPTER_SLOT: It lacks a device slot for its adapter.
+    - ADMITTED: The request runs. The step computes its tokens, unless they depend on results of steps in
+      flight.
+    - STALLED: The request was swapped in, but there are no free blocks for its next tokens. It computes none
+      in this step.
+    - NO_ROOM: There are not enough free blocks or batch slots.
+    - NO_TOKENS: There is room, but the token budget of the step is used up.
+    - NO_ADAPTER_SLOT: There is no free device slot for its LoRA adapter.
     """
 
     ADMITTED = enum.auto()
@@ -32,17 +34,17 @@ class AdmissionResult(enum.Enum):
 
 
 class Admission:
-    """Lets waiting and swapped requests run.
+    """Admission control for waiting and swapped requests.
 
     Args:
         block_manager: Owner of the blocks.
         queues: Owner of the requests.
-        preemption: Takes blocks from requests of a lower priority.
+        preemption: Preempts running requests for a waiting request with a lower key.
         adapters: Owner of the device slots of LoRA adapters; None without LoRA.
-        max_num_seqs: Maximum sequences running at a time.
-        watermark: Share of the usable blocks that stays free when a request is admitted beside running ones.
-        enable_chunked_prefill: Whether running requests have got their next blocks before others are
-            admitted.
+        max_num_seqs: Maximum number of running sequences.
+        watermark: Fraction of the usable blocks that stays free when a request is admitted while others run.
+        enable_chunked_prefill: See Scheduler. Without chunked prefill, prompts are admitted before running
+            requests have received the blocks for their next tokens, so blocks are kept free for them.
         scheduler_delay_factor: See Scheduler.
     """
 
@@ -71,7 +73,7 @@ class Admission:
         self._holds_back_new = False
 
     def begin_step(self, now: float) -> None:
-        """Decides whether new requests are held back in this step, so that more come together."""
+        """Decides whether new requests are held back in this step, to schedule more of them together."""
         if self._last_prompt_start is not None:
             self._last_prompt_s, self._last_prompt_start = now - self._last_prompt_start, None
         if self.adapters is not None:
@@ -83,11 +85,15 @@ class Admission:
         )
 
     def note_prompt(self, now: float) -> None:
-        """Notes that the step that begins now computes a prompt."""
+        """Records that the step that starts now computes a prompt."""
         self._last_prompt_start = now
 
     def first_waiting(self) -> SequenceGroup | None:
-        """Returns the next waiting request, but no new one behind one that is swapped out, or too early."""
+        """Returns the next waiting request if it may be admitted now, else None.
+
+        A request that has not run before is held back while new requests are collected (see begin_step), and
+        while a request that comes before it is swapped out.
+        """
         group, swapped = self.queues.first_waiting(), self.queues.first_swapped()
         if group is None or group.metrics.first_scheduled_time is not None:
             return group
@@ -95,17 +101,21 @@ class Admission:
         return None if self._holds_back_new or is_behind else group
 
     def first(self) -> SequenceGroup | None:
-        """Returns the next request that does not run."""
+        """Returns the next waiting or swapped request."""
         both = (self.first_waiting(), self.queues.first_swapped())
         return min((g for g in both if g is not None), key=lambda g: g.order, default=None)
 
     def first_if_swapped(self) -> SequenceGroup | None:
-        """Returns the next request that does not run, if it is swapped out."""
+        """Returns the next waiting or swapped request if it is swapped out, else None."""
         group = self.first()
         return group if group is self.queues.first_swapped() else None
 
     def give_blocks(self, group: SequenceGroup, step: StepBuilder) -> AdmissionResult | None:
-        """Gives a waiting or swapped request the blocks of its tokens; else returns what it lacks."""
+        """Allocates the blocks of a waiting request, or swaps in the blocks of a swapped request.
+
+        Returns:
+            None on success, otherwise the resource that is missing.
+        """
         if self.adapters is not None and not self.adapters.has_room(group):
             return AdmissionResult.NO_ADAPTER_SLOT
         if self.queues.num_reserved_slots + group.num_reserved_slots > self.max_num_seqs:
@@ -119,21 +129,21 @@ class Admission:
         return None if self.allocate(group, group.unfinished[0], num_reserved) else AdmissionResult.NO_ROOM
 
     def run(self, group: SequenceGroup) -> None:
-        """Moves a request that has its blocks to the running ones."""
+        """Moves a request that has its blocks to the running requests."""
         self.queues.run(group)
         for seq in group.unfinished:
             seq.status = SequenceStatus.RUNNING
 
     def take_back(self, seq: Sequence) -> None:
-        """Undoes `give_blocks` for a waiting request."""
+        """Reverts `give_blocks` for a waiting request."""
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
 
     def make_way(self, group: SequenceGroup, missing: AdmissionResult, step: StepBuilder, now: float) -> bool:
-        """Preempts requests of lower priority, or sets the request aside if it only lacks an adapter slot.
+        """Preempts requests with higher keys, or sets the request aside if it only lacks an adapter slot.
 
         Returns:
-            True if another request may be admitted in this step: this one, or one after it.
+            True if a request may still be admitted in this step: this one, or one after it in the order.
         """
         if self.preempt_for(group, step, now):
             return True
@@ -146,19 +156,21 @@ class Admission:
         return True
 
     def preempt_for(self, group: SequenceGroup, step: StepBuilder, now: float) -> bool:
-        """Preempts as many running requests of a higher key as a request needs to run, from the last.
+        """Preempts running requests with a higher key than `group` until `group` can be admitted.
 
-        While a step is in flight no request is preempted: the step `awaits_results`.
+        The last running request in the order is preempted first. If preempting all of them would not be
+        enough, none is preempted. While steps are in flight, nothing is preempted and the step is marked
+        `awaits_results`.
 
         Returns:
-            True if the request has room now. If preempting all of them is not enough, none is preempted.
+            True if requests were preempted and the request can be admitted now.
         """
         manager, running, last = self.block_manager, self.queues.running, self.queues.last_running()
         if last is None or last.key <= group.key:
             return False
         if step.is_ahead:
             step.awaits_results = True
-            return False  # blocks taken away now would not be free in this step
+            return False  # steps in flight may still write to the blocks, so they would not become free now
         shared: list[int] = []
         if group.request_id in self.queues.swapped:
             num_needed = manager.num_swapped_blocks(group.unfinished)
@@ -168,7 +180,7 @@ class Admission:
             shared = prefix.blocks
             num_uncached = len(seq) - prefix.num_blocks * manager.block_size
             if not self.enable_chunked_prefill and num_uncached > step.budget:
-                return False  # it would not run in this step even so
+                return False  # even with enough blocks, the prompt would exceed the token budget
         victims: list[SequenceGroup] = []
         num_slots, num_blocks = self.queues.num_reserved_slots, manager.num_free_blocks
         for victim in reversed(running.values()):
@@ -181,7 +193,7 @@ class Admission:
             num_missing = num_needed + self._num_reserved(group, num_slots, len(victims) == len(running))
             lacks_room = num_slots + group.num_reserved_slots > self.max_num_seqs or num_blocks < num_missing
             if lacks_room or (self.adapters and not self.adapters.has_room(group, without=victims)):
-                continue  # not enough, even if they shared nothing
+                continue  # not enough yet, even if the victims shared no blocks
             released = manager.released_by(s for victim in victims for s in victim.unfinished)
             if manager.num_free_blocks + len(released.difference(shared)) >= num_missing:
                 for victim in victims:
@@ -190,20 +202,21 @@ class Admission:
         return False
 
     def allocate(self, group: SequenceGroup, seq: Sequence, num_reserved: int) -> bool:
-        """Gives a sequence of a request the blocks of its tokens; see BlockManager.allocate."""
+        """Allocates the blocks of a sequence of a request; see BlockManager.allocate."""
         return self.block_manager.allocate(seq, group.cache_salt, num_reserved=num_reserved, **_needs(group))
 
     def _num_reserved(self, group: SequenceGroup, num_reserved_slots: int, is_alone: bool) -> int:
-        """Returns the blocks that must stay free when a request is admitted beside running ones."""
+        """Returns the number of blocks that must stay free when a request is admitted."""
         num_groups = len(self.block_manager.groups)
         num_reserved = 0 if is_alone else self._num_watermark_blocks
-        if not self.enable_chunked_prefill:  # the running ones have not got their next blocks yet
+        if not self.enable_chunked_prefill:  # running requests have not received their next blocks yet
             num_reserved += num_reserved_slots * num_groups
         if is_alone:
             return num_reserved
-        if group.request_id in self.queues.swapped:  # so that its next tokens find room
+        if group.request_id in self.queues.swapped:  # one more block for the next tokens of each sequence
             return num_reserved + len(group.unfinished) * num_groups
-        # So that the others, forked from the first again, find room.
+        # The other sequences are forked from the first one again. They need blocks for the tokens that
+        # they do not share with it.
         manager, (seq, *others) = self.block_manager, group.unfinished
         common = [min(seq.num_common_tokens(s), len(s) - 1) // manager.block_size for s in others]
         num_own = [manager.num_blocks_of(len(s) + 1) - n for s, n in zip(others, common, strict=True)]
@@ -218,7 +231,7 @@ class _Needs(TypedDict):
 def _needs(group: SequenceGroup) -> _Needs:
     features = group.request.features
     return {
-        # Shared tokens are not computed, so there would be no log-probabilities of them.
+        # Tokens in cached blocks are not computed, so they have no log-probabilities.
         "use_cache": group.sampling_params.reads_prefix_cache,
         "num_encoder_tokens": 0 if features is None else len(features.encoder_token_ids),
     }

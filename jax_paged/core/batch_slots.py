@@ -1,4 +1,4 @@
-"""Which sequences the executor knows, by which ids, and how much of their block tables."""
+"""Batch slots: which sequences and block table entries the executor knows, and under which ids."""
 
 import dataclasses
 import itertools
@@ -21,19 +21,21 @@ from jax_paged.core.stop_conditions import StopConditions
 if TYPE_CHECKING:
     from jax_paged.core.features.lora import AdapterSlots
 
-# What one sequence computes: its request, the sequence, how many tokens, and the sequences that get a token,
-# each drawn from the logits of the last token computed: none before the end of the prompt, all samples of the
-# request there, later the sequence alone. (A plain tuple: a step makes hundreds, and they are cheap.)
+# A scheduled sequence while its step is built: the request, the sequence, the number of tokens to compute,
+# and the sequences that sample from the logits of the last of these tokens. The latter are none before the
+# end of the prompt, all samples of the request at the end of the prompt, and the sequence itself later.
+# It is a plain tuple because tuples are cheap to create, and a step contains hundreds.
 Row = tuple[SequenceGroup, Sequence, int, tuple[Sequence, ...]]
 
 
 class PlannedRows(NamedTuple):
-    """What the rows of a step do beside computing their tokens, if a StepPlanner has planned the step.
+    """Instructions of a StepPlanner for the sequences of the step that it has planned.
 
     Args:
-        is_multi_step: Whether all tokens of each row except the first are drawn in this step.
-        drafts: For sequences that sample, tokens to compute after those that the sequences have.
-        scores_drafts: Whether log-probabilities of the drafts are wanted.
+        is_multi_step: Whether the step is a multi-step. All tokens of a sequence except the first are then
+            sampled in the step itself.
+        drafts: For sequences that sample, draft tokens to compute after the tokens of the sequence.
+        scores_drafts: Whether log-probabilities of the draft tokens are requested.
     """
 
     is_multi_step: bool = False
@@ -42,12 +44,12 @@ class PlannedRows(NamedTuple):
 
     @property
     def keeps_checkpoints(self) -> bool:
-        """Whether the rows may keep checkpoints of recurrent states."""
+        """Whether checkpoints of recurrent states may be made in this step."""
         return not self.is_multi_step
 
 
 class ScheduledRows(NamedTuple):
-    """The rows of a step in terms of ids; see SchedulerOutput."""
+    """The scheduled sequences of a step in the format of SchedulerOutput."""
 
     new_sequences: list[NewSequence]
     scheduled: list[ScheduledSequence]
@@ -56,7 +58,14 @@ class ScheduledRows(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class BatchSlot:
-    """What the executor knows of a sequence: of each table, the first `num_told` blocks."""
+    """One batch slot, as far as the executor knows it.
+
+    Args:
+        group: The request of the sequence.
+        seq: The sequence.
+        tables: The block tables of the sequence, which the block manager extends in place.
+        num_told: Per cache group, the number of leading blocks that the executor has received.
+    """
 
     group: SequenceGroup
     seq: Sequence
@@ -65,14 +74,17 @@ class BatchSlot:
 
 
 class BatchSlots:
-    """Turns sequences and their block tables into what has changed since the executor was told last.
+    """Owner of the batch slots and ids of sequences.
 
-    A sequence has a batch slot from the step that first computes or samples it until it loses its blocks. If
-    it gets other blocks later, it takes a new batch slot under a new id.
+    It also determines which changes of block tables the executor has to receive.
+
+    A sequence has a batch slot from the first step that computes or samples it until it loses its blocks. If
+    it gets blocks again later, it takes a new batch slot under a new id.
 
     Args:
-        block_manager: Owner of the block tables; notes what has changed in them until it is told.
-        stop_conditions: Tell the tokens that are held back until min_tokens.
+        block_manager: Owner of the block tables. It records their changes until they are sent to the
+            executor.
+        stop_conditions: Returns the tokens that end a sequence.
         adapters: Owner of the device slots of LoRA adapters; None without LoRA.
     """
 
@@ -85,19 +97,19 @@ class BatchSlots:
         self._slots: dict[Sequence, BatchSlot] = {}
         self.by_id: dict[int, BatchSlot] = {}  # read-only for others
         self._ids = itertools.count(1)
-        # Shared by all rows without news; read-only.
+        # Shared by all scheduled sequences whose block tables have not changed. Read-only.
         self._nothing_new: BlockTables = [[] for _ in block_manager.groups]
         self._nothing_replaced: list[tuple[int, int, int]] = []
         self._pending_token = [NO_TOKEN]
         self._ended: list[int] = []
 
     def find(self, seq_id: int) -> tuple[SequenceGroup, Sequence] | None:
-        """Returns the sequence of an id, with its request; None if it has left its batch slot."""
+        """Returns the request and the sequence of an id; None if the sequence has no batch slot."""
         slot = self.by_id.get(seq_id)
         return None if slot is None else (slot.group, slot.seq)
 
     def release(self) -> tuple[int, ...]:
-        """Releases the batch slots of sequences that have lost their blocks; returns their ids."""
+        """Releases the batch slots of sequences that have lost their blocks. Returns their ids."""
         lost = self._manager.lost
         left = [slot for seq in lost if (slot := self._slots.pop(seq, None)) is not None]
         lost.clear()
@@ -106,11 +118,11 @@ class BatchSlots:
         return tuple([slot.seq.seq_id for slot in left])
 
     def take_state_moves(self) -> StateMoves:
-        """Returns what has to be moved between slots of states."""
+        """Returns the copies between state slots since the last call."""
         return self._manager.states.take_moves()
 
     def note_end(self, seq: Sequence) -> None:
-        """Notes that a sequence has ended; it may have had a batch slot."""
+        """Records that a sequence has ended."""
         if seq.seq_id:
             self._ended.append(seq.seq_id)
 
@@ -121,13 +133,14 @@ class BatchSlots:
         return ended
 
     def rows(self, rows: Iterable[Row], planned: PlannedRows | None) -> ScheduledRows:
-        """Gives batch slots to the sequences of a step that have none; returns the step in terms of ids.
+        """Converts the scheduled sequences of a step to the format of SchedulerOutput.
 
-        Notes in the sequences what the step computes and draws, now that it is in flight.
+        Assigns batch slots to sequences that have none, and adds the tokens of the step to the in-flight and
+        pending counts of the sequences.
 
         Args:
-            rows: In the order in which they are computed.
-            planned: What the rows do beside computing their tokens; None for nothing.
+            rows: The scheduled sequences, in the order in which they are computed.
+            planned: Instructions of the StepPlanner that has planned the step; None if none has.
         """
         slots, changed, states = self._slots, self._manager.changed, self._manager.states
         new: list[NewSequence] = []
@@ -171,7 +184,7 @@ class BatchSlots:
         return ScheduledRows(new, scheduled, samples)
 
     def _take(self, group: SequenceGroup, seq: Sequence, new: list[NewSequence]) -> BatchSlot:
-        """Gives a sequence a batch slot; appends to `new` what the executor has to know of it."""
+        """Assigns a batch slot to a sequence, and appends its NewSequence to `new`."""
         tables = self._manager.block_tables[seq]
         self._manager.changed.pop(seq, None)
         former_id, seq.seq_id = seq.seq_id, next(self._ids)
@@ -195,7 +208,7 @@ class BatchSlots:
 def _planned_row(
     planned: PlannedRows, seq: Sequence, token_ids: list[int], num_tokens: int
 ) -> tuple[list[int], int, int]:
-    """Returns the tokens that a planned row computes, its rows of logits, and the tokens that are pending."""
+    """Returns a sequence's tokens to compute, its number of logits rows and its number of pending tokens."""
     if planned.is_multi_step:
         return token_ids, 1, num_tokens
     drafts = planned.drafts.get(seq, [])

@@ -1,4 +1,4 @@
-"""Who holds which block of the KV pool: block tables, sharing, copy-on-write, swap. No arrays."""
+"""BlockManager: block tables of all sequences, with sharing, copy-on-write and swapping."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,23 +13,25 @@ from jax_paged.errors import ArgumentError, check_int
 
 
 class BlockManager:
-    """Owns the block tables of all sequences, over one pool on the device and one in host memory.
+    """Owner of the block tables of all sequences, over a block pool on the device and one in host memory.
 
-    A sequence's blocks are released last block first, so that the tail of a prefix is evicted before its
-    head. Only full blocks whose keys and values are in the pool are cached, and these are never written
-    again. A block that several sequences reference is copied before one of them writes to it.
+    A sequence has one block table per cache group. Sequences share blocks after a fork, and through the
+    prefix cache. A shared block is copied before a sequence writes to it (copy-on-write). Only full blocks
+    whose keys and values have been computed are in the prefix cache, and these blocks are never written
+    again. When a sequence releases its blocks, it releases the last block first, so that the end of a cached
+    prefix is evicted before its beginning.
 
     Args:
-        num_blocks: Blocks of the pool, the null block included.
+        num_blocks: Number of blocks on the device, including the null block.
         block_size: Tokens per block.
-        enable_prefix_caching: Whether sequences share the full blocks of equal prefixes.
-        groups: What the model's layers need; all take their blocks from the one pool.
-        num_swap_blocks: Blocks of host memory for sequences that are swapped out.
-        num_state_slots: Slots for states, that of the null block included; 0 if no layer keeps any.
-        num_swap_state_slots: Slots of host memory.
+        enable_prefix_caching: Whether sequences share the full blocks of common prefixes.
+        groups: Cache groups of the model's layers. All of them use the same pool.
+        num_swap_blocks: Number of blocks in host memory for sequences that are swapped out.
+        num_state_slots: Number of slots for recurrent states, including the null slot; 0 if no layer has any.
+        num_swap_state_slots: Number of state slots in host memory.
 
     Raises:
-        ValueError: If there is no block besides the null block, or a block holds no token.
+        ValueError: If num_blocks is less than 2 or block_size is less than 1.
     """
 
     def __init__(
@@ -58,21 +60,21 @@ class BlockManager:
             num_state_slots, num_swap_state_slots, block_size, keeps_checkpoints=enable_prefix_caching
         )
         self.prefixes = PrefixCache(self.pool, groups, block_size, self.states)
-        # Sequences that have lost their blocks on the device since the executor was told last, and ...
+        # Changes since the last step was built. BatchSlots sends them to the executor and clears them.
+        # Sequences that have lost their blocks on the device:
         self.lost: list[Sequence] = []
-        # ... sequences whose tables have changed since the executor was told last, and of entries that were
-        # replaced the (cache group, index, block id). Whoever tells it takes them out.
+        # Sequences whose block tables have changed, with (cache group, index, block id) of replaced entries:
         self.changed: dict[Sequence, list[tuple[int, int, int]]] = {}
         self._windows = [(i, g.window) for i, g in enumerate(groups) if g.window is not None]
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks that sequences can have: all but the null block."""
+        """The number of blocks that sequences can use: all blocks except the null block."""
         return self.pool.num_usable
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out, cached ones included."""
+        """The number of free blocks, including those in the prefix cache."""
         return self.pool.num_free
 
     def begin_step(self, step_id: int) -> None:
@@ -81,36 +83,36 @@ class BlockManager:
         self.states.pool.begin_step(step_id)
 
     def end_step(self, step_id: int) -> None:
-        """Frees the blocks that waited for this step; steps end in the order in which they began."""
+        """Frees the blocks that were held back for this step. Steps must end in order."""
         self.pool.end_step(step_id)
         self.states.pool.end_step(step_id)
 
     def num_blocks_of(self, num_tokens: int) -> int:
-        """Blocks of one group that hold `num_tokens` tokens of one sequence."""
+        """Returns the number of blocks that hold `num_tokens` tokens in one cache group."""
         return -(-num_tokens // self.block_size)
 
     def allocate(
         self, seq: Sequence, salt: str, *, use_cache: bool, num_reserved: int, num_encoder_tokens: int = 0
     ) -> bool:
-        """Gives a sequence without a block table the blocks of all its tokens.
+        """Allocates the blocks for all tokens of a sequence without block tables.
 
-        Cached blocks of its prefix are shared, up to the last full block before the last token: one token
-        at least is left to compute. Sets `seq.num_computed_tokens` to the tokens of the shared blocks.
-        Groups with a window get their new blocks by `append_slots` as the sequence is computed; one each is
-        free afterwards.
+        Shares the cached blocks of the longest cached prefix. At least the last token is left to compute.
+        Sets `seq.num_computed_tokens` to the number of tokens in shared blocks. For groups with a window,
+        `append_slots` allocates the new blocks while the sequence is computed; one free block per such group
+        is required here.
 
         Args:
-            seq: The sequence; extends its `block_hashes`.
-            salt: Only sequences of equal salt share blocks.
-            use_cache: Whether it may share blocks.
-            num_reserved: Blocks that must stay free.
-            num_encoder_tokens: Tokens that groups of cross attention hold.
+            seq: The sequence. Its `block_hashes` are extended.
+            salt: Sequences share blocks only if their salts are equal.
+            use_cache: Whether the sequence may share cached blocks.
+            num_reserved: Number of blocks that must stay free.
+            num_encoder_tokens: Number of encoder tokens in cross-attention groups.
 
         Returns:
-            Whether it has them; if not, no block has changed hands.
+            True on success. If False, no blocks have been allocated.
         """
         if self.pool.num_free - num_reserved < 1 or not self.states.has_room:
-            return False  # at least one block is new; saves the walk along a long prefix
+            return False  # at least one block is new, so a long prefix need not be looked up
         prefix = self._cached_prefix(seq, salt, use_cache)
         num_new = self._num_new(seq, prefix.num_blocks, num_encoder_tokens)
         if self._num_taken(num_new, prefix.blocks) > self.pool.num_free - num_reserved:
@@ -128,23 +130,23 @@ class BlockManager:
     def needed_by(
         self, seq: Sequence, salt: str, *, use_cache: bool, num_encoder_tokens: int
     ) -> tuple[int, CachedPrefix]:
-        """Returns what `allocate` needs: how many free blocks, and the cached ones that it would share."""
+        """Returns how many free blocks `allocate` needs, and the cached prefix that it would share."""
         prefix = self._cached_prefix(seq, salt, use_cache)
         num_new = self._num_new(seq, prefix.num_blocks, num_encoder_tokens)
         return self._num_taken(num_new, prefix.blocks), prefix
 
     def num_swapped_blocks(self, seqs: list[Sequence]) -> int:
-        """Returns how many free blocks `swap_in` needs."""
+        """Returns the number of free blocks that `swap_in` needs."""
         return len(distinct(self.swapped_tables[seq] for seq in seqs if seq in self.swapped_tables))
 
     def released_by(self, seqs: Iterable[Sequence]) -> set[int]:
-        """Returns the blocks that nobody would reference if certain sequences lost theirs."""
+        """Returns the blocks that would have no references left if the given sequences released theirs."""
         held = (self.block_tables[seq] for seq in seqs if seq in self.block_tables)
         counts = Counter(block for tables in held for table in tables for block in table)
         return {b for b, n in counts.items() if b != NULL_BLOCK and self.pool.ref_counts[b] == n}
 
     def within_windows(self, seq: Sequence, num_tokens: int) -> int:
-        """Returns how many of a sequence's next tokens find free blocks in windows; at least 1."""
+        """Returns how many of the next `num_tokens` tokens fit into groups with a window; at least 1."""
         if not self._windows:
             return num_tokens
         table = self.block_tables[seq][self._windows[0][0]]
@@ -152,17 +154,17 @@ class BlockManager:
         return max(1, min(num_tokens, num_slots - seq.next_position))
 
     def append_slots(self, rows: list[tuple[Sequence, int]]) -> Copies | None:
-        """Makes sure that some sequences can write their next tokens, all of them or none.
+        """Allocates the blocks that sequences need to write their next tokens, for all of them or for none.
 
-        Extends their block tables in place, copies blocks that others reference too, and gives back blocks
-        that fell out of a window.
+        Extends block tables in place, replaces blocks that are shared with other sequences by copies, and
+        frees blocks that fell out of a window.
 
         Args:
-            rows: Sequences, and how many tokens each computes next.
+            rows: Pairs of a sequence and the number of tokens that it computes next.
 
         Returns:
-            The blocks to copy before anything is written; None if blocks lack, and then nothing but
-            windows has changed.
+            (source, destination) blocks to copy before the tokens are written. None if there are not enough
+            free blocks; then only blocks outside of windows have been freed.
         """
         size, pool = self.block_size, self.pool
         if self._windows:
@@ -177,14 +179,15 @@ class BlockManager:
                     continue
                 if num_blocks > len(table):
                     missing.append((seq, table, num_blocks - len(table)))
-                # Shared, or (of a sequence that was forked in its middle) still to be found in the cache.
+                # The block is shared, or it is in the prefix cache because the sequence was forked at a token
+                # inside of it.
                 if first < len(table) and (
                     pool.ref_counts[table[first]] > 1 or pool.contents[table[first]] is not None
                 ):
                     writes.append((seq, g, table, first))
         if not missing and not writes:
             return [] if self.states.prepare(rows) else None
-        # Of those that write to a block, the last one that references it needs no copy.
+        # If all sequences that reference a block write to it, the last of them needs no copy.
         writers = Counter(table[i] for _, _, table, i in writes)
         num_copies = sum(n - (pool.ref_counts[block] == n) for block, n in writers.items())
         if sum(n for _, _, n in missing) + num_copies > pool.num_free or not self.states.prepare(rows):
@@ -205,16 +208,16 @@ class BlockManager:
         return copies
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> bool:
-        """Gives a sequence without a block table the blocks of another's first tokens, shared.
+        """Lets a sequence without block tables share the blocks of another sequence's first tokens.
 
         Args:
-            parent: Holds blocks for at least num_tokens tokens.
-            child: Begins with the same num_tokens tokens.
-            num_tokens: Tokens that need not be computed again.
+            parent: A sequence with blocks for at least num_tokens tokens.
+            child: A sequence that begins with the same num_tokens tokens.
+            num_tokens: Number of tokens whose blocks are shared.
 
         Returns:
-            Whether it was possible: False, and nothing has changed, if blocks that the child's window
-            needs are no longer there, or the state of these tokens is not.
+            True on success. False if blocks in the child's windows, or the recurrent state after these
+            tokens, no longer exist; then nothing has changed.
         """
         num_blocks = self.num_blocks_of(num_tokens - parent.num_dropped_tokens)
         tables = self.block_tables[parent]
@@ -231,22 +234,27 @@ class BlockManager:
         return True
 
     def lacks(self, tables: BlockTables, num_tokens: int) -> bool:
-        """Returns whether a token behind the first ones would attend to blocks that fell out of a window."""
+        """Returns whether the token at position `num_tokens` attends to blocks that fell out of a window."""
         first, num_blocks = self.prefixes.first_in_window, self.num_blocks_of(num_tokens)
         return any(
             NULL_BLOCK in tables[i][first(window, num_tokens) : num_blocks] for i, window in self._windows
         )
 
     def cache_full_blocks(self, seq: Sequence, salt: str, start: int, stop: int) -> None:
-        """Offers the blocks that became full when tokens [start, stop) were computed to later sequences."""
-        if self.enable_prefix_caching and not seq.num_dropped_tokens:  # no prefix without what was dropped
+        """Adds to the prefix cache the blocks that became full when tokens [start, stop) were computed."""
+        if self.enable_prefix_caching and not seq.num_dropped_tokens:  # dropped tokens would be missing
             self.prefixes.remember(seq, salt, self.block_tables[seq], start, stop)
             self.prefixes.remember_states(seq, salt, stop)
 
     def keep(self, seq: Sequence, places: list[int]) -> None:
-        """Takes away all of a sequence's blocks but those at some places of its tables, in order.
+        """Releases all blocks of a sequence except those at the given indices of its block tables.
 
-        Nothing can tell the executor to take blocks away, so the sequence takes another batch slot.
+        The sequence then takes another batch slot, because SchedulerOutput cannot remove block table entries.
+        Blocks of cross-attention groups are kept.
+
+        Args:
+            seq: The sequence.
+            places: Ascending indices of the blocks to keep.
         """
         is_here = seq in self.block_tables
         pool, held = (self.pool, self.block_tables) if is_here else (self.swap_pool, self.swapped_tables)
@@ -259,7 +267,10 @@ class BlockManager:
             self.lost.append(seq)
 
     def free(self, seq: Sequence) -> None:
-        """Takes away a sequence's blocks, on the device or in host memory. The lists stay as they are."""
+        """Releases the blocks of a sequence on the device or in host memory.
+
+        The list objects of its block tables are not modified.
+        """
         self.changed.pop(seq, None)
         self.states.free(seq)
         if seq in self.block_tables:
@@ -269,13 +280,14 @@ class BlockManager:
             self.swap_pool.release_tables(self.swapped_tables.pop(seq))
 
     def swap_out(self, seqs: list[Sequence]) -> Copies | None:
-        """Moves the block tables of one group to host memory; what they share stays shared.
+        """Moves the block tables of one request to host memory. Shared blocks stay shared.
 
         Returns:
-            (device block, host block) pairs to copy before the device blocks are written; None, and
-            nothing but windows has changed, if host memory lacks.
+            (device block, host block) pairs to copy before the device blocks are overwritten. None if host
+            memory does not have enough free blocks; then only blocks outside of windows have been freed.
         """
-        # What fell out of a window must not be freed after coming back, in the step of a swap in.
+        # Blocks that were swapped in must not be freed in the same step. Therefore, blocks outside of windows
+        # are freed before the swap-out.
         self._free_out_of_window([(seq, 0) for seq in seqs if seq in self.block_tables])
         if len(
             distinct(self.block_tables[seq] for seq in seqs if seq in self.block_tables)
@@ -288,11 +300,15 @@ class BlockManager:
         return move_tables(seqs, (self.pool, self.block_tables), (self.swap_pool, self.swapped_tables))
 
     def swap_in(self, seqs: list[Sequence], *, num_reserved: int) -> Copies | None:
-        """Moves the block tables of one group back to the device.
+        """Moves the block tables of one request back to the device.
+
+        Args:
+            seqs: The sequences of the request.
+            num_reserved: Number of device blocks that must stay free.
 
         Returns:
-            (host block, device block) pairs to copy before anything is computed; None, and nothing has
-            changed, if less than num_reserved blocks would stay free.
+            (host block, device block) pairs to copy before tokens are computed. None if fewer than
+            num_reserved blocks would stay free; then nothing has changed.
         """
         num_free = self.pool.num_free - num_reserved
         if self.num_swapped_blocks(seqs) > num_free or not self.states.can_swap_in(seqs):
@@ -301,16 +317,19 @@ class BlockManager:
         return move_tables(seqs, (self.swap_pool, self.swapped_tables), (self.pool, self.block_tables))
 
     def pin(self, name: str, token_ids: list[int], salt: str) -> int:
-        """Keeps the cached blocks of a prefix until `unpin`; returns the number of tokens that they hold.
+        """Keeps the cached blocks of a prefix until `unpin` is called.
+
+        Returns:
+            The number of tokens in these blocks.
 
         Raises:
-            ValueError: If the name is taken, or prefixes are not cached.
+            ValueError: If the name is in use, or prefix caching is disabled.
         """
         if name in self.pinned:
             raise ArgumentError("name", name, "a name that no pinned prefix has")
         if not self.enable_prefix_caching:
             raise ArgumentError("enable_prefix_caching", False, "True for pinned prefixes")
-        # A token more: the cache leaves the last one out.
+        # One more token, because the lookup leaves out the last token.
         prefix = self.prefixes.longest(Sequence([*token_ids, 0]), salt)
         self.prefixes.forget_walk()
         for block in prefix.blocks:
@@ -320,10 +339,10 @@ class BlockManager:
         return prefix.num_blocks * self.block_size
 
     def unpin(self, name: str) -> None:
-        """Lets go of a pinned prefix; its blocks stay cached as long as no one needs them.
+        """Unpins a prefix. Its blocks stay cached until they are evicted.
 
         Raises:
-            ValueError: If no prefix is pinned by this name.
+            ValueError: If no pinned prefix has this name.
         """
         if name not in self.pinned:
             names = ", ".join(map(repr, self.pinned)) or "none"
@@ -333,14 +352,14 @@ class BlockManager:
         self.states.pool.release(prefix.slot)
 
     def forget_prefixes(self) -> None:
-        """Takes everything out of the cache; whoever holds blocks keeps them."""
+        """Empties the prefix cache. Sequences keep their blocks."""
         assert not self.pinned, "a pinned prefix would be lost"
         for cache in (self.pool, self.states.pool):
             for block in range(cache.num_blocks):
                 cache.forget(block)
 
     def check_integrity(self) -> None:
-        """Asserts every invariant of the class; takes time in proportion to the pools."""
+        """Asserts all invariants of the class. Takes time proportional to the size of the pools."""
         assert not self.block_tables.keys() & self.swapped_tables.keys(), "a sequence is in both pools"
         on_device = [*self.block_tables.values(), *(prefix.tables for prefix in self.pinned.values())]
         for pool, held in ((self.pool, on_device), (self.swap_pool, list(self.swapped_tables.values()))):
@@ -364,26 +383,29 @@ class BlockManager:
         return CachedPrefix(0, [[] for _ in self.groups], [])
 
     def _num_new(self, seq: Sequence, num_shared: int, num_encoder_tokens: int) -> list[int]:
-        """Returns how many new blocks a sequence gets at once, per cache group."""
+        """Returns the number of new blocks that `allocate` takes for a sequence, per cache group."""
         num_own = self.num_blocks_of(len(seq)) - num_shared
         num_cross = self.num_blocks_of(num_encoder_tokens)
         return [num_cross if g.is_cross else num_own if g.window is None else 0 for g in self.groups]
 
     def _num_taken(self, num_new: list[int], shared: list[int]) -> int:
-        """Returns how many free blocks new ones and shared ones take, with one for each window."""
-        # Shared blocks that nobody references are free, and would be no more.
+        """Returns how many free blocks are needed: new blocks, shared blocks, and one per window group."""
+        # Cached blocks without references are free now, and no longer free once they are shared.
         counts = list(map(self.pool.ref_counts.__getitem__, shared))
         return sum(num_new) + len(self._windows) + counts.count(0)
 
     def _note_replaced(self, seq: Sequence, g: int, i: int) -> None:
+        """Records a changed block table entry for the executor."""
         self.changed.setdefault(seq, []).append((g, i, self.block_tables[seq][g][i]))
 
     def _free_out_of_window(self, rows: list[tuple[Sequence, int]]) -> None:
+        """Releases blocks that fell out of a window, and puts the null block in their place."""
         for seq, _ in rows:
             tables = self.block_tables[seq]
             for i, window in self._windows:
                 table = tables[i]
-                # From the last one back: before it all are given back already.
+                # Go back from the last block outside of the window. Blocks before a null block are free
+                # already.
                 j = min(self.prefixes.first_in_window(window, seq.next_position), len(table)) - 1
                 while j >= 0 and table[j] != NULL_BLOCK:
                     self.pool.release(table[j])

@@ -1,6 +1,6 @@
-"""Requests as values that JSON can hold, and back: the form of snapshots and recordings.
+"""Conversion of requests to JSON-compatible values and back, for snapshots and recordings.
 
-Messages to workers are pickled: they may hold what JSON cannot, such as functions, vectors and images.
+Messages to workers are pickled instead, because they may contain functions, embeddings and images.
 """
 
 import dataclasses
@@ -11,12 +11,16 @@ from jax_paged.errors import ArgumentError
 from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jax_paged.structured_outputs import StructuredOutputsParams
 
-# Changes with the form of the values. Files of another format cannot be read.
+# Version of the format. It changes with the structure of the values. Other versions cannot be read.
 FORMAT = 2
 
 
 def check_format(name: str, found: Any) -> None:
-    """Checks the format number of a snapshot or a recording; `name` is the argument that holds it.
+    """Checks the format number of a snapshot or a recording.
+
+    Args:
+        name: The argument that contains the snapshot or recording, for the error message.
+        found: The format number.
 
     Raises:
         ValueError: If this version cannot read the format.
@@ -29,10 +33,10 @@ def check_format(name: str, found: Any) -> None:
 
 
 def values_of_request(request: Request) -> dict[str, Any]:
-    """Returns a request as values that JSON can hold.
+    """Converts a request to JSON-compatible values.
 
     Raises:
-        ValueError: If the request has functions, vectors or images, which are not written down.
+        ValueError: If the request contains functions, embeddings or images, which cannot be converted.
     """
     params, features = dataclasses.asdict(request.sampling_params), request.features
     if params["logits_processors"]:
@@ -43,7 +47,7 @@ def values_of_request(request: Request) -> dict[str, Any]:
     if features is not None and features.stand_ins:
         raise ArgumentError("prompt", "images", "text alone because images are not written down")
     bias = params["logit_bias"]
-    params["logit_bias"] = None if bias is None else list(bias.items())  # JSON's keys are strings
+    params["logit_bias"] = None if bias is None else list(bias.items())  # keys of JSON objects are strings
     params["output_kind"] = params["output_kind"].name
     return {
         **{field.name: getattr(request, field.name) for field in dataclasses.fields(request)},
@@ -53,7 +57,7 @@ def values_of_request(request: Request) -> dict[str, Any]:
 
 
 def request_of_values(values: dict[str, Any]) -> Request:
-    """Returns the request of which values_of_request returned the values, perhaps by way of JSON."""
+    """Converts the values of `values_of_request` back to a request. They may have been stored as JSON."""
     given, features = values["sampling_params"], values["features"]
     bias, grammar = given["logit_bias"], given["structured_outputs"]
     changes = {

@@ -1,12 +1,13 @@
-"""The features of the scheduler. No other module of core imports from core/features/.
+"""Connects the scheduler with its features. No other module of core/ imports from core/features/.
 
 - lora: device slots of LoRA adapters.
-- multi_step: several decode steps in one.
+- multi_step: several decode steps in one step.
 - speculation: steps that verify draft tokens.
-- beam_search: the continuations that go on after each step of a beam search.
-- interactive: edits of requests between two steps, and of steps before they are computed.
+- beam_search: selects the beams that continue after each step.
+- interactive: edits of requests between steps, and of steps before they are executed.
 
-Features that are always available are classes; a function returns None if its feature is switched off.
+Features that are always available are classes or functions. Each of the others is created by a function that
+returns None if the feature is switched off.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,21 +33,21 @@ from jax_paged.speculation import Speculation
 
 
 def build_adapter_slots(max_loras: int, queues: RequestQueues) -> AdapterSlots | None:
-    """Returns the owner of the device slots of LoRA adapters."""
+    """Returns the owner of the device slots of LoRA adapters; None without LoRA."""
     return AdapterSlots(max_loras, queues) if max_loras else None
 
 
 def build_multi_step(
     block_manager: BlockManager, queues: RequestQueues, stop_conditions: StopConditions, num_steps: int
 ) -> MultiStepPlanner | None:
-    """Returns what plans multi-step decoding."""
+    """Returns the planner of multi-step decoding; None if it is switched off."""
     if num_steps == 1:
         return None
     return MultiStepPlanner(block_manager, queues, stop_conditions, num_steps=num_steps)
 
 
 def build_beam_search(block_manager: BlockManager, stop_conditions: StopConditions) -> BeamSearch:
-    """Returns what selects the beams that go on after a step."""
+    """Returns the object that selects the beams of beam searches."""
     return BeamSearch(block_manager, stop_conditions)
 
 
@@ -57,7 +58,7 @@ def build_draft_planner(
     speculation: Speculation | None,
     max_num_batched_tokens: int,
 ) -> DraftPlanner | None:
-    """Returns what plans steps that verify draft tokens."""
+    """Returns the planner of steps that verify draft tokens; None without speculative decoding."""
     if speculation is None:
         return None
     return DraftPlanner(block_manager, queues, stop_conditions, speculation, max_num_batched_tokens)
@@ -66,16 +67,16 @@ def build_draft_planner(
 def read_planned(
     output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int, BatchSlot]
 ) -> DrawnTokens:
-    """Returns what was drawn in a multi-step, or in a step that verifies drafts."""
+    """Returns the sampled tokens of a multi-step or of a step that verifies draft tokens."""
     return multi_step.drawn(output, result, slots) if output.burst else acceptance.drawn(output, result)
 
 
 def set_request_flags(group: SequenceGroup, planners: Iterable[StepPlanner]) -> None:
-    """Derives from the features that a request uses what the scheduler may do with it.
+    """Sets the flags of a request that depend on the features it uses.
 
-    `needs_tokens_on_host`: The next token is chosen on the host, or the host prepares the choice: beams are
-    selected there, the tokens that a grammar allows or that would complete a bad word are found there, and
-    logits processors in Python run there.
+    `needs_tokens_on_host` is set if the host chooses the next token or prepares the choice. This is the case
+    for beam searches, structured output, bad words, and logits processors that run in Python. The planners
+    set the other flags.
     """
     group.needs_tokens_on_host = group.sampling_params.needs_tokens_on_host
     if group.request.features is not None:

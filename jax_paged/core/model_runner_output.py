@@ -1,21 +1,22 @@
-"""What the device hands back of a step, as values: it can be pickled, and holds no array of the device."""
+"""ModelRunnerOutput: the result of one step. It can be pickled and contains no device arrays."""
 
 import dataclasses
 from typing import Any
 
-# Stands in ModelRunnerOutput.token_ids where the request's parameters leave no token to choose.
+# In ModelRunnerOutput.token_ids: the request's parameters allow no token. In SchedulerOutput: a token that
+# the host does not know yet.
 NO_TOKEN = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability and rank of a token, and the most likely tokens in its place.
+    """Log-probability and rank of a token, and the most likely tokens at its position.
 
     Args:
         logprob: Natural logarithm of the token's probability.
-        rank: 1 for the most likely token; 0 if the request does not want log-probabilities.
-        top_token_ids: The most likely tokens, best first; empty unless wanted.
-        top_logprobs: Their log-probabilities.
+        rank: 1 for the most likely token; 0 if the request does not ask for log-probabilities.
+        top_token_ids: The most likely tokens, best first; empty unless requested.
+        top_logprobs: Log-probabilities of these tokens.
     """
 
     logprob: float
@@ -29,25 +30,27 @@ class ModelRunnerOutput:
     """The result of one SchedulerOutput.
 
     Args:
-        step_id: That of the SchedulerOutput.
-        token_ids: One list per entry of SchedulerOutput.samples: one token per row of logits, in order of
-            position; NO_TOKEN where the request's parameters forbid every token: a request that gets there
-            has to end. Of a burst, the tokens up to the one that ends the sequence, up to NO_TOKEN, or up to
-            logits that are not finite.
-        logprobs: Of these tokens, in the same nesting; those of NO_TOKEN mean nothing.
-        is_finite: One per entry of SchedulerOutput.scheduled; False where the logits that were looked at
-            held NaN or infinity: the request has to end.
-        prompt_logprobs: One list per entry of SchedulerOutput.scheduled: those of the prompt tokens at
-            positions start + 1 and on; empty unless the request wants them. Of a row with drafts, those of
-            its tokens from the second on.
-        captured: What hooks captured of the tokens that rows have computed, by the row's index and the hook's
-            name: NumPy arrays.
-        num_shared_tokens: Tokens that were read once for several sequences, each of these after the first
-            counted.
-        drafts: If a model on the device has drafted: one list per entry of SchedulerOutput.samples, in place
-            of the NO_TOKEN that the step has there.
-        errors: Why requests have to end, by the index of a row in SchedulerOutput.scheduled: its inputs could
-            not be prepared, as with an image that could not be encoded. The row's other results mean nothing.
+        step_id: The step_id of the SchedulerOutput.
+        token_ids: For each entry of SchedulerOutput.samples, one token per logits row, in order of position.
+            A token is NO_TOKEN if the request's parameters forbid every token; the request then has to end.
+            The list is shorter if the logits after a draft token are not finite. In multi-step decoding, the
+            list ends with the token that ends the sequence, with NO_TOKEN, or before logits that are not
+            finite.
+        logprobs: Log-probabilities of these tokens, in the same nesting. Entries for NO_TOKEN are
+            meaningless.
+        is_finite: One per entry of SchedulerOutput.scheduled. False if its logits contained NaN or infinity;
+            the request then has to end.
+        prompt_logprobs: One list per entry of SchedulerOutput.scheduled: log-probabilities of the prompt
+            tokens at positions start + 1, start + 2, ...; empty unless requested. If the step scores drafts,
+            log-probabilities of the draft tokens.
+        captured: NumPy arrays that hooks have captured or pooling has computed, by index into
+            SchedulerOutput.scheduled and name.
+        num_shared_tokens: Number of token reads that cascade attention has saved: tokens of shared blocks,
+            counted once for each sequence after the first one.
+        drafts: For each entry of SchedulerOutput.samples, the draft tokens that a draft model on the device
+            has proposed in place of NO_TOKEN; empty without a draft model.
+        errors: Errors of single sequences, by index into SchedulerOutput.scheduled, such as an image that
+            could not be encoded. Their requests have to end, and their other results are meaningless.
     """
 
     step_id: int

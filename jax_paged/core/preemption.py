@@ -1,21 +1,22 @@
 """Preemption: running requests lose their blocks when blocks, batch slots or adapter slots run out.
 
-A request is preempted as a whole, and only when no step is in flight: a step that would have to preempt sets
-`awaits_results`, then `Scheduler.can_run_ahead` is False, and the engine takes in the results of the steps
-in flight before it schedules the next one. So no token that was drawn is lost.
+A request is preempted as a whole, and only while no step is in flight. A step that would have to preempt sets
+`awaits_results` instead. `Scheduler.can_run_ahead` is then False, and the engine processes the results of the
+steps in flight before it schedules the next step. No sampled token is lost.
 
-1. Which: the last running request in the order (`preempt_until`, for a running request), or requests of a
-   higher priority value or key than a waiting one, from the last (`Admission.preempt_for`).
-2. How: its blocks are freed and its tokens are computed again later (`requeue`), or its blocks are copied to
-   host memory (`preempt`, mode "swap"). It is also recomputed if host memory is full, and in a step that
-   swaps in: the host blocks that such a step reads must not be written.
-3. The executor is told by SchedulerOutput.released_seq_ids, and releases the batch slots.
-4. Resumption: `Admission.give_blocks` allocates or swaps in blocks, and the executor gets a NewSequence,
-   under a new id. From its output tokens it makes penalties and token rules again; states of logits
+1. Victims: for a running request, the last running request in the order (`preempt_until`). For a waiting
+   request, running requests with higher keys, starting with the last one (`Admission.preempt_for`).
+2. Method: with "recompute", the blocks are freed and the tokens are computed again later (`requeue`). With
+   "swap", the blocks are copied to host memory (`preempt`). A request is also recomputed if host memory is
+   full, or if the step swaps in another request, because such a step reads host blocks that must not be
+   overwritten.
+3. Executor: SchedulerOutput.released_seq_ids tells it which batch slots to release.
+4. Resumption: `Admission.give_blocks` allocates or swaps in the blocks. The executor receives a NewSequence
+   with a new id and rebuilds token counts and token rules from the output tokens. The states of logits
    processors were kept in host memory under the former id (KeptStates).
-5. The same tokens follow: the random number of a draw depends on the sequence's seed and the position alone,
-   and tokens that are computed again are not drawn again. Recomputed logits are equal to rounding, and with
-   batch_invariant to the bit.
+5. Reproducibility: the output is the same as without the preemption. The random number of a draw depends only
+   on the sequence's seed and the token's position, and recomputed tokens are not sampled again. Recomputed
+   logits are equal up to rounding, or bit for bit with batch_invariant.
 """
 
 import dataclasses
@@ -34,14 +35,15 @@ T = TypeVar("T")
 
 
 class Preemption:
-    """Takes blocks away from whole requests, the last in the order first.
+    """Preemption of whole requests, starting with the last one in the order.
 
     Args:
         block_manager: Owner of the blocks.
         queues: Owner of the requests.
         updater: Ends requests.
-        mode: "recompute" or "swap" for all requests; None swaps those with several sequences, because
-            recomputing would lose what they share, and recomputes the others (the paper's rule).
+        mode: "recompute" or "swap" for all requests. None swaps requests with several sequences, because
+            recomputation would lose the blocks that they share, and recomputes the others (the rule of the
+            paper).
     """
 
     def __init__(
@@ -57,15 +59,18 @@ class Preemption:
         self._updater = updater
 
     def must_wait(self, group: SequenceGroup, step: StepBuilder) -> bool:
-        """Returns whether a request must not be preempted in this step, but may be in a later one.
+        """Returns whether a request cannot be preempted in this step, although it may be possible later.
 
-        A request with dropped blocks (LLMEngine.drop_kv) can't be computed again, so it has to be swapped
-        out, which a step that swaps in does not do.
+        A request with dropped blocks (LLMEngine.drop_kv) cannot be recomputed. It must be swapped out, which
+        is not possible in a step that swaps in.
         """
         return bool(step.swap_in) and _has_dropped(group)
 
     def preempt(self, group: SequenceGroup, step: StepBuilder, now: float) -> None:
-        """Takes all blocks of a running request: it waits, or is swapped out. Not if it `must_wait`."""
+        """Frees or swaps out all blocks of a running request, for which `must_wait` is False.
+
+        The request ends if it has dropped blocks and host memory is full.
+        """
         manager, seqs = self.block_manager, group.unfinished
         group.metrics.num_preemptions += 1
         step.preempted.append(group.request_id)
@@ -76,7 +81,7 @@ class Preemption:
         if copies is None and _has_dropped(group):
             self.end_for_good(group, step, now, HOST_TOO_SMALL)
             return
-        if copies is None:  # also if host memory has no room for it
+        if copies is None:  # also if host memory is full
             self.requeue(group)
             return
         step.swap_out += copies
@@ -85,10 +90,10 @@ class Preemption:
             seq.status = SequenceStatus.SWAPPED
 
     def requeue(self, group: SequenceGroup) -> None:
-        """Frees the blocks of a request, which waits then and computes its tokens, output too, again.
+        """Frees the blocks of a request and moves it to the waiting queue. All its tokens are computed again.
 
-        Also takes back an admission, and serves edits of requests and exchanges of weights; only `preempt`
-        counts as a preemption.
+        This method also reverts admissions, and it is used by request edits and weight updates. Only
+        `preempt` counts as a preemption in the metrics.
         """
         for seq in group.unfinished:
             if seq in self.block_manager.block_tables or seq in self.block_manager.swapped_tables:
@@ -99,18 +104,18 @@ class Preemption:
         self.queues.wait(group)
 
     def forget_prefixes(self, kept_salt: str | None) -> None:
-        """Empties the prefix cache, for other weights; no prefix is pinned.
+        """Empties the prefix cache after a weight update. No prefix may be pinned.
 
         Args:
-            kept_salt: A salt that nobody has used, under which requests that run keep what they have
-                computed. None takes it from them: they compute their tokens again.
+            kept_salt: An unused salt. Running and swapped requests keep their computed tokens under this
+                salt, so that no other request shares them. None recomputes these requests instead.
         """
         self.block_manager.forget_prefixes()
         for group in [*self.queues.running.values(), *self.queues.swapped.values()]:
             if kept_salt is None:
                 self.requeue(group)
                 continue
-            # Beside its own: what its adapter and its hooks have computed is still no other's.
+            # Keep the request's own salt in the new one: it separates requests with other adapters and hooks.
             salt = f"{kept_salt}\0{group.cache_salt}"
             group.request = dataclasses.replace(group.request, cache_salt=salt)
             for seq in group.unfinished:
@@ -119,7 +124,7 @@ class Preemption:
     def end_for_good(
         self, group: SequenceGroup, step: StepBuilder, now: float, reason: str = POOL_TOO_SMALL
     ) -> None:
-        """Ends a request that could not run (on), even in an empty pool."""
+        """Ends a request that could not run, or continue, even in an empty pool."""
         self._updater.end_group(group, StopConditions.without_room(group), now, reason)
         step.ended.append(group.request_id)
 
@@ -132,13 +137,21 @@ class Preemption:
         *,
         gives_way: bool = True,
     ) -> T | None:
-        """Tries something for a running request, preempting the last ones until it works.
+        """Calls `attempt` for a running request, preempting other requests until it succeeds.
 
-        While a step is in flight no request is preempted: the step `awaits_results`.
+        The last running request in the order is preempted first. While steps are in flight, nothing is
+        preempted and the step is marked `awaits_results`.
+
+        Args:
+            group: The request that needs blocks.
+            attempt: Tries to allocate them. Returns None if this fails.
+            step: The step that is being scheduled.
+            now: Time in the engine's clock (seconds).
+            gives_way: Whether the request itself is preempted if it is the last one in the order.
 
         Returns:
-            What worked; None if the request has to wait for a step in flight or for the next one, or is
-            alone and has ended, or is the last one: then it is itself preempted if it `gives_way`.
+            The result of `attempt`. None if the request has to wait for the next step, was preempted itself,
+            or was the only running request and has ended.
         """
         while (result := attempt()) is None:
             if step.is_ahead:

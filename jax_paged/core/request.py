@@ -1,6 +1,6 @@
-"""Requests: what was passed and checked (Request), and its state in the scheduler (SequenceGroup, Sequence).
+"""A request (Request) and its state in the scheduler (SequenceGroup, Sequence).
 
-Plain Python and no arrays.
+These are plain Python objects without arrays.
 """
 
 import dataclasses
@@ -12,13 +12,13 @@ from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 
 class StandIn(NamedTuple):
-    """Data in place of some tokens of a prompt, such as a part of an image.
+    """Data for a range of placeholder tokens in a prompt, such as one tile of an image.
 
     Args:
-        start: Position of the first of these tokens.
-        stop: Position after the last of them.
+        start: Position of the first placeholder token.
+        stop: Position after the last placeholder token.
         digest: Hash of the data. Equal digests mean equal data.
-        data: The data, which only the executor reads.
+        data: The data. Only the executor reads it.
     """
 
     start: int
@@ -28,11 +28,11 @@ class StandIn(NamedTuple):
 
 
 class PromptEmbeds(NamedTuple):
-    """Vectors in place of the first tokens of a prompt.
+    """Embeddings that replace the first tokens of a prompt.
 
     Args:
-        num_tokens: Number of vectors; prompt_token_ids has as many placeholders.
-        data: float32, little-endian, [num_tokens, hidden_size].
+        num_tokens: Number of embeddings. prompt_token_ids begins with the same number of placeholder tokens.
+        data: float32 [num_tokens, hidden_size] as little-endian bytes.
     """
 
     num_tokens: int
@@ -41,14 +41,14 @@ class PromptEmbeds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RequestFeatures:
-    """What a plain request does not use.
+    """Optional inputs of a request: beam search, encoder, LoRA adapter, embeddings and multimodal data.
 
     Args:
         beam_params: Parameters of a beam search; None for sampling.
-        encoder_token_ids: Tokens for the encoder of an encoder-decoder model; empty without an encoder.
-        adapter: Hash of what the LoRA adapter does; "" without an adapter.
-        prompt_embeds: Vectors in place of the first tokens of the prompt; None without vectors.
-        stand_ins: Data in place of other tokens of the prompt, in order of position.
+        encoder_token_ids: Input tokens of the encoder of an encoder-decoder model; empty for other models.
+        adapter: Content hash of the LoRA adapter; "" without an adapter.
+        prompt_embeds: Embeddings that replace the first tokens of the prompt; None without embeddings.
+        stand_ins: Data for other placeholder tokens of the prompt, in order of position.
     """
 
     beam_params: BeamSearchParams | None = None
@@ -59,25 +59,25 @@ class RequestFeatures:
 
     @property
     def logprob_temperature(self) -> float:
-        """Divides the logits before log-probabilities are taken; 1 except for beam searches."""
+        """The divisor of the logits from which log-probabilities are computed; 1 except for beam searches."""
         return (self.beam_params.temperature if self.beam_params else 0) or 1.0
 
     def num_seqs(self, num_samples: int) -> int:
-        """Returns the maximum number of sequences: beams, or samples."""
+        """Returns the maximum number of sequences: the beam width, or `num_samples` without a beam search."""
         return num_samples if self.beam_params is None else self.beam_params.beam_width
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A request: its prompt, its parameters, and the features that it uses.
+    """The prompt of a request, its sampling parameters and its optional inputs.
 
     Args:
         request_id: Unique among unfinished requests; "" until the engine has accepted the request.
-        prompt_token_ids: The prompt; for an encoder-decoder model, the prompt of the decoder. Read-only.
+        prompt_token_ids: The prompt. For an encoder-decoder model, the prompt of the decoder. Read-only.
         sampling_params: Sampling parameters of all sequences. Read-only.
-        cache_salt: Only requests of equal salt share blocks.
-        priority: Lower values are served earlier under the "priority" policy.
-        features: What a plain request does not use; None if the request uses none of it.
+        cache_salt: Requests share cached blocks only if their salts are equal.
+        priority: Requests with lower values are served earlier under the "priority" policy.
+        features: Optional inputs; None if the request has none.
     """
 
     request_id: str
@@ -89,7 +89,7 @@ class Request:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the request uses nothing but sampling."""
+        """Whether the request uses no optional features, only sampling."""
         return self.features is None and not self.sampling_params.uses_features
 
     @property
@@ -99,33 +99,33 @@ class Request:
 
     @property
     def encoder_token_ids(self) -> list[int]:
-        """Tokens for the encoder; empty without an encoder."""
+        """Input tokens of the encoder; empty without an encoder."""
         return [] if self.features is None else self.features.encoder_token_ids
 
     @property
     def adapter(self) -> str:
-        """Hash of what the LoRA adapter does; "" without an adapter."""
+        """Content hash of the LoRA adapter; "" without an adapter."""
         return "" if self.features is None else self.features.adapter
 
     @property
     def prompt_embeds(self) -> PromptEmbeds | None:
-        """Vectors in place of the first tokens of the prompt; None without vectors."""
+        """Embeddings that replace the first tokens of the prompt; None without embeddings."""
         return self.features and self.features.prompt_embeds
 
     @property
     def stand_ins(self) -> tuple[StandIn, ...]:
-        """Data in place of other tokens of the prompt, in order of position."""
+        """Data for other placeholder tokens of the prompt, in order of position."""
         return () if self.features is None else self.features.stand_ins
 
     @property
     def max_num_seqs(self) -> int:
-        """Maximum number of sequences that run at a time."""
+        """The maximum number of sequences that run at the same time."""
         num_samples = self.sampling_params.best_of or self.sampling_params.n
         return num_samples if self.features is None else self.features.num_seqs(num_samples)
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence is in its life."""
+    """Status of a sequence: waiting, running, swapped out, or finished for one of four reasons."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -137,11 +137,12 @@ class SequenceStatus(enum.Enum):
 
     @property
     def is_finished(self) -> bool:
+        """Whether the sequence has ended."""
         return self not in (SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
     @property
     def finish_reason(self) -> str | None:
-        """The word for a finished status: "stop", "length", "abort", "error"; None while unfinished."""
+        """The finish reason of the API: "stop", "length", "abort" or "error"; None while unfinished."""
         if not self.is_finished:
             return None
         return {
@@ -154,29 +155,31 @@ class SequenceStatus(enum.Enum):
 
 @dataclasses.dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
-    """The tokens of one sequence, and how far they are computed.
+    """The tokens of one sequence, and how many of them have been computed.
 
-    Owned by the scheduler: only it (and the block manager, for the block table that it keeps of it)
-    changes these fields.
+    The scheduler owns its sequences. Only the scheduler and the block manager change these fields.
 
     Args:
-        prompt_token_ids: Never changes; shared with the other sequences of its group.
-        index: Which of its group's samples it is.
-        seed: Of its random choices; with a position it is the key of one draw.
-        output_token_ids: Grows by the sampled tokens.
-        num_computed_tokens: Tokens whose keys and values lie in the pool.
-        num_in_flight: Tokens after these that the steps in flight compute.
-        num_pending: Tokens that the steps in flight draw for it: they are not known yet.
-        stop_reason: The stop token id or stop string that ended it; None for the end token or no stop.
-        block_hashes: Hashes of its first full blocks, as far as the block manager needed them.
-        cumulative_logprobs: For each output token, the sum of the log-probabilities up to it.
-        seq_id: Its id in SchedulerOutput: another one for each batch slot that it takes, so it changes when
-            the sequence comes back after a preemption. 0 before it has run.
-        num_dropped_tokens: Tokens whose blocks a user has dropped: the slot of a later token in the block
-            table is its position less these.
-        block_places: If blocks were dropped, where in the whole text each block stood that was kept then, in
-            order; the blocks after them follow without a gap.
-        stand_ins: Those of its request.
+        prompt_token_ids: The prompt. It never changes and is shared by all sequences of the request.
+        index: Index of this sample among the samples of its request.
+        seed: Random seed. Each draw is keyed by the seed and the position of the token.
+        output_token_ids: Output tokens so far.
+        status: Whether the sequence waits, runs, is swapped out or has ended.
+        num_computed_tokens: Number of leading tokens whose keys and values are in the KV cache.
+        num_in_flight: Number of tokens after the computed ones that steps in flight compute.
+        num_pending: Number of output tokens that steps in flight sample and whose values are not known yet.
+        stop_reason: The stop token id or stop string that ended the sequence, or the reason why it could not
+            continue. None if it has not ended, or if an end token of the model or a length limit ended it.
+        block_hashes: Prefix cache hashes of the first full blocks. The block manager adds a hash when it
+            needs it.
+        cumulative_logprobs: For each output token, the sum of the log-probabilities up to this token.
+        seq_id: Id of the sequence in SchedulerOutput. It changes with each batch slot that the sequence
+            takes, for example after a preemption. 0 before the first batch slot.
+        num_dropped_tokens: Number of tokens whose blocks the user has dropped. The slot of a later token in
+            the block table is its position minus this number.
+        block_places: Only if blocks were dropped: for each block that was kept, its index before any blocks
+            were dropped, in ascending order. Blocks added later follow the last one without a gap.
+        stand_ins: Data for placeholder tokens, from the request.
     """
 
     prompt_token_ids: list[int]
@@ -197,48 +200,54 @@ class Sequence:
 
     @property
     def cumulative_logprob(self) -> float:
-        """Sum of the log-probabilities of its output tokens."""
+        """The sum of the log-probabilities of the output tokens."""
         return self.cumulative_logprobs[-1] if self.cumulative_logprobs else 0.0
 
     @property
     def next_position(self) -> int:
-        """The first token that no step has computed, nor does one in flight."""
+        """The first position that has not been computed and that no step in flight computes."""
         return self.num_computed_tokens + self.num_in_flight
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens that are still to be computed; those that are not known yet count."""
+        """The number of tokens that are left to schedule, including pending tokens.
+
+        Tokens that steps in flight compute are not counted.
+        """
         num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
         return num_tokens - self.num_computed_tokens - self.num_in_flight
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens that were drawn for it, or are being drawn."""
+        """The number of output tokens, including pending tokens."""
         return len(self.output_token_ids) + self.num_pending
 
     @property
     def has_output(self) -> bool:
-        """Whether a token was drawn for it, or is being drawn."""
+        """Whether an output token has been sampled or is pending."""
         return bool(self.output_token_ids) or self.num_pending > 0
 
     def append(self, token_id: int, logprob: float) -> None:
-        """Appends a token to the output."""
+        """Appends a token and its log-probability to the output."""
         sums = self.cumulative_logprobs
         self.output_token_ids.append(token_id)
         sums.append(sums[-1] + logprob if sums else logprob)
 
     def truncate(self, num_output_tokens: int) -> None:
-        """Drops the output tokens from a certain one on."""
+        """Keeps only the first `num_output_tokens` output tokens."""
         del self.output_token_ids[num_output_tokens:]
         del self.cumulative_logprobs[num_output_tokens:]
 
     def block_place(self, i: int) -> int:
-        """Returns where in the whole text the i-th block of its table stands, in blocks."""
+        """Returns the index that block `i` of the block table would have if no blocks had been dropped."""
         kept = self.block_places
         return kept[i] if i < len(kept) else i + (kept[-1] + 1 - len(kept) if kept else 0)
 
     def fork(self, index: int, seed: int) -> "Sequence":
-        """Returns a sequence with the same tokens, computed as far once the steps in flight have returned."""
+        """Returns a sequence with the same tokens, and with its own index and seed.
+
+        Tokens that steps in flight compute count as computed in the new sequence.
+        """
         return dataclasses.replace(
             self,
             index=index,
@@ -252,7 +261,7 @@ class Sequence:
         )
 
     def num_common_tokens(self, other: "Sequence") -> int:
-        """Returns the length of the longest prefix that two sequences of one group share."""
+        """Returns the length of the common prefix with another sequence of the same request."""
         pairs = zip(self.output_token_ids, other.output_token_ids, strict=False)
         return len(self.prompt_token_ids) + sum(1 for _ in itertools.takewhile(lambda p: p[0] == p[1], pairs))
 
@@ -260,7 +269,7 @@ class Sequence:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Returns the tokens at positions [start, stop), prompt and output as one."""
+        """Returns the tokens at positions [start, stop) of the prompt followed by the output."""
         p = len(self.prompt_token_ids)
         if start >= p:
             return self.output_token_ids[start - p : stop - p]
@@ -269,7 +278,16 @@ class Sequence:
 
 @dataclasses.dataclass
 class RequestMetrics:
-    """Times of one request, in the engine's clock (seconds); None until it happened."""
+    """Timestamps and counters of one request.
+
+    Args:
+        arrival_time: Time of arrival. All times are in the engine's clock (seconds).
+        first_scheduled_time: Time of the first step that computes tokens of the request; None before it.
+        first_token_time: Time of the first output token; None before it.
+        finished_time: Time at which the last sequence ended; None before it.
+        num_cached_tokens: Number of prompt tokens that were found in the prefix cache at first admission.
+        num_preemptions: How often the request was preempted.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -279,25 +297,27 @@ class RequestMetrics:
     num_preemptions: int = 0
 
     def snapshot(self) -> "RequestMetrics":
-        """Returns a copy: what happens later does not change it."""
+        """Returns a copy, which later events do not change."""
         return RequestMetrics(**vars(self))
 
 
 @dataclasses.dataclass(eq=False)
 class SequenceGroup:
-    """A request and its state: sequences and times. Scheduled and preempted as a whole.
+    """A request and its scheduling state. All of its sequences are preempted together.
 
     Args:
-        request: The prompt, the parameters, and the features that the request uses. Only `cache_salt` is
-            ever replaced.
-        sequences: One at first; samples are forked from it when its prompt is computed, beams at every step.
-        metrics: When things happened.
-        key: What the scheduler orders groups by; set by it.
-        arrival: Its place in the order of arrival, which settles ties; set by the scheduler.
-        completed: Of a beam search, the best hypotheses that ended; they hold no blocks.
-        needs_tokens_on_host: True if its next token cannot be chosen before the host knows the previous one.
-            The scheduler derives this and the next two when it adds the request.
-        allows_multi_step: True if its sequences may take part in a multi-step.
+        request: The prompt, the sampling parameters and the optional inputs. Only its `cache_salt` is ever
+            replaced.
+        sequences: One sequence at first. Samples are forked from it when the end of its prompt is scheduled,
+            beams after every token.
+        metrics: Timestamps and counters.
+        key: The scheduling key, set by the scheduler. Requests with lower keys are scheduled first.
+        arrival: Sequence number of the arrival, set by the scheduler. It decides between requests with equal
+            keys.
+        completed: The best hypotheses of a beam search that have ended. They hold no blocks.
+        needs_tokens_on_host: True if the next token cannot be chosen before the host knows the previous one.
+            The scheduler derives this flag and the two that follow when it adds the request.
+        allows_multi_step: True if its sequences may take part in multi-step decoding.
         allows_drafts: True if draft tokens may be verified for its sequences.
     """
 
@@ -318,7 +338,7 @@ class SequenceGroup:
 
     @classmethod
     def of(cls, request: Request, arrival_time: float) -> Self:
-        """Returns a new request, with one sequence."""
+        """Returns a new request with one sequence."""
         seq = Sequence(request.prompt_token_ids, seed=request.sampling_params.seed or 0)
         if request.features is not None:
             seq.stand_ins = request.features.stand_ins
@@ -326,12 +346,12 @@ class SequenceGroup:
 
     @property
     def cache_salt(self) -> str:
-        """Only groups of equal salt share blocks."""
+        """The cache salt. Requests share cached blocks only if their salts are equal."""
         return self.request.cache_salt
 
     @property
     def priority(self) -> int:
-        """Lower values are served earlier under the "priority" policy."""
+        """The priority. Requests with lower values are served earlier under the "priority" policy."""
         return self.request.priority
 
     @property
@@ -341,31 +361,35 @@ class SequenceGroup:
 
     @property
     def encoder_token_ids(self) -> list[int]:
-        """Tokens for the encoder; empty without an encoder."""
+        """Input tokens of the encoder; empty without an encoder."""
         return self.request.encoder_token_ids
 
     @property
     def adapter(self) -> str:
-        """Hash of what the LoRA adapter does; "" without an adapter."""
+        """Content hash of the LoRA adapter; "" without an adapter."""
         return self.request.adapter
 
     @property
     def num_reserved_slots(self) -> int:
-        """Sequences that it may still come to have at a time."""
+        """The number of batch slots that the request reserves while it runs.
+
+        This is the largest number of sequences that the request can still have at the same time.
+        """
         if self.max_num_seqs == 1 or self.beam_params or len(self.sequences) < self.max_num_seqs:
             return self.max_num_seqs
         return len(self.unfinished)
 
     @property
     def order(self) -> tuple[Any, int]:
-        """Groups of a lower order go first."""
+        """The sort key of the request. Requests with a lower order are scheduled first."""
         return self.key, self.arrival
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """Its sequences that have not ended."""
+        """The sequences that have not ended."""
         return [s for s in self.sequences if not s.status.is_finished]
 
     @property
     def is_finished(self) -> bool:
+        """Whether all sequences have ended."""
         return all(s.status.is_finished for s in self.sequences)

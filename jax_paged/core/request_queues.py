@@ -1,4 +1,4 @@
-"""The requests that wait, run or are swapped out, each in their order."""
+"""Queues of the requests that wait, run or are swapped out."""
 
 import heapq
 from collections.abc import Iterable
@@ -8,49 +8,59 @@ from jax_paged.core.request import SequenceGroup
 
 
 class RequestQueues:
-    """Owns which unfinished request is where.
+    """Owner of all unfinished requests. Each request is in one of three queues.
 
-    `running` and `swapped` stand in the order of requests; of `waiting`, only the first is looked up, so that
-    the cost of a step does not grow with the number of waiting requests; a request may be set aside, so that
-    those behind it are first. All are keyed by request id.
+    The queues are dictionaries keyed by request id. `running` and `swapped` are sorted in scheduling order.
+    `waiting` is not sorted: a heap finds its first request, so that the cost of a step does not grow with the
+    number of waiting requests. The first waiting request can be set aside, so that the request after it
+    becomes the first.
+
+    Attributes:
+        waiting: Requests that have no blocks, including those that are set aside.
+        running: Requests with blocks on the device.
+        swapped: Requests whose blocks are in host memory.
+        num_reserved_slots: Sum of the batch slots that running requests reserve.
+        running_adapters: Number of running requests per LoRA adapter. Read-only for others.
+        num_changes_aside: Counter of all changes to the requests that are set aside.
+        num_arrivals: Number of requests added so far.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[str, SequenceGroup] = {}
         self.running: dict[str, SequenceGroup] = {}
         self.swapped: dict[str, SequenceGroup] = {}
-        self.num_reserved_slots = 0  # sequences that the running requests may come to have at a time
-        self.running_adapters: dict[str, int] = {}  # how many running requests use each; read-only for others
+        self.num_reserved_slots = 0
+        self.running_adapters: dict[str, int] = {}
         self._batch_slots: dict[str, int] = {}
         self._heap: list[tuple[tuple[Any, int], SequenceGroup]] = []
         self._in_heap: set[SequenceGroup] = set()
         self._aside: dict[SequenceGroup, None] = {}
-        self.num_changes_aside = 0  # how often one was set aside or brought back, or has left
+        self.num_changes_aside = 0
         self.num_arrivals = 0
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running) + len(self.swapped)
 
     def find(self, request_id: str) -> SequenceGroup | None:
-        """Returns the unfinished request of an id."""
+        """Returns the unfinished request with this id, or None."""
         queues = (self.running, self.waiting, self.swapped)
         return next((q[request_id] for q in queues if request_id in q), None)
 
     def add(self, group: SequenceGroup) -> None:
-        """Puts a new request into its place among the waiting ones."""
+        """Adds a new request to the waiting requests."""
         assert self.find(group.request_id) is None, group.request_id
         group.arrival, self.num_arrivals = self.num_arrivals, self.num_arrivals + 1
         self.wait(group)
 
     def wait(self, group: SequenceGroup) -> None:
-        """Moves a request to the waiting ones."""
+        """Moves a request to the waiting requests."""
         self.remove(group)
         if group not in self._in_heap:
             self._push(group)
         self.waiting[group.request_id] = group
 
     def run(self, group: SequenceGroup) -> None:
-        """Moves a request to the running ones."""
+        """Moves a request to the running requests."""
         self.remove(group)
         last = self.last_running()
         self.running[group.request_id] = group
@@ -62,13 +72,13 @@ class RequestQueues:
             self.running = _in_order(self.running)
 
     def swap(self, group: SequenceGroup) -> None:
-        """Moves a request to the swapped ones."""
+        """Moves a request to the swapped requests."""
         self.remove(group)
         self.swapped[group.request_id] = group
         self.swapped = _in_order(self.swapped)
 
     def remove(self, group: SequenceGroup) -> None:
-        """Takes a request out of the queue that it is in, if any."""
+        """Removes a request from the queue that it is in, if any."""
         if self.running.pop(group.request_id, None) is not None:
             self.num_reserved_slots -= self._batch_slots.pop(group.request_id)
             if group.request.features is not None:
@@ -82,21 +92,21 @@ class RequestQueues:
             self.swapped.pop(group.request_id, None)
 
     def release_reserved_slots(self, group: SequenceGroup) -> None:
-        """Releases the batch slots of sequences that have ended, if their request still runs."""
+        """Releases the reserved batch slots of sequences that have ended, if their request still runs."""
         if group.request_id in self.running:
             self.num_reserved_slots += group.num_reserved_slots - self._batch_slots[group.request_id]
             self._batch_slots[group.request_id] = group.num_reserved_slots
 
     def last_running(self) -> SequenceGroup | None:
-        """Returns the last of the running requests, the first to lose its blocks."""
+        """Returns the last running request in scheduling order, which is preempted first."""
         return next(reversed(self.running.values()), None)
 
     def first_swapped(self) -> SequenceGroup | None:
-        """Returns the swapped request that comes back first."""
+        """Returns the first swapped request in scheduling order, which is swapped in first."""
         return next(iter(self.swapped.values()), None)
 
     def first_waiting(self) -> SequenceGroup | None:
-        """Returns the waiting request that is next in order."""
+        """Returns the first waiting request in scheduling order, without requests that are set aside."""
         heap = self._heap
         while heap and self.waiting.get(heap[0][1].request_id) is not heap[0][1]:
             self._in_heap.remove(heapq.heappop(heap)[1])
@@ -104,18 +114,18 @@ class RequestQueues:
 
     @property
     def set_aside(self) -> Iterable[SequenceGroup]:
-        """Those of the waiting requests that are passed over until they are brought back."""
+        """The waiting requests that are set aside."""
         return self._aside.keys()
 
     def put_aside(self, group: SequenceGroup) -> None:
-        """Passes over the waiting request that is first in order, until `bring_back`."""
+        """Sets the first waiting request aside until `bring_back` is called."""
         assert self.first_waiting() is group, "the others are not looked up"
         self._in_heap.remove(heapq.heappop(self._heap)[1])
         self._aside[group] = None
         self.num_changes_aside += 1
 
     def bring_back(self) -> None:
-        """Puts all waiting requests that were set aside back into their places."""
+        """Makes the requests that were set aside available again, in their order."""
         for group in self._aside:
             self._push(group)
         self.num_changes_aside += len(self._aside)
@@ -128,9 +138,10 @@ class RequestQueues:
                 del self.running_adapters[adapter]
 
     def _push(self, group: SequenceGroup) -> None:
-        """Adds a request to the heap; if its key can't be compared with the others, the heap stays as it was.
+        """Adds a request to the heap.
 
-        Keys come from a function of the user.
+        If its key cannot be compared with the other keys, raises the error and leaves the heap unchanged.
+        Keys may come from a user's function.
         """
         try:
             heapq.heappush(self._heap, (group.order, group))
@@ -141,7 +152,7 @@ class RequestQueues:
         self._in_heap.add(group)
 
     def _forget_stale_entries(self) -> None:
-        """Drops the heap's entries of requests that don't wait any more, once they are the larger part."""
+        """Rebuilds the heap when most of its entries belong to requests that no longer wait."""
         if len(self._heap) > 2 * len(self.waiting) + 16:
             self._in_heap = set(self.waiting.values()) - self._aside.keys()
             self._heap = [(group.order, group) for group in self._in_heap]

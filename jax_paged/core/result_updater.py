@@ -1,4 +1,4 @@
-"""What the tokens of a step do to sequences: they grow, fork, end, and give back their blocks."""
+"""Processes the results of steps: sequences receive tokens, fork, end and release their blocks."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -19,16 +19,17 @@ _NO_TOKEN_LEFT: Ending = (SequenceStatus.FINISHED_ABORTED, NO_TOKEN_ALLOWED)
 
 
 class DrawnTokens(NamedTuple):
-    """What a step has drawn, in the same form for single steps, multi-steps and steps that verify drafts.
+    """The tokens sampled in a step, in one format for ordinary steps, multi-steps and draft verification.
 
     All lists have one entry per entry of SchedulerOutput.samples.
 
     Args:
-        token_ids: The tokens, without those drawn after a wrong draft. A list may end with NO_TOKEN.
+        token_ids: The sampled tokens, without tokens sampled after a rejected draft token. A list may end
+            with NO_TOKEN.
         logprobs: Log-probabilities of these tokens.
-        num_computed: Tokens of the sequence that the step has computed, without drafts.
-        num_drawn: Tokens that were pending for the sequence because of this step.
-        failures: Requests that fail in the middle of a multi-step, with the stop reason.
+        num_computed: Number of tokens of the sequence that the step has computed, without draft tokens.
+        num_drawn: Number of pending tokens that were added to the sequence when the step was scheduled.
+        failures: Stop reasons of requests that fail during a multi-step.
     """
 
     token_ids: list[list[int]]
@@ -38,12 +39,12 @@ class DrawnTokens(NamedTuple):
     failures: Mapping[SequenceGroup, str]
 
 
-# Returns what was drawn in a step that a StepPlanner has planned.
+# Returns the sampled tokens of a step that a StepPlanner has planned.
 ReadDrawn = Callable[[SchedulerOutput, ModelRunnerOutput, Mapping[int, BatchSlot]], DrawnTokens]
 
 
 class NewTokens(NamedTuple):
-    """The tokens that a sequence got in a step and accepted, in order, and their log-probabilities."""
+    """The tokens that a sequence accepted in one step, in order, and their log-probabilities."""
 
     group: SequenceGroup
     seq: Sequence
@@ -52,15 +53,16 @@ class NewTokens(NamedTuple):
 
 
 class StepUpdate(NamedTuple):
-    """What a step has changed.
+    """The changes caused by the result of a step.
 
     Args:
-        new_tokens: In the order of SchedulerOutput.samples; beams are not in it.
-        changed: The requests that got a token or ended, each once.
-        ended: The requests of which a sequence has ended, each once.
-        prompt_logprobs: (request, first position of the row, log-probabilities of the prompt tokens at the
-            positions after it).
-        captured: (request, sequence, first position, what hooks captured of the tokens from there on).
+        new_tokens: Accepted tokens, in the order of SchedulerOutput.samples, without those of beams.
+        changed: Requests that received a token or ended, without duplicates.
+        ended: Requests in which a sequence has ended, without duplicates.
+        prompt_logprobs: (request, first position that the step computed, log-probabilities of the prompt
+            tokens after that position).
+        captured: (request, sequence, first position, arrays captured by hooks for the tokens from that
+            position).
     """
 
     new_tokens: list[NewTokens]
@@ -72,7 +74,7 @@ class StepUpdate(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Changes:
-    """What a step has changed so far; the dictionaries are ordered sets."""
+    """Changes collected while a result is processed. The dictionaries serve as ordered sets."""
 
     new_tokens: list[NewTokens] = dataclasses.field(default_factory=list)
     changed: dict[SequenceGroup, None] = dataclasses.field(default_factory=dict)
@@ -83,15 +85,15 @@ class _Changes:
 
 
 class ResultUpdater:
-    """Takes in the results of steps, for the scheduler.
+    """Processor of step results for the scheduler.
 
     Args:
         block_manager: Owner of the blocks.
-        queues: Owner of the requests; those that end are taken out.
+        queues: Owner of the requests. Requests that end are removed from it.
         batch_slots: Maps ids to sequences.
         stop_conditions: Decides when a sequence ends.
-        read_planned: Returns what was drawn in a step that a StepPlanner has planned.
-        beam_search: Selects the beams that go on.
+        read_planned: Returns the sampled tokens of a step that a StepPlanner has planned.
+        beam_search: Selects the beams that continue.
     """
 
     def __init__(
@@ -113,14 +115,14 @@ class ResultUpdater:
         self._block_size = block_manager.block_size
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
-        """Takes in the result of a step; see Scheduler.update.
+        """Processes the result of a step; see Scheduler.update.
 
         1. Free the blocks that were held back for this step.
-        2. Abort the requests whose rows have errors or logits that are not finite.
+        2. Abort the requests whose sequences have errors or logits that are not finite.
         3. Collect prompt log-probabilities and captured arrays.
-        4. Count the tokens of rows that draw nothing, such as chunks of prompts.
-        5. Normalize what was drawn, and accept the tokens of each sample up to the one that ends it.
-        6. Abort the requests that fail in the middle of a multi-step.
+        4. Count the computed tokens of sequences that do not sample, such as chunks of prompts.
+        5. Accept the sampled tokens of each sequence, up to the one that ends it.
+        6. Abort the requests that fail during a multi-step.
         7. Advance beam searches.
         """
         assert result.step_id == output.step_id, (result.step_id, output.step_id)
@@ -196,7 +198,7 @@ class ResultUpdater:
         return DrawnTokens(result.token_ids, result.logprobs, num_computed, ones, {})
 
     def _accept_all(self, output: SchedulerOutput, drawn: DrawnTokens, changes: _Changes, now: float) -> None:
-        """Appends the tokens that were drawn to their sequences, and ends those that are done."""
+        """Appends the sampled tokens to their sequences, and ends the sequences that are finished."""
         slots, after_token = self.batch_slots.by_id, self.stop_conditions.after_token
         samples = zip(
             output.samples,
@@ -220,7 +222,7 @@ class ResultUpdater:
                 self._note_computed(group, seq, row.start, row.start + len(row.token_ids))
                 changes.candidates.setdefault(group, []).append((seq, logprobs[0]))
                 continue
-            if len(token_ids) == 1 and token_ids[0] != NO_TOKEN:  # nearly all samples
+            if len(token_ids) == 1 and token_ids[0] != NO_TOKEN:  # the common case
                 seq.append(token_ids[0], logprobs[0].logprob)
                 ending = after_token(group, seq)
             else:
@@ -228,7 +230,7 @@ class ResultUpdater:
                 token_ids, logprobs = token_ids[:n], logprobs[:n]
             if seq_id == row.seq_id:
                 self._note_computed(group, seq, seq.num_computed_tokens, len(seq) - 1)
-            else:  # a fork, whose blocks are those of the row's own sequence
+            else:  # a fork: the scheduled sequence caches the blocks that they share
                 seq.num_computed_tokens = len(seq) - 1
             if ending is not None:
                 changes.ended[group] = None
@@ -242,10 +244,10 @@ class ResultUpdater:
     def _accept(
         self, group: SequenceGroup, seq: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs]
     ) -> tuple[int, Ending | None]:
-        """Appends the tokens of a step to a sequence, up to one that ends it.
+        """Appends the tokens of a step to a sequence, up to the token that ends it.
 
         Returns:
-            How many tokens the sequence has accepted, and how it ends then, if it does.
+            The number of accepted tokens, and the status and stop reason if the sequence ends.
         """
         ending, n = None, 0
         for token_id in token_ids:
@@ -265,7 +267,7 @@ class ResultUpdater:
                 changes.ended[group] = None
 
     def _note_computed(self, group: SequenceGroup, seq: Sequence, start: int, stop: int) -> None:
-        """Notes that keys and values of tokens [start, stop) are in the pool, and caches full blocks."""
+        """Records that tokens [start, stop) have been computed, and caches the blocks that became full."""
         seq.num_computed_tokens = stop
         size = self._block_size
         if start // size != stop // size:
@@ -279,7 +281,10 @@ class ResultUpdater:
         now: float | None,
         stop_reason: int | str | None = None,
     ) -> None:
-        """Ends a sequence and frees its blocks; its request leaves the queues with the last one."""
+        """Ends a sequence and frees its blocks.
+
+        If it is the last sequence of its request, the request leaves the queues.
+        """
         manager = self.block_manager
         if seq in manager.block_tables or seq in manager.swapped_tables:
             manager.free(seq)
@@ -294,7 +299,7 @@ class ResultUpdater:
     def end_group(
         self, group: SequenceGroup, status: SequenceStatus, now: float | None, stop_reason: str | None = None
     ) -> None:
-        """Ends all sequences of a request that have not ended; of a beam search, the best are left."""
+        """Ends all unfinished sequences of a request. A finished beam search keeps its best hypotheses."""
         seqs = group.unfinished
         for seq in seqs:
             self.end(group, seq, status, now, stop_reason)
@@ -306,6 +311,9 @@ class ResultUpdater:
 
 
 def _non_finite_rows(output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, str]:
-    """Returns the rows whose logits are not finite; in a multi-step, these end when tokens are accepted."""
+    """Returns the scheduled sequences whose logits are not finite, with the stop reason.
+
+    In a multi-step, such sequences end when their tokens are accepted, so the result is empty.
+    """
     rows = () if output.burst else enumerate(result.is_finite)
     return {i: NON_FINITE for i, is_finite in rows if not is_finite}

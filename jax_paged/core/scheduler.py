@@ -1,6 +1,6 @@
 """Decides which sequences run in the next step and how many tokens each of them computes.
 
-Pure logic: no arrays, clock or I/O.
+The scheduler is pure logic: it uses no arrays, clock or I/O.
 """
 
 import itertools
@@ -32,12 +32,12 @@ Policy = Literal["fcfs", "priority"] | Callable[[SequenceGroup], Any]
 
 
 class Phase(NamedTuple):
-    """One pass over the requests, to fill a step.
+    """One pass over the requests while a step is filled.
 
     Args:
-        next_candidate: Returns the request that is admitted next.
-        takes_part: Returns whether a running sequence takes part, given how many tokens it would compute;
-            None if all take part.
+        next_candidate: Returns the next request to admit, or None.
+        takes_part: Returns whether a running sequence takes part in this pass, given the number of tokens
+            that it would compute. None if all take part.
     """
 
     next_candidate: Callable[[], SequenceGroup | None]
@@ -45,43 +45,55 @@ class Phase(NamedTuple):
 
 
 class Scheduler:
-    """Schedules running and waiting requests in one order, while tokens, batch slots and blocks last.
+    """Continuous-batching scheduler of one engine.
 
-    A request is admitted when the blocks of all its tokens are at hand, and gets them at once; its prompt is
-    then computed in chunks of whatever the token budget leaves. A chunk leaves a token to every running
-    sequence that only needs one, also to those behind it: so every running request advances in every step,
-    unless its beams don't all fit into the budget, or it waits for blocks to copy to.
+    schedule() fills a step with running and waiting requests while token budget, batch slots and KV cache
+    blocks allow it. It goes through all requests in one order: by scheduling key, then by arrival. The key is
+    the priority or the result of a user's function, and the same for all requests under "fcfs".
 
-    When blocks run out, the last request in the order is preempted with all its sequences: it waits, and
-    recomputes its tokens when it is admitted again; or its blocks are swapped out to host memory. A request
-    with several sequences is swapped, as recomputing would lose what they share, others are recomputed
-    (the paper's rule), unless preemption_mode says otherwise; without room in host memory, all are
-    recomputed. Requests of a higher priority value or key are preempted for one of a lower, but only if that
-    makes room enough for it. While a request is swapped out no new one behind it is admitted, and a step
-    that preempts for a running request admits no other. So the first request always advances.
+    Admission: a request is admitted when there are enough free blocks for all its tokens, and it receives
+    these blocks at once. Its prompt is then computed in chunks that fit into the token budget. One token of
+    the budget is reserved for every running sequence that decodes, including the sequences that come later in
+    the order. A long prompt therefore does not delay decoding. A decoding request skips a step only if there
+    are no free blocks for it, if it needs the results of steps in flight, or if the beams of its beam search
+    do not all fit into the budget.
 
-    Every output of schedule() is handed back to update(), in order; add, abort, finish and the schedule() of
-    later steps may come in between. A block that is freed meanwhile is held back until update() has seen
-    every step that may write to it.
+    Preemption: when blocks run out, the last running request in the order is preempted with all its
+    sequences. It is either recomputed after it is admitted again, or its blocks are swapped out to host
+    memory. A waiting request may also preempt running requests with higher keys, but only if that frees
+    enough blocks for it to run. See preemption.py.
+
+    Progress: while a request is swapped out, no new request after it in the order is admitted. A step that
+    preempts for a running request admits no other request. The first request in the order therefore always
+    advances.
+
+    Every output of schedule() must be passed to update(), in the same order. A step is in flight between
+    these two calls. add(), abort(), finish() and further schedule() calls are allowed while steps are in
+    flight. A block that is freed while steps are in flight is held back until update() has processed every
+    step that may write to it.
 
     Args:
-        block_manager: Owner of the blocks; used by this scheduler alone.
-        max_num_seqs: Maximum sequences running at a time; a request counts all that it may come to have.
+        block_manager: Owner of the blocks. It must not be shared with another scheduler.
+        max_num_seqs: Maximum number of running sequences. A request counts as the largest number of sequences
+            that it can still have.
         max_num_batched_tokens: Token budget of one step.
-        max_model_len: Maximum tokens of a prompt and its output together.
+        max_model_len: Maximum number of tokens in a prompt and its output together.
         eos_token_ids: Tokens that end a sequence, unless its request ignores them.
-        watermark: Share of the blocks that stays free when a request is admitted beside running ones.
-        scheduling_policy: "fcfs", "priority", or a function of a new request that returns its key. A request
-            of a lower priority or key goes first, and takes blocks and batch slots from running ones of a
+        watermark: Fraction of the usable blocks that stays free when a request is admitted while others run.
+        scheduling_policy: "fcfs", "priority", or a function that returns the scheduling key of a new request.
+            Requests with a lower priority value or key go first and may preempt running requests with a
             higher one.
-        preemption_mode: "recompute" or "swap" for all requests; None for the paper's rule.
-        enable_chunked_prefill: False computes whole prompts only, in steps of their own that go first.
-        scheduler_delay_factor: New requests wait this many times as long as the last prompt took, to come
-            together.
-        num_scheduler_steps: Decode steps done in one while no request waits and the blocks are at hand; 1 for
-            none.
-        speculation: How drafts of tokens are made; None for no drafts.
-        max_loras: Adapters of requests that run at a time.
+        preemption_mode: "recompute" or "swap" for all requests. None swaps requests with several sequences
+            and recomputes the others (the rule of the paper).
+        enable_chunked_prefill: If False, prompts are not divided into chunks, and steps compute either
+            prompts or decodes. Steps with prompts go first.
+        scheduler_delay_factor: New requests wait for this factor times the duration of the last step with
+            prompts, so that more of them are scheduled together.
+        num_scheduler_steps: Number of decode steps that are run as one step while no request waits and enough
+            blocks are free; 1 turns multi-step decoding off.
+        speculation: How draft tokens are proposed; None for no draft tokens.
+        max_loras: Maximum number of LoRA adapters that running requests use at the same time; 0 turns LoRA
+            off.
 
     Raises:
         ValueError: If a value is out of range.
@@ -120,7 +132,7 @@ class Scheduler:
         check_choice("preemption_mode", preemption_mode, (None, "recompute", "swap"))
         check_number("scheduler_delay_factor", scheduler_delay_factor, 0, math.inf)
         self.block_manager = block_manager
-        # Every running sequence has a token in every step.
+        # The token budget must suffice for one token of every running sequence.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -140,7 +152,7 @@ class Scheduler:
         self._connect()
 
     def _connect(self) -> None:
-        """Builds the parts of the scheduler; composition.py builds those that are features."""
+        """Creates the parts of the scheduler. Parts that belong to features are created by composition.py."""
         manager, queues = self.block_manager, self.queues
         self._stop_conditions = stops = StopConditions(self.eos_token_ids, self.max_model_len)
         self.adapters = composition.build_adapter_slots(self.max_loras, queues)
@@ -175,7 +187,7 @@ class Scheduler:
         self.editor = composition.RequestEditor(manager, queues, self._preemption, self.max_num_seqs)
         if self.enable_chunked_prefill:
             self._phases = [Phase(self._admission.first)]
-        else:  # a step computes either whole prompts or decodes
+        else:  # a step computes either whole prompts or decodes, and prompts are tried first
             self._phases = [
                 Phase(self._admission.first_waiting, lambda num_tokens: num_tokens > 1),
                 Phase(self._admission.first_if_swapped, lambda num_tokens: num_tokens == 1),
@@ -183,7 +195,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request is waiting, running or swapped out."""
+        """Whether any request is waiting, running or swapped out."""
         return len(self.queues) > 0
 
     @property
@@ -194,15 +206,16 @@ class Scheduler:
         return self.has_unfinished and not self._awaits_results
 
     def find(self, seq_id: int) -> tuple[SequenceGroup, Sequence] | None:
-        """Returns the sequence of an id, with its request; None if it has left its batch slot."""
+        """Returns the request and the sequence with this seq_id; None if it has no batch slot."""
         return self._batch_slots.find(seq_id)
 
     def add(self, group: SequenceGroup) -> None:
-        """Puts a request into the waiting queue.
+        """Adds a request to the waiting queue.
 
         Args:
-            group: With one sequence (or all, if they go on from tokens that are given), which leaves room for
-                a token in max_model_len (unless it is pooled), at most max_num_seqs to come, and an own id.
+            group: A request with one sequence, or with several if it continues prior outputs. Its id must be
+                unique. Its tokens must leave room for one more token in max_model_len, except for pooling
+                requests. It may have at most max_num_seqs sequences.
         """
         seq = max(group.unfinished, key=len)
         room = group.sampling_params.pooling is None
@@ -218,16 +231,22 @@ class Scheduler:
         assert not group.adapter or self.max_loras, "there is no slot for an adapter"
 
     def derive_fields(self, group: SequenceGroup) -> None:
-        """Sets the fields of a request that the scheduler derives: its key and the flags of features."""
+        """Sets the scheduling key and the feature flags of a request."""
         group.key = self.key_of(group)
         composition.set_request_flags(group, self._step_planners)
 
     def key_of(self, group: SequenceGroup) -> Any:
-        """Returns the value that orders requests: those of a lower key go first."""
+        """Returns the scheduling key of a request. Requests with lower keys are scheduled first."""
         return self.scheduling_policy(group) if callable(self.scheduling_policy) else group.priority
 
     def abort(self, request_id: str) -> SequenceGroup | None:
-        """Ends a request as FINISHED_ABORTED, without a time, and frees its blocks; None if there is none."""
+        """Ends a request with status FINISHED_ABORTED and frees its blocks.
+
+        Its finished_time is left unset (None).
+
+        Returns:
+            The request; None if there is no unfinished request with this id.
+        """
         group = self.queues.find(request_id)
         if group is not None:
             self._updater.end_group(group, SequenceStatus.FINISHED_ABORTED, None)
@@ -243,17 +262,18 @@ class Scheduler:
         *,
         num_output_tokens: int | None = None,
     ) -> None:
-        """Ends a sequence for a reason that the scheduler can't see (a stop string) and frees its blocks.
+        """Ends a sequence for a reason outside the scheduler, such as a stop string, and frees its blocks.
 
-        A sequence that has ended already only takes the new status and reason.
+        If the sequence has already ended, only its status and stop reason change.
 
         Args:
-            group: Its request.
+            group: The request of the sequence.
             seq: The sequence.
             status: A finished status.
-            now: Time, in the engine's clock (seconds).
-            stop_reason: What ended it, if a stop string did.
-            num_output_tokens: How many of its output tokens stay, those up to a stop string; None for all.
+            now: Time in the engine's clock (seconds).
+            stop_reason: The stop string, if one ended the sequence.
+            num_output_tokens: Number of output tokens to keep, which are the tokens up to the stop string;
+                None keeps all.
         """
         assert status.is_finished, status
         if seq.status.is_finished:
@@ -264,25 +284,25 @@ class Scheduler:
             seq.truncate(num_output_tokens)
 
     def forget_prefixes(self, kept_salt: str | None) -> None:
-        """Shares nothing computed so far from now on; see Preemption. No step is in flight."""
+        """Empties the prefix cache after a weight update; see Preemption. No step may be in flight."""
         self._preemption.forget_prefixes(kept_salt)
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Chooses the sequences and token counts of the next step, and allocates their blocks.
 
-        1. Open a step with the token budget.
-        2. A planner may take the whole step: one that verifies draft tokens, or a multi-step.
-        3. Otherwise fill the step with running and newly admitted requests, in order.
-        4. Build the output: assign batch slots, and collect what the executor has to copy and load.
+        1. Start a step with the token budget.
+        2. A step planner may take the whole step, for multi-step decoding or to verify draft tokens.
+        3. Otherwise, fill the step with running and newly admitted requests, in order.
+        4. Build the output: assign batch slots, and collect the block copies, swaps and adapters of the step.
 
-        It may be called before earlier steps have returned (see can_run_ahead): the tokens that these steps
-        draw are NO_TOKEN in the output, and sequences that depend on their values skip the step.
+        If steps are in flight (see can_run_ahead), the tokens that they sample are not known. These tokens
+        are NO_TOKEN in the output, and sequences whose next token depends on their values skip the step.
 
         Args:
-            now: Time, in the engine's clock (seconds).
+            now: Time in the engine's clock (seconds).
 
         Returns:
-            The step; nothing is left to run if `scheduled` and `ended` are empty.
+            The step. If `scheduled` and `ended` are empty, there is nothing to run.
         """
         assert not self._num_in_flight or self.can_run_ahead, "the step has to know the results of others"
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=self._num_in_flight > 0)
@@ -303,52 +323,57 @@ class Scheduler:
         return output
 
     def edit(self, output: SchedulerOutput, rows: list[int]) -> SchedulerOutput:
-        """Drops requests from the step that was scheduled last, or re-orders its rows, before it is computed.
+        """Removes or reorders sequences of the step that was scheduled last, before it is executed.
 
         Args:
-            output: What schedule() returned last.
-            rows: Indices in output.scheduled of the rows that stay, in their order: rows of one token first,
-                and of a request all or none. What is dropped keeps its blocks and is computed later.
+            output: The last output of schedule().
+            rows: Indices into output.scheduled of the sequences that stay, in their new order. Sequences with
+                one token must come first, and each request must stay with all of its sequences or with none.
+                Sequences that are removed keep their blocks and are computed later.
 
         Returns:
-            The step that takes the place of `output`, also in update().
+            The step to execute and to pass to update() instead of `output`.
         """
         return composition.edit_step(output, rows, self._batch_slots, self.block_manager)
 
     def schedule_draft(self, request_id: str, token_ids: list[int]) -> SchedulerOutput | None:
-        """Schedules a step of one request that decodes, with tokens that may follow; None without blocks."""
+        """Schedules a step in which one decoding request verifies given draft tokens.
+
+        Returns:
+            The step; None if there are not enough free blocks.
+        """
         assert not self._num_in_flight, "the draft follows the last token"
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=False)
         return self._build(step) if self.editor.plan_draft(request_id, token_ids, step) else None
 
     def expect(self, request_id: str, index: int, token_ids: list[int]) -> None:
-        """Proposes the tokens that a grammar forces next for sequence `index` of a request, as drafts."""
+        """Proposes the tokens that a grammar forces next for one sequence of a request, as draft tokens."""
         group = self.queues.find(request_id)
         if self.drafts is not None and group is not None:
             self.drafts.expect(group, index, token_ids)
 
     def edit_request(self, edit: "RequestEdit") -> SequenceGroup:
-        """Applies an edit between two steps; returns the request, for a fork the new one."""
+        """Applies an edit between two steps. Returns the edited request, or the new request for a fork."""
         assert not self._num_in_flight, "a step in flight knows the request as it was"
         if self.drafts is not None:
             self.drafts.forget(edit.request_id)
         return self.editor.apply(edit)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
-        """Takes in the result of a step.
+        """Processes the result of a step.
 
         1. Count the step as returned.
-        2. Accept the tokens that were drawn, cache full blocks, and end sequences (ResultUpdater.update).
-        3. Tell the draft planner which drafts were accepted, and how long the step took.
+        2. Accept the sampled tokens, cache full blocks, and end sequences (ResultUpdater.update).
+        3. Pass the accepted draft tokens and the duration of the step to the draft planner.
 
-        A sequence accepts its tokens up to the one that ends it (see StopConditions). Requests with logits
-        that are not finite end as FINISHED_ABORTED. Sequences that ended since schedule(), and beams
+        A sequence accepts its tokens up to the one that ends it (see StopConditions). Requests whose logits
+        are not finite end with status FINISHED_ABORTED. Sequences that have ended since schedule(), and beams
         that were dropped, are skipped.
 
         Args:
-            output: What schedule() returned; results are taken in in the order of the steps.
-            result: What the executor returned for it.
-            now: Time, in the engine's clock (seconds).
+            output: The output of schedule(). Results must be processed in the order of the steps.
+            result: The executor's result for this step.
+            now: Time in the engine's clock (seconds).
         """
         self._num_in_flight -= 1
         if not self._num_in_flight:
@@ -366,10 +391,11 @@ class Scheduler:
         return output
 
     def _fill(self, step: StepBuilder, phase: Phase, now: float) -> None:
-        """Adds rows to a step: running requests and candidates for admission, merged in order.
+        """Adds running requests and candidates for admission to a step, merged in scheduling order.
 
-        No request is admitted after a request was preempted for a running one, nor after the step was closed.
-        After preemptions for a waiting request, admission ends at the next running request that is continued.
+        No request is admitted after a request was preempted for a running one, or after the step was closed.
+        After a waiting request has preempted others, admission ends at the next running request that
+        continues.
         """
         running = deque(self.queues.running.values())
         candidate = None if step.preempted else phase.next_candidate()
@@ -382,7 +408,7 @@ class Scheduler:
                     candidate = None
             elif running:
                 group = running.popleft()
-                if group.request_id in self.queues.running:  # not preempted nor ended in this step
+                if group.request_id in self.queues.running:  # it was neither preempted nor ended in this step
                     self._continue(group, running, step, phase, now)
                     if step.preempted or step.is_closed:
                         candidate = None
@@ -392,9 +418,10 @@ class Scheduler:
     def _continue(
         self, group: SequenceGroup, behind: deque[SequenceGroup], step: StepBuilder, phase: Phase, now: float
     ) -> None:
-        """Adds rows of a request that was running when the step began.
+        """Adds the sequences of a request that was running when the step began.
 
-        Preempts the last requests if there are not enough blocks, in the end this request itself.
+        If there are not enough blocks, preempts running requests from the end of the order, and finally this
+        request itself.
         """
         rows = self._token_planner.plan(group, behind, step, now)
         if phase.takes_part is not None:
@@ -412,18 +439,22 @@ class Scheduler:
     def _admit(
         self, group: SequenceGroup, behind: deque[SequenceGroup], step: StepBuilder, now: float
     ) -> None:
-        """Admits a request if it has room; otherwise makes room, ends it, or closes the step to others."""
+        """Tries to admit a request.
+
+        If it cannot run yet, preempts other requests for it, sets it aside, or closes the step to new
+        requests. If it could never run, ends it.
+        """
         match self._start(group, behind, step, now):
             case AdmissionResult.ADMITTED:
                 pass
             case AdmissionResult.STALLED:
                 step.is_closed = True
-                if len(self.queues.running) == 1 and not step.is_ahead:  # nothing will free blocks for it
+                if len(self.queues.running) == 1 and not step.is_ahead:  # no other request will free blocks
                     self._preemption.end_for_good(group, step, now)
             case AdmissionResult.NO_TOKENS:
                 step.is_closed = True
             case AdmissionResult.NO_ROOM if not self.queues.running and not step.is_ahead:
-                self._preemption.end_for_good(group, step, now)  # the whole pool is not enough
+                self._preemption.end_for_good(group, step, now)  # even the whole pool is too small
             case missing:
                 if not self._admission.make_way(group, missing, step, now):
                     step.is_closed = True
@@ -431,9 +462,10 @@ class Scheduler:
     def _start(
         self, group: SequenceGroup, behind: deque[SequenceGroup], step: StepBuilder, now: float
     ) -> AdmissionResult:
-        """Gives a waiting or swapped request its blocks and adds its rows, or leaves it as it was.
+        """Gives a waiting or swapped request its blocks and schedules its sequences.
 
-        A request that is STALLED keeps its blocks and runs.
+        If the result is ADMITTED, the request runs. If it is STALLED, the request keeps its blocks and
+        computes nothing in this step. Otherwise the request is unchanged.
         """
         seq = group.unfinished[0]
         was_swapped = group.request_id in self.queues.swapped
@@ -462,6 +494,7 @@ class Scheduler:
         return AdmissionResult.ADMITTED
 
     def _add_rows(self, group: SequenceGroup, rows: list[tuple[Sequence, int]], step: StepBuilder) -> None:
+        """Adds sequences to a step. Sequences that compute their last token also sample the next one."""
         for seq, num_tokens in rows:
             samples: tuple[Sequence, ...] = ()
             if num_tokens == seq.num_new_tokens:

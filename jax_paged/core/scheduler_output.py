@@ -1,7 +1,7 @@
-"""What the scheduler hands to the executor: one step, as values. It can be pickled, sent and replayed.
+"""SchedulerOutput: one step as the scheduler passes it to the executor. It can be pickled, sent and replayed.
 
-The executor keeps a batch slot for every sequence that holds blocks on the device. A step names sequences by
-their ids and contains only changes since the previous step: new sequences (NewSequence), blocks appended to
+The executor keeps a batch slot for every sequence that holds blocks on the device. A step refers to sequences
+by id and contains only the changes since the previous step: new sequences (NewSequence), blocks appended to
 block tables (ScheduledSequence), and sequences that lose their batch slot (released_seq_ids).
 """
 
@@ -10,29 +10,30 @@ from typing import Any, NamedTuple
 
 from jax_paged.core.request import Request
 
-# (from, to) block ids.
+# (source, destination) block ids.
 Copies = list[tuple[int, int]]
 # One list of block ids per cache group, in order of position.
 BlockTables = list[list[int]]
-# End tokens of a sequence that a burst looks for; one with more of them takes part in none.
+# Maximum number of end tokens per sequence that the device can check in multi-step decoding. Sequences with
+# more end tokens are excluded from it.
 MAX_END_TOKENS = 8
 
 
 class NewSequence(NamedTuple):
-    """A sequence that takes a batch slot: new, forked, or resumed after it had lost its blocks.
+    """A sequence that takes a batch slot because it is new, forked, or resumed after a preemption.
 
     Args:
-        seq_id: Unique in the life of a scheduler; a sequence that takes another batch slot gets a new id.
-        request: Its request. Read-only.
-        output_token_ids: What it has generated so far.
-        seed: Of its random choices; with a position it is the key of one draw.
-        end_token_ids: Tokens that end it: the model's, unless ignored, and its stop_token_ids. Held back
-            until min_tokens.
-        block_tables: All of its blocks, at the time that this step computes. Read-only.
-        num_dropped_tokens: By how much the slots of its tokens stand before their positions in the tables:
-            tokens whose blocks a user has dropped.
-        former_id: Its id in the batch slot that it had before; 0 if it had none.
-        adapter_slot: The slot of its adapter; 0 if it has none.
+        seq_id: Unique for the lifetime of a scheduler. A sequence gets a new id with each batch slot.
+        request: The request of the sequence. Read-only.
+        output_token_ids: Output tokens so far.
+        seed: Random seed. Each draw is keyed by the seed and the position of the token.
+        end_token_ids: Tokens that end the sequence: the end tokens of the model, unless ignored, and the
+            request's stop_token_ids. They are not sampled before min_tokens.
+        block_tables: All blocks of the sequence, including the blocks for this step. Read-only.
+        num_dropped_tokens: Number of tokens whose blocks the user has dropped. The slot of a token in the
+            block table is its position minus this number.
+        former_id: Id of the sequence in its previous batch slot; 0 if there was none.
+        adapter_slot: Device slot of its LoRA adapter; 0 without an adapter.
     """
 
     seq_id: int
@@ -47,20 +48,24 @@ class NewSequence(NamedTuple):
 
 
 class ScheduledSequence(NamedTuple):
-    """A row: what one sequence computes in a step (a tuple: a step makes hundreds, and they are cheap).
+    """The tokens that one sequence computes in a step.
+
+    This is a named tuple because tuples are cheap to create, and a step contains hundreds.
 
     Args:
-        seq_id: The sequence; it has a batch slot, or takes one in this step.
-        start: Position of the first token that the step computes.
-        token_ids: The tokens that the step computes, at positions start and on. The last one is NO_TOKEN if
-            a step in flight draws it: it is the token that was drawn last for the sequence.
-        new_blocks: Per cache group, the blocks appended to its table since its last row (none in the step
-            of its NewSequence, which holds them all). Read-only.
-        replaced_blocks: (cache group, index, block id) of entries of its table that have changed since its
-            last row: copied before a write, or fallen out of a window (the null block).
-        state_slot: Where its states lie, if layers keep any; else 0.
-        checkpoint: How many of the tokens come before a checkpoint, a copy of the states, and the slot that
-            gets it; zeros for none.
+        seq_id: The sequence. It has a batch slot or takes one in this step.
+        start: Position of the first token to compute.
+        token_ids: The tokens to compute, at positions start, start + 1, ... The last one is NO_TOKEN if a
+            step in flight samples it. The device then inserts the token that was last sampled for the
+            sequence. Draft tokens are NO_TOKEN if a draft model on the device proposes them.
+        new_blocks: Per cache group, the blocks appended to the block table since the sequence was last
+            scheduled. Empty in the step of its NewSequence, which contains all blocks. Read-only.
+        replaced_blocks: (cache group, index, block id) of block table entries that have changed since the
+            sequence was last scheduled: the block was copied before a write, or it fell out of a window and
+            was replaced by the null block.
+        state_slot: Slot of its recurrent states; 0 if no layer has any.
+        checkpoint: Number of these tokens that precede a checkpoint, and the slot that receives the
+            checkpoint. A checkpoint is a copy of the recurrent states. (0, 0) for none.
     """
 
     seq_id: int
@@ -73,17 +78,18 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
+        """The number of tokens to compute."""
         return len(self.token_ids)
 
 
 class Sample(NamedTuple):
-    """Tokens to draw in a step, for one sequence.
+    """The tokens to sample for one sequence in a step.
 
     Args:
-        row: Index in SchedulerOutput.scheduled of the row whose logits they are drawn from.
-        seq_id: The sequence that gets the tokens: the row's own, or one that was just forked from it.
-        num_logits: How many of the row's last tokens are drawn after, each from its own row of logits.
+        row: Index into SchedulerOutput.scheduled of the sequence whose logits are used.
+        seq_id: The sequence that receives the tokens: the scheduled sequence itself, or a new fork of it.
+        num_logits: Number of logits rows. One token is sampled after each of the last num_logits tokens of
+            the scheduled sequence.
     """
 
     row: int
@@ -92,12 +98,13 @@ class Sample(NamedTuple):
 
 
 class TokenMasks(NamedTuple):
-    """What may be drawn from some rows of logits.
+    """The tokens that grammars allow, for some logits rows of a step.
 
     Args:
-        rows: Which ones, of those that something is drawn from, in the order of SchedulerOutput.samples.
-        words: For each, as many int32 words, little-endian: bit i % 32 of word i // 32 is 1 if token i may be
-            drawn. There may be more words than the vocabulary has tokens for.
+        rows: Indices of the masked rows among all logits rows that are sampled from, in the order of
+            SchedulerOutput.samples.
+        words: One bit mask per row, all of equal length, as little-endian int32 words. Token i is allowed if
+            bit i % 32 of word i // 32 is 1. A mask may have more bits than the vocabulary has tokens.
     """
 
     rows: tuple[int, ...]
@@ -105,12 +112,13 @@ class TokenMasks(NamedTuple):
 
 
 class EncoderInput(NamedTuple):
-    """A text for the encoder, and where its output goes.
+    """Input tokens of the encoder, and the blocks that its output is written to.
 
     Args:
-        request_id: Its request.
-        token_ids: The text. Read-only.
-        block_tables: Of the request's sequence; only those of cross attention are written to.
+        request_id: The request.
+        token_ids: The input tokens. Read-only.
+        block_tables: Block tables of the request's sequence. Only the tables of cross-attention groups are
+            used.
     """
 
     request_id: str
@@ -119,13 +127,13 @@ class EncoderInput(NamedTuple):
 
 
 class AdapterLoad(NamedTuple):
-    """An adapter that takes a slot on the device; what was there is not used any more.
+    """A LoRA adapter to load into a device slot. The previous adapter in the slot is no longer used.
 
     Args:
-        slot: From 1.
-        adapter: SequenceGroup.adapter of its requests.
-        weights: What the executor puts there (an Adapter of models/features/lora/adapter_files.py); the
-            engine adds it when the step is scheduled.
+        slot: The slot, from 1.
+        adapter: Content hash of the adapter (SequenceGroup.adapter).
+        weights: The weights (an Adapter of models/features/lora/adapter_files.py). The engine adds them after
+            the step is scheduled.
     """
 
     slot: int
@@ -134,12 +142,12 @@ class AdapterLoad(NamedTuple):
 
 
 class StateMoves(NamedTuple):
-    """Slots of recurrent states that are moved, in this order, before the rows of a step are computed.
+    """Copies between slots of recurrent states, made in this order before the step computes any tokens.
 
     Args:
-        swap_out: (device slot, host slot).
-        swap_in: (host slot, device slot).
-        copies: (from, to) device slots.
+        swap_out: (device slot, host slot) pairs.
+        swap_in: (host slot, device slot) pairs.
+        copies: (source, destination) pairs of device slots.
     """
 
     swap_out: Copies
@@ -148,16 +156,16 @@ class StateMoves(NamedTuple):
 
 
 class InspectionInput(NamedTuple):
-    """Tokens of a sequence to compute again, beside its steps.
+    """Input of Executor.inspect: tokens of a sequence to recompute outside of the steps.
 
     Args:
         token_ids: The last tokens of the sequence.
-        start: Position of the first of them.
-        num_computed_tokens: Tokens whose keys and values lie in the pool, those of dropped blocks included.
-        num_dropped_tokens: As NewSequence has it.
-        num_encoder_tokens: Tokens that its groups of cross attention hold.
-        block_tables: Its blocks.
-        layers: Whose attention to report.
+        start: Position of the first of these tokens.
+        num_computed_tokens: Number of tokens that have been computed, including tokens in dropped blocks.
+        num_dropped_tokens: See NewSequence.
+        num_encoder_tokens: Number of encoder tokens in the blocks of cross-attention groups.
+        block_tables: Block tables of the sequence.
+        layers: Indices of the layers whose attention probabilities are returned.
     """
 
     token_ids: list[int]
@@ -171,40 +179,43 @@ class InspectionInput(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step.
+    """The work of one step.
 
-    The executor releases batch slots, loads adapters and gives batch slots to the new sequences. Then it
-    swaps out, swaps in, copies blocks and runs encoders, in this order. Then it computes the rows and draws
-    the samples.
+    The executor first releases batch slots, loads adapters and assigns batch slots to the new sequences. Then
+    it swaps out, swaps in, copies blocks and runs encoders, in this order. Finally it computes the scheduled
+    sequences and samples tokens.
 
     Args:
-        step_id: Counts the steps of a scheduler, from 0: with step 0 all batch slots are empty, as
-            another scheduler may have been there before.
-        scheduled: Rows of one token first, then the longer ones; each part in the order of requests.
-        samples: What is drawn, in the order of the rows.
+        step_id: Number of the step, from 0. The executor empties all batch slots in step 0, because it may
+            have served another scheduler before.
+        scheduled: Sequences that compute one token, then sequences that compute several tokens. Both parts
+            are in the order of the requests.
+        samples: The tokens to sample, in the order of the scheduled sequences.
         new_sequences: Sequences that take a batch slot.
-        released_seq_ids: Sequences that have lost their batch slot since the step before: they ended, or were
-            preempted. One that takes another batch slot at once, as after a rollback, is in new_sequences
-            too, under its new id.
-        blocks_to_swap_out: (device block, host block) ids.
-        blocks_to_swap_in: (host block, device block) ids.
-        blocks_to_copy: (from, to) device block ids; no block is both.
-        to_encode: Texts whose encoder runs before the rows are computed.
-        preempted: Ids of the requests that lost their blocks on the device: for observers, as the executor
-            goes by released_seq_ids.
-        ended: Ids of the requests that ended because they can never run (on).
-        num_batched_tokens: Tokens that the rows compute together.
-        num_logits_rows: Rows of logits: those of the samples, and one for each row without any: of these
-            too the logits are looked at, so that NaN is noticed before a block that holds it is cached.
-        burst: Of a burst, how many tokens each sample gets at most: each token is computed before the next
-            is drawn, until one ends the sequence. Row i is then that of sample i, has one token, and its
-            table has blocks for all of them. Empty for all other steps.
-        ended_seq_ids: Sequences that have ended since the step before, by the id that they had last.
-        token_masks: Of rows whose request has a form (structured_outputs); put in when the step is
-            dispatched, as it takes the tokens before. None if there are none.
-        scores_drafts: Whether log-probabilities of the drafts themselves are wanted.
-        adapter_loads: Adapters that take a slot, before the rows are computed.
-        state_moves: Slots of recurrent states to move.
+        released_seq_ids: Sequences that have lost their batch slot since the previous step, because they
+            ended or were preempted. A sequence that takes another batch slot at once, for example after a
+            rollback, is also in new_sequences with its new id.
+        blocks_to_swap_out: (device block, host block) pairs.
+        blocks_to_swap_in: (host block, device block) pairs.
+        blocks_to_copy: (source, destination) pairs of device blocks. No block is both a source and a
+            destination.
+        to_encode: Encoder inputs to run before the sequences are computed.
+        preempted: Ids of the requests that were preempted. For observers only; the executor uses
+            released_seq_ids.
+        ended: Ids of the requests that ended because they could never run or continue.
+        num_batched_tokens: Total number of tokens of the scheduled sequences.
+        num_logits_rows: Number of logits rows: the rows of all samples, and one row for each sequence without
+            a sample. Logits of the latter are only checked, so that NaN is noticed before the blocks are
+            cached.
+        burst: For multi-step decoding, the maximum number of tokens of each sample; empty for all other
+            steps. Each token is computed before the next one is sampled, until one ends the sequence. Sample
+            i belongs to scheduled sequence i, which has one token and blocks for all of these tokens.
+        ended_seq_ids: Sequences that have ended since the previous step, by their last id.
+        token_masks: Masks for requests with structured output; None without such requests. They are added
+            when the step is dispatched, because they depend on the tokens of earlier steps.
+        scores_drafts: Whether log-probabilities of the draft tokens themselves are requested.
+        adapter_loads: LoRA adapters to load before the sequences are computed.
+        state_moves: Copies between slots of recurrent states.
     """
 
     step_id: int
@@ -229,5 +240,8 @@ class SchedulerOutput:
 
     @property
     def num_drafts(self) -> int:
-        """Most drafts of a row, in a step that verifies what the engine has drafted; 0 in others."""
+        """The largest number of draft tokens of a sequence in speculative decoding; 0 in other steps.
+
+        Draft tokens of LLMEngine.verify (`scores_drafts`) are not counted.
+        """
         return 0 if self.scores_drafts else max([sample.num_logits - 1 for sample in self.samples], default=0)

@@ -1,4 +1,4 @@
-"""One step while it is scheduled, and how it becomes a SchedulerOutput."""
+"""A step while it is being scheduled, and its conversion to a SchedulerOutput."""
 
 import dataclasses
 from typing import Protocol
@@ -9,21 +9,21 @@ from jax_paged.core.scheduler_output import BlockTables, Copies, EncoderInput, S
 
 
 class StepBuilder:
-    """Collects a step while it is scheduled.
+    """A step while it is being scheduled.
 
     Args:
-        budget: Tokens that it may still compute.
-        is_ahead: Whether a step before it has not returned: then nobody is preempted, nor ends for lack of
-            blocks, as what returns may change the need for it.
+        budget: Number of tokens that the step may still compute.
+        is_ahead: Whether earlier steps are in flight. Then no request is preempted, or ended for lack of
+            blocks, because the results of these steps may free blocks.
     """
 
     def __init__(self, budget: int, *, is_ahead: bool) -> None:
         self.budget = budget
         self.is_ahead = is_ahead
-        self.awaits_results = False  # the next step needs the results of the steps in flight
+        self.awaits_results = False  # True if the next step needs the results of steps in flight
         self._initial_budget = budget
-        self.is_closed = False  # no other request is admitted
-        self.rows_of_one: list[Row] = []  # that compute one token
+        self.is_closed = False  # True if no other request may be admitted
+        self.rows_of_one: list[Row] = []  # sequences that compute one token in this step
         self.longer_rows: list[Row] = []
         self.planned: PlannedRows | None = None  # set by a StepPlanner that takes the whole step
         self.swap_out: Copies = []
@@ -35,16 +35,16 @@ class StepBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is computed yet."""
+        """Whether no sequence has been added yet."""
         return not self.rows_of_one and not self.longer_rows
 
     def note_encoder_input(self, group: SequenceGroup, tables: BlockTables | None) -> None:
-        """Notes that the encoder runs for a request, if the request has input for it and still its blocks."""
+        """Schedules the encoder for a request that has encoder input and block tables."""
         if group.encoder_token_ids and tables is not None:
             self.to_encode.append((group, tables))
 
     def build(self, step_id: int, batch_slots: BatchSlots) -> SchedulerOutput:
-        """Returns the step; assigns and releases batch slots."""
+        """Returns the finished step. Assigns and releases batch slots."""
         released = batch_slots.release()
         rows = [*self.rows_of_one, *self.longer_rows]
         new, scheduled, samples = batch_slots.rows(rows, self.planned)
@@ -76,14 +76,14 @@ class StepBuilder:
 
 
 class StepPlanner(Protocol):
-    """A feature that may take a whole step for itself: multi-step decoding, speculation."""
+    """A feature that may plan a whole step: multi-step decoding or speculative decoding."""
 
     def plan(self, step: StepBuilder) -> bool:
-        """Fills an empty step with rows of all running sequences, or leaves it empty and returns False."""
+        """Fills an empty step with all running sequences, or leaves it empty and returns False."""
         ...
 
     def set_flag(self, group: SequenceGroup) -> None:
-        """Notes in a new request whether its sequences may take part in such steps."""
+        """Sets the flag of a new request that tells whether its sequences may take part in such steps."""
         ...
 
 

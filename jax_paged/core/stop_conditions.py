@@ -1,23 +1,23 @@
-"""When and why sequences end."""
+"""Stop conditions: when and why sequences end."""
 
 from jax_paged.core.request import Sequence, SequenceGroup, SequenceStatus
 
-# Stop reasons of requests that ended without having finished.
+# Stop reasons of requests that ended because of an error.
 POOL_TOO_SMALL = "the pool has no room for it: a larger one has (kv_cache_memory_bytes)"
 HOST_TOO_SMALL = "blocks of it were dropped, and host memory has no room to swap the others to"
 NON_FINITE = "non-finite logits"
 NO_TOKEN_ALLOWED = "no token is allowed"
 
-# With which status, and which stop reason.
+# Final status and stop reason of a sequence.
 Ending = tuple[SequenceStatus, int | str | None]
 
 
 class StopConditions:
-    """Decides after each token whether its sequence ends.
+    """End conditions of sequences, checked after each token.
 
     Args:
-        eos_token_ids: The model's end tokens.
-        max_model_len: Maximum tokens of a prompt and its output together.
+        eos_token_ids: End tokens of the model.
+        max_model_len: Maximum number of tokens in a prompt and its output together.
     """
 
     def __init__(self, eos_token_ids: frozenset[int], max_model_len: int) -> None:
@@ -25,18 +25,18 @@ class StopConditions:
         self.max_model_len = max_model_len
 
     def eos_of(self, group: SequenceGroup) -> frozenset[int]:
-        """Returns the model's end tokens, none if the request ignores them."""
+        """Returns the end tokens of the model, or none if the request ignores them."""
         return frozenset() if group.sampling_params.ignore_eos else self.eos_token_ids
 
     def end_token_ids(self, group: SequenceGroup) -> frozenset[int]:
-        """Returns all tokens that end the sequences of a request, and are held back until min_tokens."""
+        """Returns all tokens that end the sequences of a request. They are not sampled before min_tokens."""
         return self.eos_of(group) | frozenset(group.sampling_params.stop_token_ids or ())
 
     def after_token(self, group: SequenceGroup, seq: Sequence) -> Ending | None:
-        """Returns the status and stop reason with which the last token of a sequence ends it, or None.
+        """Returns the status and stop reason if the last token of a sequence ends it, otherwise None.
 
-        An end token of the model comes first, then one of the request's stop tokens (neither before
-        min_tokens), then max_tokens and max_model_len.
+        The conditions are checked in this order: an end token of the model, a stop token of the request,
+        max_tokens or max_model_len. Tokens do not end a sequence before min_tokens.
         """
         params, token_id = group.sampling_params, seq.output_token_ids[-1]
         num_output_tokens = len(seq.output_token_ids)
@@ -50,20 +50,21 @@ class StopConditions:
         return None
 
     def num_left(self, group: SequenceGroup, seq: Sequence) -> int:
-        """Returns how many tokens a sequence may still get after those that are being drawn."""
+        """Returns how many more tokens a sequence may receive after its pending tokens."""
         max_tokens, num_output_tokens = group.sampling_params.max_tokens, seq.num_output_tokens
         num_left = self.max_model_len - len(seq.prompt_token_ids) - num_output_tokens
         return num_left if max_tokens is None else min(num_left, max_tokens - num_output_tokens)
 
     def can_run_ahead(self, group: SequenceGroup, seq: Sequence) -> bool:
-        """Returns whether a sequence may compute tokens whose values are not known on the host yet.
+        """Returns whether a sequence may be scheduled while its last token is pending.
 
-        False if the sequence certainly ends with the tokens that are being drawn.
+        False if the request needs its tokens on the host, or if the pending tokens certainly end the
+        sequence.
         """
         return not group.needs_tokens_on_host and self.num_left(group, seq) > 0
 
     @staticmethod
     def without_room(group: SequenceGroup) -> SequenceStatus:
-        """Returns the status of a request that can't run (on) even in an empty pool."""
+        """Returns the final status of a request that cannot run, or continue, even in an empty pool."""
         has_output = any(seq.output_token_ids for seq in group.sequences)
         return SequenceStatus.FINISHED_LENGTH_CAPPED if has_output else SequenceStatus.FINISHED_IGNORED

@@ -1,4 +1,4 @@
-"""How many tokens each sequence of a running request computes in a step."""
+"""Decides how many tokens each sequence of a running request computes in a step."""
 
 import functools
 from collections.abc import Iterable
@@ -13,15 +13,15 @@ from jax_paged.core.stop_conditions import StopConditions
 
 
 class TokenPlanner:
-    """Divides a step's tokens among the sequences of requests, one request at a time.
+    """Planner that divides the tokens of a step among sequences, one request at a time.
 
     Args:
         block_manager: Owner of the blocks.
         queues: Owner of the requests.
         admission: Allocates blocks for sequences that have lost theirs.
-        preemption: Makes room for them.
-        stop_conditions: Tells which sequences can go on before their last token is known.
-        enable_chunked_prefill: Whether a prompt may be computed in parts.
+        preemption: Preempts other requests to free blocks for these sequences.
+        stop_conditions: Decides which sequences can continue before their last token is known.
+        enable_chunked_prefill: Whether prompts may be computed in chunks.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class TokenPlanner:
     ) -> list[tuple[Sequence, int]]:
         """Returns the sequences of a running request that compute tokens, each with its number of tokens.
 
-        May preempt other requests, to get blocks for sequences of this one that have lost theirs.
+        May preempt other requests to allocate blocks for sequences of this request that have lost theirs.
 
         Args:
             group: The request.
-            behind: Running requests that are planned after it. Each of their sequences that decodes keeps a
-                token of the budget: a long prompt that goes first must not stop their output.
-            step: What is scheduled so far.
-            now: Time, in the engine's clock (seconds).
+            behind: Running requests that are planned after it. One token of the budget is reserved for each
+                of their sequences that decodes, so that a long prompt does not delay them.
+            step: The step that is being scheduled.
+            now: Time in the engine's clock (seconds).
         """
         if len(group.sequences) == 1:
             return self._plan_sequence(group, group.sequences[0], behind, step)
@@ -71,21 +71,25 @@ class TokenPlanner:
             if num_tokens > 1:
                 num_tokens = self.block_manager.within_windows(seq, num_tokens)
             if num_tokens < seq.num_new_tokens:
-                step.is_closed = True  # new requests must not use the tokens that this one leaves
+                # New requests must not take tokens or blocks that this request could not use.
+                step.is_closed = True
         return [(seq, num_tokens)] if num_tokens else []
 
     def _plan_sequences(
         self, group: SequenceGroup, behind: Iterable[SequenceGroup], step: StepBuilder, now: float
     ) -> list[tuple[Sequence, int]]:
-        """Plans samples or beams: those without blocks get them again, as far as others are computed.
+        """Plans the sequences of a request with several samples or beams.
 
-        Beams sample together, and none may end before the others share its blocks: until all beams are
-        computed up to their last token, that token waits. The same holds for samples without blocks.
+        After a preemption with recomputation, only one sequence has blocks. The other sequences get theirs
+        when the tokens that they share with a computed sequence have been computed. Until all sequences have
+        blocks, no sequence computes its last token, because sampling could end a sequence and free blocks
+        that others are about to share. All beams must sample in the same step, so beams also wait with the
+        last token until all beams have computed the tokens before it.
         """
         tables, can_run_ahead = self.block_manager.block_tables, self._stop_conditions.can_run_ahead
         seqs = [s for s in group.unfinished if not s.num_pending or can_run_ahead(group, s)]
         if step.is_ahead and any(seq not in tables for seq in seqs):
-            step.awaits_results = True  # what they share may grow
+            step.awaits_results = True  # results in flight may extend the prefix that the sequences share
             return []
         for seq in seqs:
             if seq not in tables:
@@ -107,9 +111,9 @@ class TokenPlanner:
         return rows
 
     def fork_samples(self, group: SequenceGroup, seq: Sequence) -> tuple[Sequence, ...]:
-        """Makes the other samples of a request whose prompt is computed in this step; returns all of them.
+        """Forks the other samples of a request whose prompt is completed in this step. Returns all samples.
 
-        Beams are not forked before tokens are known.
+        Beams are not forked here, because they are forked once their tokens are known.
         """
         if group.beam_params is not None:
             return (seq,)
@@ -120,23 +124,29 @@ class TokenPlanner:
         return tuple(group.sequences)
 
     def available(self, behind: Iterable[SequenceGroup], step: StepBuilder) -> int:
-        """Returns the tokens that a step has for prompts: those that decode behind them get theirs."""
+        """Returns the budget for prompts: the rest of the budget after one token per decode in `behind`."""
         return step.budget - self._num_decode_tokens(behind)
 
     def has_tokens(self, seq: Sequence, behind: Iterable[SequenceGroup], step: StepBuilder) -> bool:
-        """Returns whether a step has tokens left for a sequence that is to be admitted."""
+        """Returns whether a sequence that is about to be admitted could compute tokens in this step."""
         return self.within(seq.num_new_tokens, self.available(behind, step)) > 0
 
     def within(self, num_tokens: int, budget: int) -> int:
-        """Returns how many of some tokens a step computes; without chunks all or none."""
+        """Returns how many of `num_tokens` tokens fit into the budget.
+
+        Without chunked prefill, the result is either all of them or 0.
+        """
         if num_tokens <= budget:
             return num_tokens
         return max(0, budget) if self.enable_chunked_prefill else 0
 
     def _num_decode_tokens(self, groups: Iterable[SequenceGroup]) -> int:
-        """Returns how many sequences of running requests decode: they have one token of output to compute."""
+        """Returns how many sequences of running requests decode.
+
+        A sequence decodes if its only token left to compute is an output token.
+        """
         if not self.enable_chunked_prefill:
-            return 0  # prompts have steps of their own
+            return 0  # prompts and decodes are computed in different steps
         tables = self.block_manager.block_tables
         return sum(
             seq.num_new_tokens == 1 and seq.has_output and seq in tables
@@ -146,10 +156,14 @@ class TokenPlanner:
         )
 
     def _give_blocks_back(self, group: SequenceGroup, seq: Sequence, step: StepBuilder, now: float) -> None:
-        """Gives a sequence of a recomputed request its blocks back, as far as another's are computed."""
+        """Allocates the blocks of a sequence that lost them in a preemption with recomputation.
+
+        The sequence shares the blocks of the sequence with which it has the longest common prefix, once that
+        prefix has been computed. If this is not possible, it gets blocks of its own.
+        """
         manager = self.block_manager
         others = [s for s in group.unfinished if s in manager.block_tables]
-        # The last token of each is left to compute: its logits are needed.
+        # The last token of each sequence is not shared: it must be computed for its logits.
         common = [(min(seq.num_common_tokens(s), len(s) - 1, len(seq) - 1), s) for s in others]
         shared, parent = max(common, key=lambda pair: pair[0])
         if parent.num_computed_tokens < shared:
@@ -157,6 +171,7 @@ class TokenPlanner:
         if manager.fork(parent, seq, shared):
             seq.num_computed_tokens = shared
         else:
-            # If it is the last one itself, it keeps what it has and tries again in the next step.
+            # If this request is the last one in the order, it keeps its blocks and tries again in the
+            # next step.
             attempt = functools.partial(self._admission.allocate, group, seq, 0)
             self._preemption.preempt_until(group, lambda: attempt() or None, step, now, gives_way=False)

@@ -1,4 +1,4 @@
-"""Beam search: which continuations go on after each step. Pure Python on the top tokens of each beam."""
+"""Beam search: selects the beams that continue after each step."""
 
 import heapq
 from collections.abc import Sequence as Items
@@ -11,7 +11,13 @@ from jax_paged.core.stop_conditions import StopConditions
 
 
 class Candidate(NamedTuple):
-    """One more token for a beam."""
+    """A beam extended by one token.
+
+    Args:
+        parent: The beam.
+        token_id: The additional token.
+        cumulative_logprob: Sum of the log-probabilities of all output tokens, including the additional one.
+    """
 
     parent: Sequence
     token_id: int
@@ -19,11 +25,11 @@ class Candidate(NamedTuple):
 
 
 class BeamSearch:
-    """Replaces the beams of requests after each step.
+    """Selection of beams after each step of a beam search.
 
     Args:
         block_manager: Owner of the blocks.
-        stop_conditions: Tells the end tokens and the maximum length of a hypothesis.
+        stop_conditions: Provides the end tokens and the maximum length of a hypothesis.
     """
 
     def __init__(self, block_manager: BlockManager, stop_conditions: StopConditions) -> None:
@@ -31,14 +37,14 @@ class BeamSearch:
         self._stop_conditions = stop_conditions
 
     def advance(self, group: SequenceGroup, beams: list[tuple[Sequence, TokenLogprobs]]) -> bool:
-        """Replaces the beams of a request by the best continuations: forks some beams, frees others.
+        """Replaces the beams of a request by the best continuations. Forks some beams and frees others.
 
         Args:
             group: The request.
-            beams: All of its beams, each with its most likely next tokens.
+            beams: All beams of the request, each with its most likely next tokens.
 
         Returns:
-            True if the search is over.
+            True if the search has finished.
         """
         assert group.beam_params is not None, "a beam search"
         eos_token_ids = self._stop_conditions.eos_of(group)
@@ -65,7 +71,7 @@ class BeamSearch:
         return is_done or is_decided(group, max_len, eos_token_ids)
 
     def finish(self, group: SequenceGroup, seqs: list[Sequence]) -> None:
-        """Leaves the best hypotheses of a request, among them the beams that went on until now."""
+        """Keeps the best hypotheses of a request. Its unfinished beams `seqs` count as hypotheses."""
         complete(group, seqs, self._stop_conditions.eos_of(group))
         group.sequences = group.completed
 
@@ -73,16 +79,16 @@ class BeamSearch:
 def select(
     group: SequenceGroup, beams: Items[tuple[Sequence, list[int], list[float]]], eos_token_ids: frozenset[int]
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Chooses among the continuations of all beams of a request; changes nothing.
+    """Selects among the continuations of all beams of a request. Changes nothing.
 
     Args:
         group: The request.
-        beams: Each beam with its 2 * beam_width most likely next tokens and their log-probabilities: even
-            if beam_width of them end a hypothesis, as many are left to go on.
+        beams: Each beam with its 2 * beam_width most likely next tokens and their log-probabilities. Even if
+            beam_width of these tokens end a hypothesis, beam_width others remain.
         eos_token_ids: Tokens that end a hypothesis.
 
     Returns:
-        Those that go on, best first and at most beam_width; and those that are complete.
+        The continuations to keep as beams, best first and at most beam_width; and the hypotheses that end.
 
     Source: vLLM's LLM.beam_search.
     """
@@ -94,20 +100,21 @@ def select(
     ]
     complete = [c for c in every if c.token_id in eos_token_ids]
     others = [c for c in every if c.token_id not in eos_token_ids]
-    # All are of one length: the penalty changes nothing. Stable, so that ties go to the earlier beam.
+    # All candidates have the same length, so the length penalty does not change their order. The sort is
+    # stable: among equal candidates, the one of the earlier beam comes first.
     best = heapq.nsmallest(group.beam_params.beam_width, others, key=lambda c: -c.cumulative_logprob)
     return best, complete
 
 
 def score(group: SequenceGroup, seq: Sequence, eos_token_ids: frozenset[int]) -> float:
-    """Returns what the hypotheses of a request are ranked by; see BeamSearchParams.length_penalty."""
+    """Returns the score by which hypotheses are ranked; see BeamSearchParams.length_penalty."""
     assert group.beam_params is not None, "a beam search"
     ends = bool(seq.output_token_ids) and seq.output_token_ids[-1] in eos_token_ids
     return seq.cumulative_logprob / (len(seq) - ends) ** group.beam_params.length_penalty
 
 
 def complete(group: SequenceGroup, seqs: list[Sequence], eos_token_ids: frozenset[int]) -> None:
-    """Adds hypotheses that ended to `group.completed`, and drops those that can't be among the best."""
+    """Adds ended hypotheses to `group.completed`, and removes hypotheses that cannot be among the best."""
     assert group.beam_params is not None, "a beam search"
     every = [*group.completed, *seqs]
     every.sort(key=lambda seq: score(group, seq, eos_token_ids), reverse=True)
@@ -115,14 +122,14 @@ def complete(group: SequenceGroup, seqs: list[Sequence], eos_token_ids: frozense
 
 
 def is_decided(group: SequenceGroup, max_len: int, eos_token_ids: frozenset[int]) -> bool:
-    """Whether no beam of a request can still end among the best.
+    """Returns whether no beam of a request can still become one of the best hypotheses.
 
-    A log-probability only falls. So the best that a beam can score is what it has now, at the length that
-    the penalty likes best.
+    Log-probabilities only decrease. A beam's best possible score is therefore its current log-probability at
+    its current or its maximum length, whichever gives the higher score.
 
     Args:
-        group: Its sequences are the beams that go on.
-        max_len: Maximum tokens of a hypothesis, its prompt included.
+        group: The request. Its sequences are the current beams.
+        max_len: Maximum number of tokens in a hypothesis, including its prompt.
         eos_token_ids: Tokens that end a hypothesis.
     """
     params = group.beam_params
@@ -135,7 +142,7 @@ def is_decided(group: SequenceGroup, max_len: int, eos_token_ids: frozenset[int]
 
 
 def _extended(seq: Sequence, candidate: Candidate, status: SequenceStatus) -> Sequence:
-    """Appends a candidate's token to a sequence with its parent's tokens; returns the sequence."""
+    """Appends a candidate's token to a sequence with the tokens of its parent. Returns the sequence."""
     seq.output_token_ids.append(candidate.token_id)
     seq.cumulative_logprobs.append(candidate.cumulative_logprob)
     seq.status = status

@@ -1,4 +1,4 @@
-"""Adapters on the device: a slot for each adapter that running requests use, as long as there are slots."""
+"""Device slots of LoRA adapters."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,21 +9,25 @@ from jax_paged.core.scheduler_output import AdapterLoad
 
 
 class AdapterSlots:
-    """Assigns slots to adapters, and decides which requests can run with the slots that there are.
+    """Owner of the device slots of LoRA adapters.
 
-    An adapter that no running request uses keeps its slot until another adapter needs one; the least recently
-    used adapter is replaced first. The slot of an adapter that a running request uses is never taken away.
+    It decides which requests can run with the available slots.
 
-    A request whose adapter has no slot is set aside. Requests behind it may overtake it if they cannot take a
-    slot from it: those without an adapter, and those whose adapter already runs. So that it does not wait
-    forever, one running adapter is closed to the requests behind it: the one that the fewest running requests
-    use, whose slot is the next to become free. If a slot becomes free while a step is scheduled, only the
-    first request that was set aside may take it.
+    An adapter that no running request uses keeps its slot until another adapter needs it. The least recently
+    used adapter is replaced first. The slot of an adapter is never taken while a running request uses the
+    adapter.
 
-    A request that was set aside is tried again once the conditions under which it was refused have changed.
+    A request whose adapter cannot get a slot is set aside. Requests after it may overtake it if they do not
+    need a free slot: requests without an adapter, and requests whose adapter is already running. To prevent
+    starvation, one running adapter is closed to all requests after the first one that waits for a slot. This
+    is the adapter with the fewest running requests, whose slot becomes free soonest. If a slot becomes free
+    while a step is being scheduled, only the first request that was set aside may take it.
+
+    Requests that were set aside are tried again when the conditions under which they were refused have
+    changed.
 
     Args:
-        num_slots: Maximum number of adapters on the device at a time.
+        num_slots: Maximum number of adapters on the device.
         queues: Owner of the requests.
     """
 
@@ -32,11 +36,11 @@ class AdapterSlots:
         self._queues = queues
         self._slots: dict[str, int] = {}  # least recently used first
         self._loads: list[AdapterLoad] = []
-        self._closed: str | None = None
-        self._closed_behind: tuple[Any, int] | None = None
+        self._closed: str | None = None  # the running adapter that is closed to later requests
+        self._closed_behind: tuple[Any, int] | None = None  # order of the request after which it is closed
         self._first_aside: SequenceGroup | None = None
-        self._state: Any = None  # the state of the queues for which the previous two were computed
-        # The conditions (see _conditions) under which the requests that are set aside were refused.
+        self._state: Any = None  # state of the queues for which _closed_behind and _first_aside were computed
+        # Conditions (see _conditions) under which requests that are set aside were refused.
         self._refused_under: set[tuple[Any, ...]] = set()
 
     @property
@@ -45,7 +49,7 @@ class AdapterSlots:
         return self._slots
 
     def begin_step(self) -> None:
-        """Puts requests that were set aside back into the queue if they may find a slot now."""
+        """Makes requests that were set aside available again if they may find a slot now."""
         queues = self._queues
         if not queues.set_aside:
             self._closed = self._closed_behind = self._first_aside = None
@@ -53,7 +57,7 @@ class AdapterSlots:
             return
         running = queues.running_adapters
         state = queues.num_changes_aside, set(running)
-        if state != self._state:  # many requests may be set aside
+        if state != self._state:  # only then, because many requests may be set aside
             self._state = state
             missing = [group.order for group in queues.set_aside if group.adapter not in running]
             self._closed_behind = min(missing) if missing and running else None
@@ -66,7 +70,7 @@ class AdapterSlots:
             self._first_aside = None
 
     def set_aside(self, group: SequenceGroup) -> None:
-        """Passes over the first waiting request, which has found no slot, in favour of those behind it."""
+        """Sets the first waiting request aside because no slot is available for it."""
         self._queues.put_aside(group)
         if self._first_aside is None or group.order < self._first_aside.order:
             self._first_aside = group
@@ -77,9 +81,10 @@ class AdapterSlots:
         return frozenset(self._queues.running_adapters), self._closed, self._closed_behind
 
     def _may_preempt(self) -> bool:
-        """Returns whether the first request aside has a slot if requests of higher keys are preempted.
+        """Returns whether preempting requests with higher keys gives the first request set aside a slot.
 
-        Whether there are blocks for it then may change with every step, unlike the conditions of `has_room`.
+        Such a request is tried again in every step, because the number of free blocks changes with every
+        step.
         """
         first = self._first_aside
         assert first is not None, "a request is set aside"
@@ -94,7 +99,7 @@ class AdapterSlots:
 
         Args:
             group: The request.
-            without: Running requests that are regarded as preempted.
+            without: Running requests to treat as preempted.
         """
         adapter = group.adapter
         if not adapter:
@@ -111,7 +116,7 @@ class AdapterSlots:
         return not is_behind and sum(count > 0 for count in running.values()) < self.num_slots
 
     def place(self, adapter: str) -> int:
-        """Returns the slot of an adapter that a running request uses; assigns one if it has none."""
+        """Returns the slot of an adapter that a running request uses. Assigns one if it has none."""
         slot = self._slots.pop(adapter, None)
         if slot is None:
             if len(self._slots) < self.num_slots:
@@ -130,7 +135,7 @@ class AdapterSlots:
         return self.place(request.adapter) if request.adapter else 0
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:
-        """Returns the adapters that were assigned a slot since the last call, to be loaded in this step."""
+        """Returns the adapters that received a slot since the last call, to be loaded in this step."""
         loads = tuple(self._loads)
         self._loads.clear()
         return loads

@@ -1,4 +1,4 @@
-"""Multi-step decoding: several decode steps of all running sequences in one, without the host in between."""
+"""Multi-step decoding: several decode steps of all running sequences in one step of the executor."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -15,11 +15,14 @@ from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED, NON_FINITE, StopCon
 
 
 class Failure(NamedTuple):
-    """Where a request ends as a whole in the middle of a multi-step.
+    """The point at which a request fails during a multi-step.
+
+    The failures of one request are compared as tuples: the earliest one counts.
 
     Args:
-        num_steps: Decode steps after which the request ends.
-        num_samples: Samples of the step after these that still count, as if steps had come one by one.
+        num_steps: Number of decode steps before the one that fails.
+        num_samples: Number of leading samples of the step that still receive a token in the decode step that
+            fails, as they would with single steps.
         reason: Stop reason.
     """
 
@@ -29,17 +32,17 @@ class Failure(NamedTuple):
 
 
 class MultiStepPlanner:
-    """Plans multi-steps, with the blocks of all their tokens.
+    """Planner of multi-steps. It allocates the blocks for all tokens of a multi-step in advance.
 
-    A sequence that does not end in a multi-step uses all of these blocks. A sequence that ends frees them,
-    and they are held back while the step is in flight. So another step may be scheduled before the result
-    has arrived.
+    A sequence that does not end in a multi-step uses all of these blocks. If a sequence ends early, its
+    blocks are freed, and held back while the step is in flight. The next step can therefore be scheduled
+    before the result has arrived.
 
     Args:
         block_manager: Owner of the blocks.
         queues: Owner of the requests.
-        stop_conditions: Tells which sequences can go on without the host, and for how long.
-        num_steps: Maximum decode steps in one, at least 2.
+        stop_conditions: Provides the number of tokens that a sequence may still receive.
+        num_steps: Maximum number of decode steps in a multi-step, at least 2.
     """
 
     def __init__(
@@ -56,10 +59,14 @@ class MultiStepPlanner:
         self._stop_conditions = stop_conditions
 
     def plan(self, step: StepBuilder) -> bool:
-        """Makes an empty step a multi-step of all running sequences, unless a request waits.
+        """Plans a multi-step of all running sequences.
+
+        Nothing is planned if a request waits, if a sequence does not decode or needs the host for its next
+        token, or if there are not enough free blocks.
 
         Returns:
-            True if it is one. If not, nothing has changed except blocks that fell out of a window.
+            True if a multi-step was planned. If not, nothing has changed, except that blocks outside of
+            windows may have been freed.
         """
         queues, stop_conditions, tables = self._queues, self._stop_conditions, self._manager.block_tables
         if queues.waiting or queues.swapped:
@@ -71,7 +78,7 @@ class MultiStepPlanner:
                 if num_left <= 0:
                     continue  # it ends with the tokens that are being drawn
                 decodes = seq.has_output and seq.num_new_tokens == 1 and seq in tables
-                # At min_tokens, the tokens that it may get change.
+                # End tokens become allowed at min_tokens, which must not happen during a multi-step.
                 has_min_tokens = seq.num_output_tokens >= group.sampling_params.min_tokens
                 if not (decodes and has_min_tokens and group.allows_multi_step):
                     return False
@@ -88,14 +95,14 @@ class MultiStepPlanner:
         return True
 
     def set_flag(self, group: SequenceGroup) -> None:
-        """Notes whether the device alone can choose the next token of a request and tell the last one."""
+        """Sets allows_multi_step if the device alone can choose the next tokens and detect the last one."""
         params = group.sampling_params
         num_end_tokens = len(self._stop_conditions.eos_of(group)) + len(params.stop_token_ids or ())
         group.allows_multi_step = num_end_tokens <= MAX_END_TOKENS and not group.needs_tokens_on_host
 
 
 def drawn(output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int, BatchSlot]) -> DrawnTokens:
-    """Returns what a multi-step has drawn, for each request up to its failure."""
+    """Returns the tokens that a multi-step has sampled, up to the failure if a request fails."""
     token_ids, logprobs, num_tokens = result.token_ids, result.logprobs, list(output.burst)
     failures = _failures(output, result, slots)
     if failures:
@@ -113,7 +120,7 @@ def drawn(output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int
 def _failures(
     output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int, BatchSlot]
 ) -> dict[SequenceGroup, Failure]:
-    """Returns the requests that end as a whole in a step: no token is allowed, or logits are NaN."""
+    """Returns the requests that fail in a multi-step: no token is allowed, or logits are not finite."""
     failures: dict[SequenceGroup, Failure] = {}
     drawn = zip(output.samples, result.token_ids, result.is_finite, strict=True)
     for i, (sample, token_ids, is_finite) in enumerate(drawn):

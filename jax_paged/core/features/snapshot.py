@@ -1,6 +1,6 @@
-"""A scheduler without steps in flight as values that JSON can hold, and back.
+"""Snapshot of a scheduler as JSON-compatible values, and its restoration. No step may be in flight.
 
-Batch slots are not kept: in a new scheduler each sequence takes one with its next row.
+Batch slots are not saved. In the restored scheduler, each sequence takes one when it is next scheduled.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _QUEUES = ("running", "waiting", "swapped")
 
 
 def values_of_scheduler(scheduler: Scheduler) -> dict[str, Any]:
-    """Returns a scheduler but for its requests; no step is in flight."""
+    """Returns the state of a scheduler except its requests."""
     manager = scheduler.block_manager
     return {
         "num_arrivals": scheduler.queues.num_arrivals,
@@ -40,7 +40,7 @@ def values_of_scheduler(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def values_of_group(scheduler: Scheduler, group: SequenceGroup) -> dict[str, Any]:
-    """Returns a request as it stands, and where."""
+    """Returns a request, its scheduling state, and the queue that it is in."""
     manager = scheduler.block_manager
     queues = ((name, getattr(scheduler.queues, name)) for name in _QUEUES)
     return {
@@ -54,12 +54,12 @@ def values_of_group(scheduler: Scheduler, group: SequenceGroup) -> dict[str, Any
 
 
 def restore_group(scheduler: Scheduler, values: dict[str, Any], shift_s: float) -> SequenceGroup:
-    """Puts a request where it was into a new scheduler, and returns it.
+    """Adds a saved request to a new scheduler, in the queue that it was in. Returns the request.
 
     Args:
-        scheduler: Has the settings of the one that the request comes from.
-        values: What values_of_group returned.
-        shift_s: Is added to the times at which something happened.
+        scheduler: A scheduler with the same settings as the one that was saved.
+        values: The result of values_of_group.
+        shift_s: Seconds to add to all timestamps.
     """
     request, manager = request_of_values(values["request"]), scheduler.block_manager
     times = {name: values["metrics"][name] for name in _TIMES}
@@ -80,7 +80,7 @@ def restore_group(scheduler: Scheduler, values: dict[str, Any], shift_s: float) 
 
 
 def restore_scheduler(scheduler: Scheduler, values: dict[str, Any]) -> None:
-    """Gives a new scheduler, whose requests are restored, all else of another; see values_of_scheduler."""
+    """Restores the state saved by values_of_scheduler, after the requests have been restored."""
     manager = scheduler.block_manager
     scheduler.queues.num_arrivals = values["num_arrivals"]
     manager.pinned = {name: PinnedPrefix(**fields) for name, fields in values["pinned"].items()}
@@ -94,7 +94,7 @@ def restore_scheduler(scheduler: Scheduler, values: dict[str, Any]) -> None:
 
 
 def kept_blocks(scheduler: Scheduler) -> tuple[list[int], list[int]]:
-    """Returns the blocks whose keys and values somebody may still read: on the device, and in host memory."""
+    """Returns the blocks whose keys and values may still be read: device blocks and host blocks."""
     manager = scheduler.block_manager
     pools = manager.pool, manager.swap_pool
     device, host = (

@@ -1,4 +1,4 @@
-"""The blocks of one memory: which are free, how often each is referenced, and what full ones hold."""
+"""BlockPool: free list, reference counts and cached contents of the blocks of one memory."""
 
 import hashlib
 from array import array
@@ -9,12 +9,20 @@ from typing import Any, NamedTuple
 from jax_paged.core.request import Sequence
 from jax_paged.core.scheduler_output import BlockTables, Copies
 
-NULL_BLOCK = 0  # pads block tables on the device; never handed out
+NULL_BLOCK = 0  # pads block tables on the device; never allocated
 NO_PARENT = bytes(hashlib.sha256().digest_size)
 
 
 class BlockContent(NamedTuple):
-    """What a full block holds. Two blocks of equal content hold equal keys and values."""
+    """Content of a full block. Blocks with equal content have equal keys and values.
+
+    Args:
+        hash: Hash of the block, see block_hash.
+        parent: Hash of the previous block.
+        tokens: The tokens of the block.
+        salt: Cache salt.
+        group: Index of the cache group.
+    """
 
     hash: bytes
     parent: bytes
@@ -24,10 +32,10 @@ class BlockContent(NamedTuple):
 
 
 def block_hash(parent: bytes, tokens: list[int], salt: str) -> bytes:
-    """Returns the SHA-256 of a full block: of the hash of the block before it, its tokens and the salt.
+    """Returns the SHA-256 hash of the previous block's hash, the tokens of a full block and the salt.
 
-    Parent and tokens have a fixed length, so no two inputs are written as the same bytes. Salts come from
-    users and may hold lone surrogates.
+    The previous hash and the tokens have a fixed length, so different inputs never give the same bytes. Salts
+    come from users and may contain lone surrogates.
     """
     return hashlib.sha256(
         parent + array("q", tokens).tobytes() + salt.encode("utf-8", "surrogatepass")
@@ -35,21 +43,26 @@ def block_hash(parent: bytes, tokens: list[int], salt: str) -> bytes:
 
 
 def distinct(tables_of: Iterable[list[list[int]]]) -> list[int]:
-    """Returns the blocks of several sequences, each once."""
+    """Returns the blocks of several sequences without duplicates or null blocks."""
     every = (b for tables in tables_of for table in tables for b in table if b != NULL_BLOCK)
     return list(dict.fromkeys(every))
 
 
 class BlockPool:
-    """Owns the state of every block of a memory.
+    """State of every block of one memory.
 
-    Each block is exactly one of: the null block, referenced, held back, or free. A block that nobody
-    references any more is held back while a step that may write to it is in flight; then it is free. A free
-    block that is still cached keeps its content until it is handed out again: the free list is in the order
-    of eviction, blocks without cached content first, then the least recently freed.
+    Each block is exactly one of these:
+
+    - The null block: it pads block tables and is never allocated.
+    - Referenced: at least one block table or pinned prefix contains it.
+    - Held back: it has no references, but a step in flight may still write to it.
+    - Free: it can be allocated. It may still be cached, and keeps its content until it is allocated.
+
+    The free list is in the order of eviction: first blocks without cached content, then cached blocks, least
+    recently freed first.
 
     Args:
-        num_blocks: The null block included.
+        num_blocks: Number of blocks, including the null block.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -58,24 +71,24 @@ class BlockPool:
         self.contents: list[BlockContent | None] = [None] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._cached: dict[tuple[bytes, int], int] = {}
-        self._held: OrderedDict[int, int] = OrderedDict()  # block -> the step that it waits for
+        self._held: OrderedDict[int, int] = OrderedDict()  # block -> latest step that may write to it
         self._last_step: int | None = None  # the latest step in flight
-        # Called with the key of a content that enters or leaves the cache.
+        # Called with the key (hash, group) of each content that is added to or removed from the cache.
         self.on_cache_change: Callable[[tuple[bytes, int]], None] = lambda key: None
 
     @property
     def num_usable(self) -> int:
-        """All but the null block."""
+        """The number of blocks except the null block."""
         return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out, cached ones included."""
+        """The number of free blocks, including cached ones."""
         return len(self._free)
 
     @property
     def num_held(self) -> int:
-        """Blocks that nobody references, but that a step in flight may still write to."""
+        """The number of blocks without references that a step in flight may still write to."""
         return len(self._held)
 
     def begin_step(self, step_id: int) -> None:
@@ -83,7 +96,7 @@ class BlockPool:
         self._last_step = step_id
 
     def end_step(self, step_id: int) -> None:
-        """Frees the blocks that only this step and earlier ones may have written to. Steps end in order."""
+        """Frees the blocks that only this step or earlier ones may write to. Steps must end in order."""
         if self._last_step == step_id:
             self._last_step = None
         while self._held and next(iter(self._held.values())) <= step_id:
@@ -91,14 +104,14 @@ class BlockPool:
             self._add_free(block)
 
     def take(self) -> int:
-        """Hands out the first free block in the order of eviction, and forgets what it held."""
+        """Allocates the first free block in the order of eviction, and removes its content from the cache."""
         block, _ = self._free.popitem(last=False)
         self.forget(block)
         self.ref_counts[block] = 1
         return block
 
     def forget(self, block: int) -> None:
-        """Takes what a block holds out of the cache."""
+        """Removes the content of a block from the cache."""
         content = self.contents[block]
         if content is not None:
             key = content.hash, content.group
@@ -107,7 +120,7 @@ class BlockPool:
             self.on_cache_change(key)
 
     def share(self, block: int) -> None:
-        """Adds a reference to a block, which may be free (or held back) and cached."""
+        """Adds a reference to a block. The block may be cached and free, or held back."""
         if block == NULL_BLOCK:
             return
         if not self.ref_counts[block]:
@@ -118,7 +131,7 @@ class BlockPool:
         self.ref_counts[block] += 1
 
     def release(self, block: int) -> None:
-        """Takes back a reference; a block without any is free, or held back while a step is in flight."""
+        """Removes a reference. Without references, the block is free, or held back if steps are in flight."""
         if block == NULL_BLOCK:
             return
         self.ref_counts[block] -= 1
@@ -130,7 +143,7 @@ class BlockPool:
             self._held[block] = self._last_step
 
     def release_tables(self, tables: list[list[int]]) -> None:
-        """Takes back the references of a sequence's block tables, the last block of each first."""
+        """Releases all blocks of a sequence's block tables, the last block of each table first."""
         for table in tables:
             for block in reversed(table):
                 self.release(block)
@@ -141,7 +154,7 @@ class BlockPool:
             self._free.move_to_end(block, last=False)
 
     def remember(self, block: int, content: BlockContent) -> None:
-        """Notes what a full block holds, unless an equal block (or a collision) was there first."""
+        """Adds a full block to the cache, unless it already contains a block with the same hash."""
         key = content.hash, content.group
         if key not in self._cached:
             self._cached[key] = block
@@ -149,29 +162,34 @@ class BlockPool:
             self.on_cache_change(key)
 
     def find(self, content: BlockContent) -> int | None:
-        """Returns the block of a content, if one is cached; an equal hash alone is not trusted."""
+        """Returns the cached block with this content, or None. Compares the content, not only the hash."""
         block = self._cached.get((content.hash, content.group))
         return block if block is not None and self.contents[block] == content else None
 
     def values(self) -> dict[str, Any]:
-        """Returns what `restore` needs beside the references to blocks, as values that JSON can hold."""
+        """Returns the state that `restore` needs, except reference counts, as JSON-compatible values."""
         assert not self._held, "blocks wait for a step"
         cached = [(block, content) for block, content in enumerate(self.contents) if content is not None]
         contents = [[block, c.hash.hex(), c.parent.hex(), *c[2:]] for block, c in cached]
         return {"free": list(self._free), "contents": contents}
 
     def restore(self, values: dict[str, Any], counts: list[int]) -> None:
-        """Gives a new pool the state of another, of which `values` were taken, and counts of references."""
+        """Restores the state of another pool in this new pool.
+
+        Args:
+            values: The result of `values` of the other pool.
+            counts: Reference count of each block.
+        """
         self._free = OrderedDict.fromkeys(values["free"])
         self.ref_counts = counts
         for block, digest, parent, *rest in values["contents"]:
             self.remember(block, BlockContent(bytes.fromhex(digest), bytes.fromhex(parent), *rest))
 
     def check_integrity(self, counts: list[int], block_size: int) -> None:
-        """Asserts every invariant of the class.
+        """Asserts all invariants of the class.
 
         Args:
-            counts: References to each block, counted by whoever holds them.
+            counts: Expected reference count of each block, counted from the block tables.
             block_size: Tokens per block.
         """
         assert counts == self.ref_counts, f"counted {counts}, kept {self.ref_counts}"
@@ -200,15 +218,15 @@ def move_tables(
     source: tuple[BlockPool, dict[Sequence, BlockTables]],
     target: tuple[BlockPool, dict[Sequence, BlockTables]],
 ) -> Copies:
-    """Moves the tables of some sequences to another memory that has room; what they share stays shared.
+    """Moves the tables of some sequences to another memory with enough room. Shared blocks stay shared.
 
     Args:
-        seqs: Those without a table in the source are left out.
-        source: A pool, and the tables of sequences in it.
-        target: Those that the tables go to.
+        seqs: The sequences. Sequences without a table in the source are ignored.
+        source: The pool that the blocks are in, and the tables of the sequences in it.
+        target: The pool that the blocks are moved to, and the tables of the sequences in it.
 
     Returns:
-        (from, to) of every block.
+        (old block, new block) of every block.
     """
     (pool, tables_of), (new_pool, new_tables_of) = source, target
     held = {seq: tables_of[seq] for seq in seqs if seq in tables_of}

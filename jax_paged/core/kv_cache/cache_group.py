@@ -1,16 +1,18 @@
-"""What the layers of a model need of a sequence's past, as far as block tables are concerned."""
+"""Cache groups: sets of layers that share block tables."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheGroup:
-    """Layers that share block tables, because they need the same part of a sequence's past.
+    """Layers that share block tables because they attend to the same past tokens.
 
     Args:
-        window: Tokens that a token attends to, itself included; None for all. Blocks that fall out of the
-            window are given back while the sequence runs; the null block takes their place in the table.
-        is_cross: Whether it holds an encoder's tokens: a fixed number of blocks from the start.
+        window: Number of tokens that a token attends to, including itself; None for all. Blocks that fall out
+            of the window are freed while the sequence runs, and the null block replaces them in the block
+            table.
+        is_cross: Whether the group holds encoder tokens for cross-attention. It then has a fixed number of
+            blocks, allocated at the beginning.
     """
 
     window: int | None = None
@@ -18,13 +20,13 @@ class CacheGroup:
 
 
 def blocks_of(group: CacheGroup, num_tokens: int, block_size: int, num_new_tokens: int = 0) -> int:
-    """Returns the blocks that a sequence needs at once in a cache group.
+    """Returns the number of blocks that a sequence holds at the same time in a cache group.
 
     Args:
         group: The cache group.
-        num_tokens: Tokens of the sequence; of the encoder's text, for a group that holds that.
+        num_tokens: Tokens of the sequence, or of the encoder input if the group holds encoder tokens.
         block_size: Tokens per block.
-        num_new_tokens: Tokens that one step writes, before blocks that fall out of a window are given back.
+        num_new_tokens: Tokens that one step writes before blocks that fell out of the window are freed.
     """
     first = 0 if group.window is None else max(0, num_tokens - group.window - num_new_tokens) // block_size
     return -(-num_tokens // block_size) - first

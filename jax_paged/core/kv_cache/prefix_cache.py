@@ -1,4 +1,4 @@
-"""Which blocks hold the prefix of a sequence: found by a chain of hashes over full blocks."""
+"""PrefixCache: finds the cached prefix of a sequence through a chain of hashes over full blocks."""
 
 import dataclasses
 from typing import NamedTuple
@@ -9,18 +9,18 @@ from jax_paged.core.kv_cache.state_slots import StateSlots
 from jax_paged.core.request import Sequence
 from jax_paged.core.scheduler_output import BlockTables
 
-STATE = -1  # BlockContent.group of a checkpoint: its slot is of another pool than blocks are
+STATE = -1  # BlockContent.group of a state checkpoint, which is in the pool of state slots
 
 
 class CachedPrefix(NamedTuple):
-    """The longest prefix of a sequence that the cache holds.
+    """The longest cached prefix of a sequence.
 
     Args:
-        num_blocks: Its length in blocks.
-        tables: Per cache group, its blocks in order of position; the null block where none is needed.
-            Read-only.
-        blocks: All of these blocks. Read-only.
-        slot: Where the state after it is kept; 0 if it is empty, or no layer keeps a state.
+        num_blocks: Length of the prefix in blocks.
+        tables: Per cache group, the blocks in order of position. Blocks outside of a window are the null
+            block. Read-only.
+        blocks: All blocks in these tables, without null blocks. Read-only.
+        slot: Slot of the recurrent states after the prefix; 0 if the prefix is empty or no layer has states.
     """
 
     num_blocks: int
@@ -31,13 +31,13 @@ class CachedPrefix(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PinnedPrefix:
-    """A prefix whose blocks stay until it is unpinned.
+    """A prefix whose blocks are kept until it is unpinned.
 
     Args:
-        token_ids: What was asked for; its blocks hold all of it but what does not fill a block.
-        salt: Of the requests that share it.
-        tables: Per cache group, its blocks in order of position. Read-only.
-        slot: Where the state after it is kept; 0 if it is empty, or no layer keeps a state.
+        token_ids: The pinned tokens. The blocks hold all of them except an incomplete block at the end.
+        salt: Cache salt of the requests that share the prefix.
+        tables: Per cache group, the blocks in order of position. Read-only.
+        slot: Slot of the recurrent states after the prefix; 0 if the prefix is empty or no layer has states.
     """
 
     token_ids: list[int]
@@ -48,17 +48,21 @@ class PinnedPrefix:
 
 @dataclasses.dataclass
 class _Walk:
-    """How far a sequence's prefix was found in the cache.
+    """State of a prefix lookup, which can be continued in a later step.
+
+    Block position i stands for the i-th block of the sequence.
 
     Args:
         seq: The sequence.
-        salt: Of its request.
-        found: Per cache group, the cached block of each position, the null block where there is none.
-        runs: Per cache group, how many positions in a row, up to each, have a block.
-        usable: Up to each position, the blocks of the longest prefix that every cache group can go on from.
-        places: First position at which each content was looked up, by its key in the pool.
-        num_valid: Positions at which nothing has changed since.
-        result: What came of it, if nothing has changed since.
+        salt: Cache salt of its request.
+        found: Per cache group, the cached block at each block position, or the null block if there is none.
+        runs: Per cache group, for each block position, the number of consecutive cached blocks that end
+            there.
+        usable: For each block position, the length in blocks of the longest prefix up to it that is cached in
+            all groups.
+        places: For each content key that was looked up, the first block position of the lookup.
+        num_valid: Number of leading block positions whose entries are still correct.
+        result: The result of the lookup; None if the cache has changed since.
     """
 
     seq: Sequence
@@ -72,16 +76,21 @@ class _Walk:
 
 
 class PrefixCache:
-    """Looks prefixes up in a pool, and notes there what full blocks hold.
+    """Lookup and registration of full blocks in the prefix cache.
 
-    The last walk along a prefix is kept, and walked again only from where the cache has changed: a long
-    prompt that waits for room is looked up at every step.
+    Each full block is identified by a hash of its tokens, the salt and the hash of the previous block. A
+    prefix is cached if all of its blocks are found. For a group with a window, only the blocks in the window
+    of the next token are needed. For layers with recurrent states, the prefix must end at a checkpoint.
+
+    A long prompt that waits for blocks is looked up in every step. Therefore, the state of the last lookup is
+    kept, and a lookup of the same sequence repeats only the part after the first position at which the cache
+    has changed.
 
     Args:
         pool: The blocks on the device.
-        groups: What the model's layers need.
+        groups: Cache groups of the model's layers.
         block_size: Tokens per block.
-        states: Where checkpoints of states are kept: a prefix that is used ends at one.
+        states: Owner of the checkpoints of recurrent states.
     """
 
     def __init__(
@@ -97,13 +106,14 @@ class PrefixCache:
         pool.on_cache_change = states.pool.on_cache_change = self._invalidate
 
     def longest(self, seq: Sequence, salt: str) -> CachedPrefix:
-        """Returns the longest cached prefix of a sequence, without the block of its last token.
+        """Returns the longest cached prefix of a sequence, which never includes its last token.
 
-        Of a cache group with a window, the blocks that the token after the prefix attends to are enough.
+        For a cache group with a window, only the blocks that the token after the prefix attends to are
+        required.
 
         Args:
-            seq: The sequence; extends its `block_hashes`.
-            salt: Only sequences of equal salt share blocks.
+            seq: The sequence. Its `block_hashes` are extended.
+            salt: Sequences share blocks only if their salts are equal.
         """
         walk = self._walk
         if walk is None or walk.seq is not seq or walk.salt != salt:
@@ -114,11 +124,11 @@ class PrefixCache:
         return walk.result
 
     def forget_walk(self) -> None:
-        """Drops the walk that is kept, once its sequence has its blocks or will never have them."""
+        """Drops the kept lookup, after its sequence has received its blocks or no longer needs them."""
         self._walk = None
 
     def remember(self, seq: Sequence, salt: str, tables: BlockTables, start: int, stop: int) -> None:
-        """Notes what the blocks hold that became full when tokens [start, stop) were computed."""
+        """Adds to the cache the blocks that became full when tokens [start, stop) were computed."""
         for i in range(start // self.block_size, stop // self.block_size):
             content = self._content(seq, i, salt)
             for g in self._own:
@@ -126,24 +136,28 @@ class PrefixCache:
                     self.pool.remember(tables[g][i], content._replace(group=g))
 
     def remember_states(self, seq: Sequence, salt: str, num_tokens: int) -> None:
-        """Notes the checkpoints of a sequence's state that lie within its first tokens."""
+        """Adds the state checkpoints within the first `num_tokens` tokens of a sequence to the cache."""
         for position, slot in self._states.take_checkpoints(seq, num_tokens):
             content = self._content(seq, position // self.block_size - 1, salt)._replace(group=STATE)
             self._states.note_checkpoint(seq, position, slot, content)
 
     def first_in_window(self, window: int, position: int) -> int:
-        """Returns the first block that the token at a position attends to."""
+        """Returns the index of the first block that the token at a position attends to."""
         return max(0, position - window + 1) // self.block_size
 
     def _invalidate(self, key: tuple[bytes, int]) -> None:
+        """Marks the kept lookup as invalid from the position of a content that was added or removed."""
         walk = self._walk
         place = None if walk is None else walk.places.get(key)
-        # What lies behind a block that was missing is looked up when the walk comes there.
+        # Positions from num_valid on are looked up anyway when the lookup continues.
         if walk is not None and place is not None and place < walk.num_valid:
             walk.num_valid, walk.result = place, None
 
     def _extend(self, walk: _Walk) -> None:
-        """Looks blocks up from the first position that is not valid, until a full cache group misses one."""
+        """Looks up blocks from the first invalid position.
+
+        Stops at the first position at which a cache group without a window has no cached block.
+        """
         for column in (*walk.found, *walk.runs, walk.usable):
             del column[walk.num_valid :]
         for i in range(walk.num_valid, (len(walk.seq) - 1) // self.block_size):
@@ -181,7 +195,7 @@ class PrefixCache:
         return CachedPrefix(longest, tables, [b for table in tables for b in table if b != NULL_BLOCK], slot)
 
     def _content(self, seq: Sequence, i: int, salt: str) -> BlockContent:
-        """Returns the content of a sequence's i-th block; extends its `block_hashes` up to it."""
+        """Returns the content of a sequence's i-th block. Extends its `block_hashes` up to this block."""
         hashes, size = seq.block_hashes, self.block_size
         for j in range(len(hashes), i + 1):
             parent = hashes[j - 1] if j else NO_PARENT
@@ -191,7 +205,10 @@ class PrefixCache:
         return BlockContent(hashes[i], parent, tokens, self._salt(seq, i, salt), 0)
 
     def _salt(self, seq: Sequence, i: int, salt: str) -> str:
-        """Returns the salt of a sequence's i-th block: placeholders are equal, whatever they stand for."""
+        """Returns the salt of a sequence's i-th block, including digests of multimodal data in the block.
+
+        Placeholder tokens are the same for all data, so tokens alone would not distinguish the blocks.
+        """
         return _salt_of_stand_ins(seq, i * self.block_size, self.block_size, salt) if seq.stand_ins else salt
 
 

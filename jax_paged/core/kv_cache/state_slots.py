@@ -1,8 +1,9 @@
-"""Who holds which slot of the states that some layers keep: one slot per sequence, however long it is.
+"""StateSlots: slots for the recurrent states of sequences. Each sequence has one slot, whatever its length.
 
-A slot holds one state of every such layer. Sequences write to slots of their own; what they share is copied
-before one of them writes. A checkpoint is a copy that the device makes when a row passes a boundary of
-blocks: it is found by the hash of the tokens before it, as blocks are, and evicted when its slot is needed.
+A slot holds the states of all recurrent layers for one sequence. Forked sequences share a slot, and the
+states are copied before one of them writes to it. A checkpoint is a copy of the states after a whole number
+of blocks, which the device makes while it computes a sequence. Checkpoints are found by the hash of the
+tokens before them, like blocks in the prefix cache, and are evicted when their slots are needed.
 """
 
 from collections import Counter
@@ -13,14 +14,14 @@ from jax_paged.core.scheduler_output import BlockTables, StateMoves
 
 
 class StateSlots:
-    """Owns the slots of all sequences, on the device and in host memory.
+    """Owner of the state slots of all sequences, on the device and in host memory.
 
     Args:
-        num_slots: Slots on the device, one that is never handed out included; 0 if no layer keeps a state:
-            then nothing below does anything.
-        num_swap_slots: Slots of host memory for sequences that are swapped out.
-        block_size: Tokens between two places where a checkpoint may be.
-        keeps_checkpoints: Whether there are any.
+        num_slots: Number of slots on the device, including one that is never allocated. 0 if no layer has
+            recurrent states; then all methods do nothing.
+        num_swap_slots: Number of slots in host memory for sequences that are swapped out.
+        block_size: Tokens per block. Checkpoints are made only at multiples of it.
+        keeps_checkpoints: Whether checkpoints are made.
     """
 
     def __init__(
@@ -29,34 +30,34 @@ class StateSlots:
         self.is_used = num_slots > 0
         self.pool = BlockPool(max(1, num_slots))
         self.swap_pool = BlockPool(num_swap_slots + 1)
-        # A table of one slot per sequence, so that slots move as blocks do.
+        # Each table contains one slot, so that the functions for block tables can be used.
         self.tables: dict[Sequence, BlockTables] = {}
         self.swapped_tables: dict[Sequence, BlockTables] = {}
         self._block_size, self._keeps_checkpoints = block_size, keeps_checkpoints
-        # Tokens that the state in a sequence's slot has seen, when all steps that were scheduled are done.
+        # Number of tokens that the state in a sequence's slot covers after all scheduled steps have run.
         self._positions: dict[Sequence, int] = {}
-        # Checkpoints that steps in flight make: (tokens before it, slot).
+        # Checkpoints that steps in flight make: (number of tokens before the checkpoint, slot).
         self._pending: dict[Sequence, list[tuple[int, int]]] = {}
-        # The last checkpoint of a sequence behind its prompt, whose slot the next one takes.
+        # The last checkpoint of a sequence after its prompt. The next checkpoint reuses its slot.
         self._last: dict[Sequence, tuple[int, BlockContent]] = {}
         self._moves = StateMoves([], [], [])
 
     @property
     def has_room(self) -> bool:
-        """Whether another sequence can have a slot."""
+        """Whether a slot can be allocated for another sequence."""
         return not self.is_used or self.pool.num_free > 0
 
     def slot_of(self, seq: Sequence) -> int:
-        """Returns the slot of a sequence; 0 if no layer keeps a state."""
+        """Returns the slot of a sequence; 0 if no layer has recurrent states."""
         return self.tables[seq][0][0] if self.is_used else 0
 
     def allocate(self, seq: Sequence, checkpoint: int, num_tokens: int) -> None:
-        """Gives a sequence a slot, as `has_room` says: a new one, or that of a checkpoint, shared.
+        """Gives a sequence a new slot, or shares the slot of a checkpoint. `has_room` must be True.
 
         Args:
-            seq: Has none.
-            checkpoint: Slot of the state after its first tokens; 0 to begin without any.
-            num_tokens: How many these are.
+            seq: A sequence without a slot.
+            checkpoint: Slot of the states after the first tokens of the sequence; 0 to begin with new states.
+            num_tokens: Number of tokens before the checkpoint.
         """
         if not self.is_used:
             return
@@ -66,12 +67,17 @@ class StateSlots:
         self._positions[seq] = num_tokens
 
     def prepare(self, rows: list[tuple[Sequence, int]]) -> bool:
-        """Makes sure that sequences can write to their slots: copies what is shared, for all or for none.
+        """Makes the slots of sequences writable by copying shared states, for all sequences or for none.
 
-        A checkpoint is kept, and its state copied, as long as there are other slots.
+        A sequence that shares its slot with other sequences gets a copy. A sequence that is the only user of
+        a cached checkpoint gets a copy while other slots are free, so that the checkpoint stays cached.
+        Otherwise the checkpoint is removed from the cache and overwritten.
 
         Args:
-            rows: Sequences, and how many tokens each computes next.
+            rows: Pairs of a sequence and the number of tokens that it computes next.
+
+        Returns:
+            False if there are not enough free slots; then nothing has changed.
         """
         if not self.is_used:
             return True
@@ -92,27 +98,32 @@ class StateSlots:
             num_spare -= is_alone
             num_left[slot] -= 1
             own = pool.take()
-            self._moves.copies.append((slot, own))  # which keeps the reference until the step is built
+            self._moves.copies.append((slot, own))  # the copy keeps its reference to `slot` until take_moves
             self.tables[seq] = [[own]]
         return True
 
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
-        """Returns whether the state of a sequence's first tokens is there: that of all that it has seen."""
+        """Returns whether the state after the first `num_tokens` tokens exists.
+
+        A slot holds only the state after all tokens that have been scheduled for the sequence.
+        """
         return not self.is_used or self._positions[parent] == num_tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Shares a sequence's slot with one that goes on from the same tokens."""
+        """Lets a sequence that continues from the same tokens share the slot of its parent."""
         if self.is_used:
             self.pool.share(self.slot_of(parent))
             self.tables[child], self._positions[child] = [[self.slot_of(parent)]], self._positions[parent]
 
     def begin_checkpoint(self, seq: Sequence, start: int, stop: int) -> tuple[int, int]:
-        """Returns where a row that computes tokens [start, stop) keeps a checkpoint.
+        """Reserves a slot for a checkpoint within the tokens [start, stop) that a sequence computes next.
 
-        Of several tokens one at least stays behind it, so that the same text finds it again.
+        The checkpoint is made at the last block boundary. If several tokens are computed, at least one of
+        them comes after the checkpoint, so that a request with the same prompt can use it.
 
         Returns:
-            How many tokens of the row are before the checkpoint, and its slot; zeros for none.
+            The number of tokens before the checkpoint, counted from `start`, and its slot. (0, 0) if no
+            checkpoint is made.
         """
         position = (stop - (stop - start > 1)) // self._block_size * self._block_size
         if not self.is_used or not self._keeps_checkpoints or position <= start:
@@ -131,21 +142,26 @@ class StateSlots:
         return position - start, slot
 
     def take_checkpoints(self, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
-        """Returns the checkpoints of a sequence that lie within its first tokens, which are computed."""
+        """Removes and returns the pending checkpoints within the first `num_tokens` tokens of a sequence."""
         found = self._pending.pop(seq, [])
         if late := [entry for entry in found if entry[0] > num_tokens]:
             self._pending[seq] = late
         return [entry for entry in found if entry[0] <= num_tokens]
 
     def note_checkpoint(self, seq: Sequence, position: int, slot: int, content: BlockContent) -> None:
-        """Offers a checkpoint that was taken to later sequences, until its slot is needed."""
+        """Adds a finished checkpoint to the cache. It stays there until its slot is needed."""
         self.pool.remember(slot, content)
         self.pool.release(slot)
         if position > len(seq.prompt_token_ids) and self.pool.contents[slot] is content:
             self._last[seq] = slot, content
 
     def take_back(self, seq: Sequence, start: int) -> None:
-        """Undoes that the next row of a sequence, which begins at a position, was to be computed."""
+        """Reverts the preparation of a step that was edited so that it does not compute a sequence.
+
+        Args:
+            seq: The sequence.
+            start: Position of the first token that the step would have computed.
+        """
         if self.is_used and seq in self.tables:
             self._positions[seq] = start
             pending = self._pending.pop(seq, [])
@@ -155,7 +171,7 @@ class StateSlots:
                 self.pool.release(slot)
 
     def free(self, seq: Sequence) -> None:
-        """Takes away a sequence's slot, on the device or in host memory."""
+        """Releases the slot of a sequence on the device or in host memory."""
         self._last.pop(seq, None)
         self._positions.pop(seq, None)
         for _, slot in self._pending.pop(seq, []):
@@ -166,37 +182,37 @@ class StateSlots:
             self.swap_pool.release_tables(self.swapped_tables.pop(seq))
 
     def can_swap_out(self, seqs: list[Sequence]) -> bool:
-        """Returns whether host memory has slots for some sequences."""
+        """Returns whether host memory has enough free slots for the sequences."""
         return len(distinct(self.tables[s] for s in seqs if s in self.tables)) <= self.swap_pool.num_free
 
     def can_swap_in(self, seqs: list[Sequence]) -> bool:
-        """Returns whether the device has slots for some sequences."""
+        """Returns whether the device has enough free slots for the sequences."""
         held = (self.swapped_tables[s] for s in seqs if s in self.swapped_tables)
         return len(distinct(held)) <= self.pool.num_free
 
     def swap_out(self, seqs: list[Sequence]) -> None:
-        """Moves the slots of some sequences to host memory, as `can_swap_out` says."""
+        """Moves the slots of sequences to host memory. `can_swap_out` must be True for them."""
         device, host = (self.pool, self.tables), (self.swap_pool, self.swapped_tables)
         self._moves.swap_out.extend(move_tables(seqs, device, host))
 
     def swap_in(self, seqs: list[Sequence]) -> None:
-        """Moves the slots of some sequences back to the device, as `can_swap_in` says."""
+        """Moves the slots of sequences back to the device. `can_swap_in` must be True for them."""
         device, host = (self.pool, self.tables), (self.swap_pool, self.swapped_tables)
         self._moves.swap_in.extend(move_tables(seqs, host, device))
 
     def take_moves(self) -> StateMoves:
-        """Returns what has to be moved in the step that is built now; no slot is copied from and to."""
+        """Returns the copies for the step that is being built. No slot is both source and destination."""
         moves, self._moves = self._moves, StateMoves([], [], [])
         for source, _ in moves.copies:
             self.pool.release(source)
         return moves
 
     def check_integrity(self, seqs: set[Sequence], swapped: set[Sequence], pinned: list[int]) -> None:
-        """Asserts every invariant of the class.
+        """Asserts all invariants of the class.
 
         Args:
             seqs: Sequences that hold blocks on the device.
-            swapped: Those whose blocks are in host memory.
+            swapped: Sequences that hold blocks in host memory.
             pinned: Slots of pinned prefixes.
         """
         if self.is_used:

@@ -1,4 +1,4 @@
-"""Which conversation a prompt belongs to, as its tokens tell: what a router keeps together goes by this."""
+"""Conversations: assigns prompts to conversations, so that a router can keep their turns together."""
 
 import collections
 import hashlib
@@ -10,19 +10,21 @@ _MAX_CONVERSATIONS = 65_536
 
 
 class Conversations:
-    """Knows the last prompts, so that the next one of a conversation is given the key of its first.
+    """Recently seen prompts, from which the conversation key of a new prompt is found.
 
-    No number of leading tokens would do as a key. A short one is within the system prompt that all
-    conversations of an application share, and sends all of them to one replica; a long one is not reached by
-    the first prompts of a short conversation, whose key then changes with every turn. But the prompt of a
-    turn begins with the whole prompt of the turn before. So the end of each prompt is remembered, in full
-    blocks of tokens, until another prompt goes on from there: that one belongs to the same conversation, and
-    its own end takes the place. A second prompt that goes on from the same end, such as one behind a system
-    prompt that was a prompt once, begins a conversation of its own.
+    A fixed number of leading tokens does not work as a key. A short prefix lies within the system prompt that
+    all conversations of an application share, so all of them would go to one replica. A long prefix is longer
+    than the first prompts of a short conversation, so its key would change between turns.
+
+    However, the prompt of each turn begins with the whole prompt of the previous turn. This class therefore
+    stores a hash of each prompt (its full blocks of tokens). If a new prompt begins with a stored prompt, it
+    belongs to the same conversation and gets the same key, and its own hash replaces the stored one. A second
+    prompt that continues the same stored prompt begins a new conversation. This happens, for example, if a
+    system prompt was once a prompt of its own.
 
     Args:
-        max_num: How many conversations are remembered; each takes 250 bytes. Those that rest longest are
-            forgotten first, and begin anew.
+        max_num: Maximum number of stored conversations, of about 250 bytes each. The least recently used one
+            is removed first; its next prompt begins a new conversation.
     """
 
     def __init__(self, max_num: int = _MAX_CONVERSATIONS) -> None:
@@ -30,15 +32,15 @@ class Conversations:
         self._key_at: collections.OrderedDict[bytes, str] = collections.OrderedDict()
 
     def key_of(self, token_ids: Sequence[int], salt: str = "") -> str | None:
-        """Returns the key of the conversation that a prompt begins or goes on with, and remembers its end.
+        """Returns the key of the conversation that a prompt belongs to, and stores the prompt.
 
         Args:
             token_ids: The prompt.
-            salt: Only prompts of equal salt can share anything.
+            salt: Prompts belong to the same conversation only if their salts are equal.
 
         Returns:
-            The same for all turns of a conversation; None for a prompt of less than 16 tokens, which has
-            nothing to share.
+            The key, which is the same for all turns of a conversation. None for a prompt of less than 16
+            tokens, which has no full block to share.
         """
         ends = _ends(token_ids, salt)
         if not ends:
@@ -52,9 +54,9 @@ class Conversations:
 
 
 def _ends(token_ids: Sequence[int], salt: str) -> list[bytes]:
-    """Returns a digest per full block of a prompt, of all tokens up to its end."""
+    """Returns one digest per full block of a prompt, over all tokens up to the end of the block."""
     tokens = array("q", token_ids)
-    # Salts come from users, and may hold lone surrogates.
+    # Salts come from users and may contain lone surrogates.
     digest = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16)
     ends = []
     for end in range(_BLOCK_SIZE, len(tokens) + 1, _BLOCK_SIZE):

@@ -1,4 +1,4 @@
-"""What a user does to a request between two steps: forks it, takes tokens back, drops blocks of it."""
+"""Edits of a request between two steps: fork it, take back tokens, or drop blocks."""
 
 import copy
 import dataclasses
@@ -13,13 +13,13 @@ from jax_paged.core.step_builder import StepBuilder
 
 @dataclasses.dataclass(frozen=True)
 class Fork:
-    """A new request that goes on from where another one is.
+    """Creation of a new request that continues from the current state of another one.
 
     Args:
-        request_id: The one that goes on as it would have; it has one sequence.
-        new_id: Of the new one: no unfinished request has it.
-        seed: Of the new one.
-        now: Time, in the engine's clock (seconds).
+        request_id: The request to fork. It must have one sequence, and continues unchanged.
+        new_id: Id of the new request, which no unfinished request has.
+        seed: Random seed of the new request.
+        now: Time in the engine's clock (seconds).
     """
 
     request_id: str
@@ -30,11 +30,11 @@ class Fork:
 
 @dataclasses.dataclass(frozen=True)
 class Rollback:
-    """The last output tokens of a request with one sequence are taken back.
+    """Removal of the last output tokens of a request with one sequence.
 
     Args:
         request_id: The request.
-        num_tokens: At most `most_taken_back`.
+        num_tokens: Number of tokens to remove, at most `most_taken_back`.
     """
 
     request_id: str
@@ -43,11 +43,14 @@ class Rollback:
 
 @dataclasses.dataclass(frozen=True)
 class DropBlocks:
-    """Some blocks of a request that decodes are dropped; it has one sequence, and one cache group, no window.
+    """Removal of some blocks from a decoding request.
+
+    The request must have one sequence, and the model one cache group without a window.
 
     Args:
         request_id: The request.
-        kept: Places in its block table of the blocks that stay, in order; the last one with tokens is one.
+        kept: Ascending block table indices of the blocks that stay. The last block with computed tokens must
+            be one of them.
     """
 
     request_id: str
@@ -58,22 +61,25 @@ RequestEdit = Fork | Rollback | DropBlocks
 
 
 def most_taken_back(seq: Sequence, block_size: int) -> int:
-    """Returns how many output tokens can be taken back: of a request with dropped blocks, the latest."""
+    """Returns the number of output tokens that can be taken back.
+
+    If blocks were dropped, tokens before the last block that was kept at that time cannot be taken back.
+    """
     most = len(seq.output_token_ids)
     if seq.block_places:
-        # A token of that block stays computed, and the one behind it known.
+        # At least one computed token of the last kept block must stay, and one token after it to compute.
         most = min(most, len(seq) - 2 - seq.block_places[-1] * block_size)
     return most
 
 
 class RequestEditor:
-    """Applies edits while no step is in flight.
+    """Edits of requests. No step may be in flight.
 
     Args:
         block_manager: Owner of the blocks.
         queues: Owner of the requests.
-        preemption: Takes blocks from requests that can't go on with them.
-        max_num_seqs: Maximum sequences running at a time.
+        preemption: Requeues requests that cannot continue with their current blocks.
+        max_num_seqs: Maximum number of running sequences.
     """
 
     def __init__(
@@ -85,7 +91,7 @@ class RequestEditor:
         self._max_num_seqs = max_num_seqs
 
     def apply(self, edit: RequestEdit) -> SequenceGroup:
-        """Applies an edit; returns the request, of a fork the new one."""
+        """Applies an edit. Returns the edited request, or the new request for a fork."""
         group = self._queues.find(edit.request_id)
         assert group is not None, f"no request {edit.request_id}"
         (seq,) = group.sequences
@@ -100,14 +106,23 @@ class RequestEditor:
         return group
 
     def can_fork(self, group: SequenceGroup) -> bool:
-        """Returns whether a request can be forked now: with dropped blocks, only if there is a batch slot."""
+        """Returns whether a request can be forked now.
+
+        If it has dropped blocks, this requires a free batch slot, because the fork could not be recomputed.
+        """
         return not group.sequences[0].num_dropped_tokens or self._has_batch_slot(group)
 
     def plan_draft(self, request_id: str, token_ids: list[int], step: StepBuilder) -> bool:
-        """Makes an empty step that of one request that decodes, with tokens that may be drawn for it.
+        """Plans a step in which one decoding request verifies the given draft tokens.
+
+        Args:
+            request_id: The request.
+            token_ids: The draft tokens.
+            step: An empty step.
 
         Returns:
-            Whether there are blocks for them; if not, nothing but windows has changed.
+            False if there are not enough free blocks. Then nothing has changed, except that blocks outside of
+            windows may have been freed.
         """
         group = self._queues.running[request_id]
         (seq,) = group.sequences
@@ -138,7 +153,7 @@ class RequestEditor:
             self._queues.run(new)
             new.metrics.first_scheduled_time = edit.now
             new.metrics.num_cached_tokens = child.num_computed_tokens
-        else:  # it waits as any other request, and is computed again
+        else:  # the new request waits like any other request, and its tokens are computed again
             assert not child.num_dropped_tokens, "see can_fork"
             child.status, child.num_computed_tokens = SequenceStatus.WAITING, 0
         return new
@@ -148,13 +163,13 @@ class RequestEditor:
         assert 0 < num_tokens <= most_taken_back(seq, manager.block_size), num_tokens
         seq.truncate(len(seq.output_token_ids) - num_tokens)
         del seq.block_hashes[len(seq) // manager.block_size :]
-        manager.prefixes.forget_walk()  # it may be that of this sequence, along tokens that are gone
+        manager.prefixes.forget_walk()  # it may refer to tokens of this sequence that no longer exist
         seq.num_computed_tokens = min(seq.num_computed_tokens, len(seq) - 1)
         tables = manager.block_tables.get(seq) or manager.swapped_tables.get(seq)
         if tables is None:
             return
         has_left = manager.lacks(tables, seq.num_computed_tokens)
-        if has_left or manager.states.is_used:  # a state can't go back
+        if has_left or manager.states.is_used:  # recurrent states cannot be rolled back
             manager.free(seq)
             self._preemption.requeue(group)
         else:
@@ -168,6 +183,6 @@ class RequestEditor:
         seq.num_dropped_tokens += (len(held) - len(kept)) * manager.block_size
 
     def _held_places(self, seq: Sequence) -> list[int]:
-        """Returns the places of the blocks that hold computed tokens."""
+        """Returns the block table indices of the blocks that contain computed tokens."""
         num_tokens = seq.num_computed_tokens - seq.num_dropped_tokens
         return list(range(self._manager.num_blocks_of(num_tokens)))

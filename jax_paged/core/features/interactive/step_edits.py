@@ -1,4 +1,4 @@
-"""A step with fewer requests, or in another order, after it was scheduled and before it is computed."""
+"""Edits of a step after it was scheduled and before it is executed."""
 
 import dataclasses
 from collections import defaultdict
@@ -10,13 +10,13 @@ from jax_paged.core.scheduler_output import Sample, SchedulerOutput
 
 
 def with_rows(output: SchedulerOutput, rows: Iterable[int]) -> SchedulerOutput:
-    """Returns a step that computes only some of its rows, in a given order.
+    """Returns a step that computes only some of its scheduled sequences, in the given order.
 
-    Everything else in the step stays: batch slots, copies, swaps and encoders.
+    Batch slots, copies, swaps and encoder inputs of the step stay unchanged.
 
     Args:
         output: The step.
-        rows: Indices in output.scheduled, those of rows of one token first.
+        rows: Indices into output.scheduled. Sequences with one token must come first.
     """
     rows = list(rows)
     samples: dict[int, list[Sample]] = defaultdict(list)
@@ -36,16 +36,16 @@ def with_rows(output: SchedulerOutput, rows: Iterable[int]) -> SchedulerOutput:
 def edit_step(
     output: SchedulerOutput, rows: list[int], batch_slots: BatchSlots, manager: BlockManager
 ) -> SchedulerOutput:
-    """Drops rows of the step that was scheduled last, or re-orders them; see Scheduler.edit.
+    """Removes or reorders sequences of the step that was scheduled last; see Scheduler.edit.
 
-    The sequences of dropped rows keep batch slots and blocks, and the blocks that they share or have copied
-    stay so: the next row of each sequence contains the changes of its block table that this row contained.
-    Samples that were to be forked in the step are forked again when their prompt is computed.
+    Sequences that are removed keep their batch slots and blocks, including blocks that they share or have
+    copied. Their block table changes are sent again when they are scheduled next. Samples that were forked in
+    the step are removed, and forked again when the end of their prompt is scheduled again.
 
     Args:
         output: The step that was scheduled last.
-        rows: Indices in output.scheduled of the rows that stay, in their order.
-        batch_slots: Those of the scheduler.
+        rows: Indices into output.scheduled of the sequences that stay, in their new order.
+        batch_slots: The scheduler's batch slots.
         manager: Owner of the blocks.
     """
     slots, kept = batch_slots.by_id, set(rows)
@@ -56,7 +56,7 @@ def edit_step(
     }
     for sample in output.samples:
         if sample.row in dropped:
-            dropped[sample.row] -= sample.num_logits - 1  # drafts are no tokens of the sequence yet
+            dropped[sample.row] -= sample.num_logits - 1  # draft tokens are not counted as in flight
     for i, num_tokens in dropped.items():
         row = output.scheduled[i]
         slot = slots[row.seq_id]

@@ -1,4 +1,4 @@
-"""Acceptance statistics: the drafts of each sequence, and how many of them were drawn."""
+"""Acceptance statistics: the draft tokens of each sequence, and how many of them were accepted."""
 
 from jax_paged.core.features.speculation.ngram_index import NgramIndex
 from jax_paged.core.features.speculation.num_drafts import Acceptance
@@ -9,7 +9,7 @@ from jax_paged.core.result_updater import DrawnTokens
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.speculation import Speculation
 
-# A step with drafts that are accepted less often than this never pays.
+# Below this acceptance rate, verifying draft tokens is never faster.
 MIN_RATE = 0.25
 # Prior for the acceptance rate of grammar-forced tokens: 4 accepted out of 5 proposed.
 _FORCED_PRIOR = 4.0, 5.0
@@ -19,10 +19,10 @@ class DraftState:
     """Draft-token state of one sequence.
 
     Args:
-        speculation: How drafts are made.
+        speculation: Settings of speculative decoding.
 
     Attributes:
-        acceptance: Acceptance rate of its drafts.
+        acceptance: Estimate of the acceptance rate of its draft tokens.
         index: N-grams of its tokens, for the method "ngram".
     """
 
@@ -30,37 +30,41 @@ class DraftState:
         self.acceptance = Acceptance()
         self.index = NgramIndex(speculation.min_match, speculation.max_match)
         self._speculation = speculation
-        # Drafts that were not verified: the next tokens tell whether they would have been accepted. So text
-        # that begins to repeat is noticed at no cost.
-        self._expected: list[int] = []
-        self._num_matched = 0  # tokens of `_expected` that were drawn so far
-        self._expected_position = 0  # of its next token
-        # Tokens that a grammar forces after `_forced_position` tokens. They have a rate of their own, because
-        # the model may write the same text with other tokens.
+        self._expected: list[int] = []  # see compare
+        self._num_matched = 0  # number of tokens of `_expected` that have been sampled so far
+        self._expected_position = 0  # length of the sequence when it was last compared
+        # Tokens that a grammar forces after the first `_forced_position` tokens. They have their own
+        # acceptance rate, because the model may write the same text with other tokens.
         self._forced: list[int] = []
         self._forced_position = 0
         self._forced_acceptance = Acceptance(*_FORCED_PRIOR)
 
     def force(self, seq: Sequence, token_ids: list[int]) -> None:
-        """Takes in the tokens that a grammar forces after the tokens of the sequence."""
+        """Records the tokens that a grammar forces after the current tokens of the sequence."""
         self._forced, self._forced_position = token_ids, len(seq)
 
     def forced(self, seq: Sequence) -> list[int] | None:
-        """Returns the tokens that a grammar forces next, None if it is not known to force any."""
+        """Returns the tokens that a grammar forces next, or None if no forced tokens are known."""
         return self._forced if self._forced_position == len(seq) else None
 
     def rate_at(self, position: int) -> float:
-        """Returns the acceptance rate of drafts after the first `position` tokens."""
+        """Returns the estimated acceptance rate of draft tokens after the first `position` tokens."""
         return (self._forced_acceptance if self._forced_position == position else self.acceptance).rate
 
     def extend_index(self, seq: Sequence) -> None:
-        """Adds the newest tokens of the sequence to the index."""
+        """Adds the newest tokens of the sequence to the n-gram index."""
         self.index.extend(seq.tokens(len(self.index), len(seq)))
 
     def note_verified(self, seq: Sequence, drafts: list[int], token_ids: list[int]) -> None:
-        """Takes in the drafts that a step has verified and the tokens that the sequence has accepted."""
+        """Updates the acceptance rate after a step that verified draft tokens.
+
+        Args:
+            seq: The sequence, including its new tokens.
+            drafts: The draft tokens that were verified.
+            token_ids: The tokens that the sequence has accepted.
+        """
         num_accepted = num_equal(drafts, token_ids)
-        # If the sequence ended at a draft, the drafts after it tell nothing.
+        # If the sequence ended at a draft token, it is unknown whether later ones would have been accepted.
         num_known = len(token_ids) if num_accepted == len(token_ids) else len(drafts)
         is_forced = self._forced_position == len(seq) - len(token_ids)
         acceptance = self._forced_acceptance if is_forced else self.acceptance
@@ -68,15 +72,18 @@ class DraftState:
         self._expected, self._num_matched = [], 0
 
     def compare(self, seq: Sequence, token_ids: list[int], *, is_eager: bool) -> None:
-        """Compares new tokens with the drafts that were expected, and expects new ones where these end.
+        """Compares new tokens with expected tokens, and proposes new expected tokens after the old ones.
+
+        Expected tokens are draft tokens that were not verified. Comparing them with sampled tokens shows at
+        no cost whether drafts would be accepted, for example because the text begins to repeat.
 
         Args:
-            seq: The sequence; no drafts were verified for it.
+            seq: The sequence. No draft tokens were verified for it in this step.
             token_ids: Its new tokens.
-            is_eager: Whether to look for new drafts at once, or only at the beginning of a span.
+            is_eager: Whether to propose expected tokens at once, instead of only at the beginning of a span.
         """
         if self._expected_position != len(seq) - len(token_ids):
-            self._expected, self._num_matched = [], 0  # it was not examined meanwhile
+            self._expected, self._num_matched = [], 0  # some tokens were not compared
         for token_id in token_ids if self._expected else ():
             is_match = token_id == self._expected[self._num_matched]
             self._num_matched += is_match
@@ -92,7 +99,7 @@ class DraftState:
 
 
 def verified_drafts(output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, list[int]]:
-    """Returns the drafts that a step has verified, by sequence id."""
+    """Returns the draft tokens that a step has verified, by sequence id."""
     verified: dict[int, list[int]] = {}
     if output.scores_drafts or output.num_batched_tokens == len(output.scheduled):
         return verified
@@ -104,18 +111,18 @@ def verified_drafts(output: SchedulerOutput, result: ModelRunnerOutput) -> dict[
 
 
 def num_equal(drafts: list[int], token_ids: list[int]) -> int:
-    """Returns how many tokens equal their drafts, up to the first that differs."""
+    """Returns the length of the common prefix of draft tokens and sampled tokens."""
     pairs = zip(drafts, token_ids, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafts), len(token_ids)))
 
 
 def drawn(output: SchedulerOutput, result: ModelRunnerOutput) -> DrawnTokens:
-    """Returns what a step with drafts has drawn, for each sample up to the first token unlike its draft.
+    """Returns the sampled tokens of a step with drafts, for each sample up to the first mismatch.
 
-    A token that was drawn after a draft counts only if that draft was drawn in its place. So the output is
-    what it would be without drafts.
+    A token that was sampled after a draft token is valid only if that draft token was itself sampled at its
+    position. The output is therefore the same as without drafts.
     """
-    # Drafts are the last tokens of a row; they are not tokens of the sequence yet.
+    # Draft tokens are the last tokens of a scheduled sequence. They are not counted as computed.
     token_ids, logprobs, num_computed = [], [], []
     for i, (row, _, num_logits) in enumerate(output.samples):
         computed = output.scheduled[row].token_ids
@@ -128,6 +135,6 @@ def drawn(output: SchedulerOutput, result: ModelRunnerOutput) -> DrawnTokens:
 
 
 def num_accepted(token_ids: list[int], drafts: list[int]) -> int:
-    """Returns how many tokens count: those up to the first that differs from its draft."""
+    """Returns the number of valid tokens: all up to and including the first one unlike its draft token."""
     pairs = zip(token_ids, drafts, strict=False)
     return next((i + 1 for i, (token_id, draft) in enumerate(pairs) if token_id != draft), len(token_ids))

@@ -1,4 +1,4 @@
-"""Speculation: whether the next step verifies draft tokens, and which."""
+"""DraftPlanner: decides whether the next step verifies draft tokens, and which ones."""
 
 import weakref
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from jax_paged.speculation import Speculation
 
 
 class _Decoding(NamedTuple):
-    """A sequence that decodes: its drafts, and how likely each is accepted."""
+    """A decoding sequence, its draft tokens, and their estimated acceptance rate."""
 
     group: SequenceGroup
     seq: Sequence
@@ -30,23 +30,24 @@ class _Decoding(NamedTuple):
 
 
 class DraftPlanner:
-    """Decides whether the next step verifies drafts, and allocates the blocks of their tokens.
+    """Planner of steps that verify draft tokens.
 
-    A draft is computed with the tokens before it, in one step, and every token is drawn with its own seed and
-    position: the updater accepts tokens up to the first that differs from its draft. So outputs are the same
-    as without drafts, and drafts only decide how many tokens a step yields.
+    Draft tokens are computed together with the last token of their sequence, in one step. A token is sampled
+    after each of them, with the random number of its own seed and position. The updater accepts sampled
+    tokens up to the first one that differs from its draft token. Outputs are therefore the same as without
+    drafts. Only the number of tokens per step changes.
 
     Args:
         block_manager: Owner of the blocks.
         queues: Owner of the requests.
-        stop_conditions: Tells how many tokens a sequence may still get.
-        speculation: How drafts are made.
+        stop_conditions: Provides the number of tokens that a sequence may still receive.
+        speculation: Settings of speculative decoding.
         max_num_batched_tokens: Token budget of a step.
 
     Attributes:
-        num_rows: Rows with drafts that were verified.
-        num_drafts: Drafts that were verified.
-        num_accepted: Drafts that were drawn, by their position after the last token.
+        num_rows: Number of times that draft tokens of a sequence were verified.
+        num_drafts: Number of draft tokens that were verified.
+        num_accepted: Number of draft tokens that were accepted, by their index among the draft tokens.
     """
 
     def __init__(
@@ -69,16 +70,16 @@ class DraftPlanner:
         self._probing = ProbingPolicy(speculation.is_adaptive)
         self._times = StepTimes(speculation)
         self._was_idle = True  # True if no request was left after the last result
-        self._step_began = 0.0  # the time from which the next result counts
+        self._step_began = 0.0  # start time of the step whose result is next (seconds)
 
     @property
     def waits(self) -> bool:
-        """True if the next step verifies drafts; it is scheduled after the previous results have arrived."""
+        """True if the next step verifies draft tokens, so it must be scheduled after the previous results."""
         return self._probing.verifies_next and not self._has_queue
 
     @property
     def takes_expected(self) -> bool:
-        """True if `expect` has an effect: drafts of a model are only known on the device."""
+        """True if `expect` has an effect, which is the case if the host proposes the draft tokens."""
         return self._is_ngram
 
     @property
@@ -86,11 +87,13 @@ class DraftPlanner:
         return bool(self._queues.waiting or self._queues.swapped)
 
     def plan(self, step: StepBuilder) -> bool:
-        """Adds the running sequences with their drafts to an empty step, if no request waits and drafts pay.
+        """Fills an empty step with draft tokens to verify, if this is expected to be faster.
+
+        The step contains all running sequences. Nothing is planned while requests wait.
 
         Returns:
-            True if the step verifies drafts. If not, nothing but the probing policy has changed, and blocks
-            that fell out of a window are freed.
+            True if the step verifies draft tokens. If not, nothing has changed except the probing policy, and
+            blocks outside of windows may have been freed.
         """
         if step.is_ahead or self._has_queue:
             return False
@@ -104,7 +107,7 @@ class DraftPlanner:
         if copies is None:
             return False
         step.copies += copies
-        step.awaits_results = True  # the next step needs to know which drafts are accepted
+        step.awaits_results = True  # the next step depends on which draft tokens are accepted
         pairs = list(zip(decoding, chosen, strict=True))
         step.planned = PlannedRows(drafts={seq: drafts[:n] for (_, seq, drafts, _), n in pairs if n})
         for (group, seq, _, _), n in pairs:
@@ -113,10 +116,12 @@ class DraftPlanner:
         return True
 
     def set_flag(self, group: SequenceGroup) -> None:
-        """Notes whether drafts may be verified for a request.
+        """Sets allows_drafts for a new request.
 
-        Beams are forked at each token; bad words, logits processors and hooks follow the tokens one by one; a
-        grammar's masks depend on the drafts, which only the device knows if a model makes them.
+        Draft tokens are excluded for beam searches, because beams are forked after every token. They are also
+        excluded for bad words, logits processors and hooks, which need the tokens one by one. With a draft
+        model, they are excluded for structured output: token masks depend on draft tokens that only the
+        device knows.
         """
         params = group.sampling_params
         needs_single_tokens = params.bad_words_token_ids or params.logits_processors or params.extra_args
@@ -124,31 +129,37 @@ class DraftPlanner:
         group.allows_drafts = not is_excluded and (self._is_ngram or not params.structured_outputs)
 
     def expect(self, group: SequenceGroup, index: int, token_ids: list[int]) -> None:
-        """Takes in the tokens that the grammar of a running request forces next for a sequence."""
+        """Records the tokens that the grammar of a running request forces next for one of its sequences."""
         if group.allows_drafts:
             seq = group.sequences[index]
             self._state_of(seq).force(seq, token_ids)
             self._probing.verifies_next = True
 
     def note_schedule(self, now: float, *, is_first: bool) -> None:
-        """Notes when a step is scheduled; the first of the steps in flight may follow a pause."""
+        """Records the time at which a step is scheduled.
+
+        Args:
+            now: Time in the engine's clock (seconds).
+            is_first: Whether no other step is in flight. Such a step may follow an idle period, which must
+                not count as step time.
+        """
         if is_first and self._was_idle:
             self._step_began = now
 
     def observe(
         self, output: SchedulerOutput, result: ModelRunnerOutput, new_tokens: list[NewTokens], now: float
     ) -> None:
-        """Takes in the result of a step, and decides whether the next step verifies drafts.
+        """Processes the result of a step, and decides whether the next step verifies draft tokens.
 
-        1. Count accepted drafts, and compare other sequences with the drafts that they would have had.
-        2. Record the time of the step.
-        3. Give drafts up if no sequence has likely ones.
+        1. Count accepted draft tokens. Compare the tokens of other sequences with their expected tokens.
+        2. Record the duration of the step.
+        3. Stop verifying draft tokens if they are unlikely to be accepted for all sequences.
         4. Otherwise decide for the next step, if a decision is due.
         """
         seconds, self._step_began = now - self._step_began, now
         self._was_idle = len(self._queues) == 0
         if not new_tokens:
-            return  # a step of prompts, or one ahead of the results for which nothing was decided
+            return  # no sequence received a token, as in a step of prompt chunks
         best_rate = self._note_acceptance(verified_drafts(output, result), new_tokens)
         if best_rate >= 0 or not self._is_ngram:
             self._times.note(output, result, seconds, self._max_tokens)
@@ -159,13 +170,17 @@ class DraftPlanner:
             self._probing.end_decision(decoding is not None and any(self._choose(decoding)))
 
     def forget(self, request_id: str) -> None:
-        """Forgets a request whose tokens were edited."""
+        """Discards the draft-token state of a request whose tokens were edited."""
         group = self._queues.find(request_id)
         for seq in () if group is None else group.sequences:
             self._states.pop(seq, None)
 
     def _note_acceptance(self, verified: dict[int, list[int]], new_tokens: list[NewTokens]) -> float:
-        """Updates the statistics of sequences; returns the best acceptance rate of those examined, or -1."""
+        """Updates the statistics of sequences.
+
+        Returns:
+            The best acceptance rate among the sequences that were examined; -1 if none was.
+        """
         best_rate, num_turns = -1.0, self._probing.num_turns(len(new_tokens))
         is_eager = self._probing.verifies_next or is_few(len(new_tokens))
         for group, seq, token_ids, _ in new_tokens:
@@ -189,13 +204,14 @@ class DraftPlanner:
             state.note_verified(seq, drafts, token_ids)
 
     def _decoding(self, *, is_ahead: bool) -> list[_Decoding] | None:
-        """Returns the running sequences with their drafts.
+        """Returns the running sequences with their draft tokens.
 
         Args:
-            is_ahead: Whether tokens may be pending; drafts then follow the tokens that are known.
+            is_ahead: Whether tokens may be pending. Draft tokens then follow the known tokens.
 
         Returns:
-            None if there are no drafts, a sequence does not decode, or the step would be too large.
+            None if there are no draft tokens, if a sequence does not decode, or if the step would be too
+            large.
         """
         found, has_drafts = [], False
         for group in self._queues.running.values():
@@ -229,7 +245,7 @@ class DraftPlanner:
         return state.index.propose(max_drafts)
 
     def _state_of(self, seq: Sequence) -> DraftState:
-        """Returns the state of a sequence, with all of its tokens."""
+        """Returns the draft-token state of a sequence, with all of its tokens in the index."""
         state = self._states.get(seq)
         if state is None:
             state = self._states[seq] = DraftState(self.speculation)
@@ -238,7 +254,10 @@ class DraftPlanner:
         return state
 
     def _choose(self, decoding: list[_Decoding]) -> list[int]:
-        """Returns how many drafts of each sequence to verify; in a probe, the opposite of what is faster."""
+        """Returns how many draft tokens of each sequence to verify.
+
+        In a probe, this is the opposite of the choice that is expected to be faster.
+        """
         num_drafts = [len(d.drafts) for d in decoding]
         num_seqs = len(decoding)
         if not self.speculation.is_adaptive:
@@ -261,5 +280,5 @@ class DraftPlanner:
         chosen = best(self._times.verifying)
         if not self._probing.is_probe:
             return chosen
-        # A probe with drafts assumes the expected cost: the measured times may be those of a bad moment.
+        # A probe with drafts uses the modeled durations, because the measured ones may have been outliers.
         return [0] * num_seqs if any(chosen) else best(self._times.expected)

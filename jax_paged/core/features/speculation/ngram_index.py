@@ -1,15 +1,21 @@
-"""Finds where the last tokens of a text stood before in it: what followed there is a draft."""
+"""NgramIndex: proposes draft tokens by looking up earlier occurrences of the last tokens in the same text."""
 
-# Earlier places that are compared; the latest ones, as texts repeat what they have just said.
+# Maximum number of earlier occurrences to compare, latest first, because text mostly repeats recent text.
 _NUM_PLACES = 8
 
 
 class NgramIndex:
-    """The tokens of one sequence, and where each run of a few tokens ends in them.
+    """Index of the n-grams of one sequence.
+
+    If the last tokens of the sequence have occurred before, the tokens that followed them are proposed as
+    draft tokens. For example, if each letter is a token and the sequence is `abcdab`, the last two tokens
+    have occurred before, and `cd` is proposed. The index maps each n-gram of min_match tokens to the
+    positions after its occurrences. Among these, the one with the longest match (up to max_match tokens) is
+    used; the latest one if several match equally.
 
     Args:
-        min_match: Tokens that have to be equal.
-        max_match: Tokens that are compared: the place with most equal tokens wins, the latest of several.
+        min_match: Minimum number of equal tokens, which is the length of the indexed n-grams.
+        max_match: Maximum number of tokens to compare.
 
     Source: prompt lookup decoding, github.com/apoorvumang/prompt-lookup-decoding.
     """
@@ -17,18 +23,18 @@ class NgramIndex:
     def __init__(self, min_match: int, max_match: int) -> None:
         self._min_match, self._max_match = min_match, max_match
         self._tokens: list[int] = []
-        # By a run of min_match tokens: the positions behind it, but for the run that stands last.
+        # For each n-gram of min_match tokens, the positions after its occurrences, except at the end.
         self._places: dict[tuple[int, ...], list[int]] = {}
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def extend(self, token_ids: list[int]) -> None:
-        """Adds tokens behind the others."""
+        """Appends tokens to the sequence."""
         tokens, n, places = self._tokens, self._min_match, self._places
         first = max(0, len(tokens) - n)
         tokens.extend(token_ids)
-        # The run that stands last has nothing behind it yet.
+        # The last n-gram is not added yet, because no token follows it.
         runs = zip(*[tokens[first + i : -n + i] for i in range(n)], strict=True)
         for place, run in enumerate(runs, first + n):
             if run in places:
@@ -37,9 +43,10 @@ class NgramIndex:
                 places[run] = [place]
 
     def propose(self, num_tokens: int) -> list[int]:
-        """Returns what followed the last tokens where they stood before: at most num_tokens tokens.
+        """Returns up to `num_tokens` tokens that followed an earlier occurrence of the last tokens.
 
-        What follows may reach into its own continuation: a text that repeats every 3 tokens goes on so.
+        If the occurrence is so recent that fewer tokens follow it, the proposal repeats: after `abcabc`, the
+        proposal for 5 tokens is `abcab`.
         """
         tokens = self._tokens
         places = self._places.get(tuple(tokens[-self._min_match :]), ())
@@ -58,7 +65,7 @@ class NgramIndex:
         return draft
 
     def _match(self, place: int) -> int:
-        """Returns how many tokens before a place are equal to the last ones."""
+        """Returns how many tokens before a position are equal to the last tokens of the sequence."""
         tokens, n = self._tokens, 0
         end = len(tokens)
         while n < self._max_match and n < place and tokens[place - 1 - n] == tokens[end - 1 - n]:

@@ -1,32 +1,37 @@
-"""How many drafts are worth being verified: a rule on numbers."""
+"""Computes how many draft tokens to verify from acceptance rates and step durations."""
 
 import dataclasses
 from collections.abc import Callable
 
 from jax_paged.speculation import sizes_up_to
 
-# What a step with drafts has to bring, in tokens per time, beside one without.
+# Minimum ratio of tokens per second with and without draft tokens.
 MIN_GAIN = 1.1
-# Drafts that are less likely to be accepted are not looked at.
+# Draft tokens with a lower probability of acceptance are ignored.
 _MIN_LIKELY = 0.05
-# How fast old drafts are forgotten in the estimate of how many are accepted, and what it begins with.
+# Decay of the acceptance statistics per draft token, and their initial values (an acceptance rate of 0.5).
 _KEPT, _FIRST_ACCEPTED, _FIRST_TRIED = 0.9, 1.0, 2.0
 
 
 @dataclasses.dataclass(slots=True)
 class Acceptance:
-    """How many of a sequence's drafts are accepted, the later ones counting more."""
+    """Estimate of the acceptance rate of a sequence's draft tokens. Recent ones have more weight.
+
+    Args:
+        accepted: Decaying count of accepted draft tokens.
+        tried: Decaying count of draft tokens.
+    """
 
     accepted: float = _FIRST_ACCEPTED
     tried: float = _FIRST_TRIED
 
     @property
     def rate(self) -> float:
-        """The share of drafts that are drawn, of those that stand behind drafts that were."""
+        """The estimated probability that a draft token is accepted if all draft tokens before it are."""
         return self.accepted / self.tried
 
     def note(self, num_accepted: int, num_drafts: int) -> None:
-        """Takes in one row of drafts: those behind the first that was not drawn tell nothing."""
+        """Records a verification of draft tokens. Draft tokens after the first rejected one do not count."""
         for i in range(min(num_accepted + 1, num_drafts)):
             self.accepted = _KEPT * self.accepted + (i < num_accepted)
             self.tried = _KEPT * self.tried + 1
@@ -35,17 +40,21 @@ class Acceptance:
 def chosen_drafts(
     rates: list[float], most: list[int], max_tokens: int, cost: Callable[[int, int], float], before: float
 ) -> list[int]:
-    """Returns how many drafts of each sequence bring the most tokens per time; none where none pay enough.
+    """Returns how many draft tokens to verify for each sequence, to maximize the tokens per second.
 
-    The j-th draft of a sequence brings a token with the probability rate ** j. Of every size of a step, the
-    likeliest drafts fill it: that is the best choice, as what a draft brings does not depend on others.
+    All numbers are 0 if verifying draft tokens is not faster by at least the factor MIN_GAIN.
+
+    The j-th draft token of a sequence yields a token with probability rate ** j. For each possible size of
+    the step, the draft tokens with the highest probabilities are taken. This is optimal because their gains
+    do not depend on the other sequences.
 
     Args:
-        rates: Of each sequence that decodes, how likely a draft is drawn.
-        most: How many drafts there are of each.
-        max_tokens: Of the step.
-        cost: Returns the seconds of a step of so many token rows, padding included, and 0 passes.
-        before: Seconds of a step without drafts.
+        rates: Acceptance rate of each decoding sequence.
+        most: Number of available draft tokens of each sequence.
+        max_tokens: Maximum number of token rows in the step.
+        cost: Returns the duration (seconds) of a step, given its number of token rows including padding and
+            its number of draft model passes, which is 0 here.
+        before: Duration (seconds) of a step without draft tokens.
     """
     num_seqs = len(rates)
     likely: list[tuple[float, int]] = []
@@ -79,10 +88,11 @@ def chosen_drafts(
 def chosen_length(
     rates: list[float], most: list[int], max_tokens: int, cost: Callable[[int, int], float], before: float
 ) -> int:
-    """Returns how many drafts of every sequence bring the most tokens per time, if a model makes them; or 0.
+    """Returns how many draft tokens of a draft model to verify per sequence; 0 if none is faster.
 
-    The arguments are those of `chosen_drafts`; with k drafts, `cost` is asked for a step with k + 1 passes of
-    the draft model, which has to see the last draft too.
+    The number is the same for all sequences and maximizes the tokens per second. The arguments are the same
+    as in `chosen_drafts`. A step with k draft tokens needs k + 1 passes of the draft model, because the draft
+    model must also process the last draft token.
     """
     best, best_gain = 0, MIN_GAIN
     likely, tokens, num_rows = list(rates), float(len(rates)), len(rates)
@@ -99,5 +109,5 @@ def chosen_length(
 
 
 def padded(num_tokens: int, max_tokens: int) -> int:
-    """Returns the token rows that a step is padded to."""
+    """Returns the number of token rows to which a step is padded."""
     return next(size for size in sizes_up_to(max_tokens) if size >= num_tokens)

@@ -1,27 +1,35 @@
-"""When the draft planner decides anew whether drafts pay, and when a step tries the other way."""
+"""ProbingPolicy: decides when to reconsider whether draft tokens are verified, and when to probe.
+
+A probe is a step that does the opposite of the current decision, so that the durations of both types of steps
+stay known.
+"""
 
 from jax_paged.core.request import Sequence
 
-# Looking for drafts costs time. While drafts do not pay, a sequence is examined during its first tokens, and
-# then for _SPAN tokens in turns: one of _TURNS if few sequences decode, otherwise about _FEW of all.
+# Proposing draft tokens costs time. While steps have none, a sequence is examined during its first
+# _FIRST_TOKENS tokens. Later, sequences take turns for _SPAN tokens each: one in _TURNS sequences is examined
+# if few sequences decode, otherwise about _FEW sequences in total.
 _FIRST_TOKENS, _SPAN, _TURNS, _FEW = 32, 16, 4, 4
-# Results between two decisions, with few sequences and with many.
+# Number of results between two decisions, with few sequences and with many.
 _DECISION_INTERVAL, _DECISION_INTERVAL_MANY = 2, 8
-# Results between two probes, so that the times of both kinds of steps stay known: a step with drafts while
-# they do not pay, and a step without them while they do. Each probe that changes nothing doubles the distance
-# to the next probe with drafts, up to 2 ** _MAX_DOUBLINGS.
+# Number of results between two probes with draft tokens, while other steps have none; and between two probes
+# without draft tokens, while other steps have some. Each probe with draft tokens that does not change the
+# decision doubles the interval to the next one, at most _MAX_DOUBLINGS times.
 _DRAFT_PROBE_INTERVAL, _PLAIN_PROBE_INTERVAL, _MAX_DOUBLINGS = 8, 64, 5
 
 
 class ProbingPolicy:
-    """Decides how often the planner examines sequences, decides anew, and probes.
+    """Policy for examining sequences, reconsidering the decision, and probing.
+
+    Examining a sequence means comparing its tokens with expected draft tokens (see DraftState.compare).
 
     Args:
-        is_adaptive: False if every step verifies all drafts that there are.
+        is_adaptive: False if every step verifies all available draft tokens.
 
     Attributes:
-        verifies_next: True if the next step is to verify drafts; the planner confirms it with the step.
-        is_probe: True if the next step does the opposite of what is known to be faster.
+        verifies_next: True if the next step shall verify draft tokens. The planner confirms this when it
+            plans the step.
+        is_probe: True if the next step is a probe.
     """
 
     def __init__(self, is_adaptive: bool) -> None:
@@ -32,29 +40,33 @@ class ProbingPolicy:
         self._num_doublings = 0
 
     def num_turns(self, num_seqs: int) -> int:
-        """Returns into how many groups the sequences that decode are divided; one is examined at a time."""
+        """Returns the number of groups of decoding sequences. One group is examined at a time."""
         if self.verifies_next or self.is_probe or not self._is_adaptive:
             return 1
         return max(_TURNS, -(-num_seqs // _FEW))
 
     def note_planned(self, has_drafts: bool) -> None:
-        """Takes in whether the step that was planned verifies drafts."""
+        """Records whether the step that was planned verifies draft tokens."""
         if self.verifies_next:
             self.is_probe = False
         self.verifies_next = has_drafts
 
     def stop(self) -> None:
-        """Gives drafts up until a sequence's drafts are likely again."""
+        """Stops verifying draft tokens until they are likely to be accepted for some sequence."""
         self.verifies_next = self.is_probe = False
 
     def begin_decision(self, num_seqs: int) -> bool:
-        """Counts a result, and returns whether to decide now; `is_probe` then tells which way."""
+        """Counts a result and decides whether the next one is a probe.
+
+        Returns:
+            True if the planner has to decide now whether to verify draft tokens.
+        """
         self._num_results += 1
         interval = _DECISION_INTERVAL if is_few(num_seqs) else _DECISION_INTERVAL_MANY
         is_due = not self._is_adaptive or self.verifies_next or self.is_probe
         is_due = is_due or self._num_results % interval == 0
         if not is_due or (self.is_probe and self.verifies_next):
-            return False  # a probe with drafts is yet to be scheduled
+            return False  # a probe with draft tokens has not been scheduled yet
         interval = _DRAFT_PROBE_INTERVAL << self._num_doublings
         if self.verifies_next:
             interval = _PLAIN_PROBE_INTERVAL
@@ -62,14 +74,14 @@ class ProbingPolicy:
         return True
 
     def end_decision(self, has_drafts: bool) -> None:
-        """Takes in the decision for the next step."""
+        """Records the planner's decision for the next step."""
         self.verifies_next = has_drafts
         if has_drafts:
             self._num_doublings = min(self._num_doublings + 1, _MAX_DOUBLINGS) if self.is_probe else 0
 
 
 def is_few(num_seqs: int) -> bool:
-    """Returns whether so few sequences decode that all of them can be examined at once."""
+    """Returns whether the number of decoding sequences is small enough to examine all of them at once."""
     return num_seqs <= _FEW
 
 

@@ -1,20 +1,20 @@
-"""How long steps take, with drafts and without, as the scheduler sees it: by the times that it is told."""
+"""StepTimes: durations of steps with and without draft tokens."""
 
 from jax_paged.core.features.speculation.num_drafts import padded
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.speculation import Speculation
 
-# The weight of the newest time, how many times the mean it counts at most, and how many make a mean, which
-# begins with the least of them.
+# Weight of the newest duration in the moving average. Durations are clipped to _MOST times the average. The
+# average is used after _MIN_TIMES durations, and starts at the smallest of these.
 _NEWEST, _MOST, _MIN_TIMES = 0.2, 1.5, 3
 
 
 class StepTimes:
-    """Keeps the mean time of steps by their size.
+    """Mean durations of steps by their size, computed from the times that are passed to the scheduler.
 
     Args:
-        speculation: What steps are taken to cost until their time is known.
+        speculation: Settings that model the duration of steps until it has been measured.
     """
 
     def __init__(self, speculation: Speculation) -> None:
@@ -25,13 +25,13 @@ class StepTimes:
     def note(
         self, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float, max_tokens: int
     ) -> None:
-        """Takes in the time of a step, if all of its rows decode.
+        """Records the duration of a step if all of its sequences decode.
 
         Args:
             output: The step.
             result: Its result.
-            seconds: Its time.
-            max_tokens: Token rows of the largest step with drafts.
+            seconds: Its duration.
+            max_tokens: Number of token rows in the largest step with draft tokens.
         """
         if len(output.samples) != len(output.scheduled) or output.new_sequences:
             return
@@ -45,26 +45,38 @@ class StepTimes:
             self.note_plain(num_rows, seconds / max(1, num_steps))
 
     def note_plain(self, num_seqs: int, seconds: float) -> None:
-        """Takes in the time of a step in which so many sequences get a token each."""
+        """Records the duration of a step in which each of `num_seqs` sequences receives one token."""
         size = _size(num_seqs)
         self._plain[size] = _mean(self._plain.get(size), seconds)
 
     def note_verifying(self, num_rows: int, num_passes: int, seconds: float) -> None:
-        """Takes in the time of a step of so many token rows, padding included, and passes of a model."""
+        """Records the duration of a step with draft tokens.
+
+        Args:
+            num_rows: Number of token rows, including padding.
+            num_passes: Number of draft model passes.
+            seconds: Duration of the step.
+        """
         self._verifying[num_rows, num_passes] = _mean(self._verifying.get((num_rows, num_passes)), seconds)
 
     def plain(self, num_seqs: int) -> float | None:
-        """Returns the seconds of a step without drafts; None until it is known."""
+        """Returns the duration (seconds) of a step without draft tokens; None until it is known."""
         mean, num_times = self._plain.get(_size(num_seqs), (0.0, 0))
         return mean if num_times >= _MIN_TIMES else None
 
     def verifying(self, num_rows: int, num_passes: int, num_seqs: int) -> float:
-        """Returns the seconds of a step with drafts; what it is taken to cost until some were seen."""
+        """Returns the duration (seconds) of a step with draft tokens. It is modeled until it is known."""
         mean, num_times = self._verifying.get((num_rows, num_passes), (0.0, 0))
         return mean if num_times >= _MIN_TIMES else self.expected(num_rows, num_passes, num_seqs)
 
     def expected(self, num_rows: int, num_passes: int, num_seqs: int) -> float:
-        """Returns the seconds of a step with drafts by the rows that it has, beside one without."""
+        """Returns the modeled duration (seconds) of a step with draft tokens.
+
+        The model scales the measured duration of a step without draft tokens. The target model takes time
+        proportional to num_free_rows plus the number of token rows. Each pass of the draft model takes the
+        fraction model_cost of the target model's time in a step without draft tokens. A step without draft
+        tokens also includes one pass of the draft model.
+        """
         plain, speculation = self.plain(num_seqs), self._speculation
         assert plain is not None, "asked for beside a step without drafts"
         free, share = speculation.num_free_rows, speculation.model_cost
@@ -81,6 +93,6 @@ def _mean(known: tuple[float, int] | None, seconds: float) -> tuple[float, int]:
         return seconds, 1
     mean, num_times = known
     if num_times < _MIN_TIMES:
-        return min(mean, seconds), num_times + 1  # the first runs of a program are slow
+        return min(mean, seconds), num_times + 1  # the first executions of a program are slow
     seconds = min(seconds, _MOST * mean)
     return mean + _NEWEST * (seconds - mean), num_times + 1
