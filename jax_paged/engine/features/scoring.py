@@ -36,7 +36,8 @@ class Scoring(EngineFeature):
             For each text, one log-probability per token after its prompt.
 
         Raises:
-            ValueError: If the engine can't run a text. No text has been computed then.
+            ValueError: If an argument is wrong (nothing has been computed then), or a text could not be
+                scored.
             RuntimeError: If requests are running.
         """
         self._core.check_open()

@@ -95,7 +95,7 @@ class EngineState:
 
 
 class Snapshots(EngineFeature):
-    """Methods of LLMEngine that save and load its state."""
+    """Methods of LLMEngine that save and load the engine's state."""
 
     def state(self, *, weights: bool = False) -> EngineState:
         """Returns the state of the engine. `LLM.restore` and `load_state` continue from it.
