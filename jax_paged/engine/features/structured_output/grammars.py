@@ -4,8 +4,8 @@ Each output has a Matcher, which is always in one of three phases:
 
     OPEN        The output so far is a prefix of the reasoning tag. It may become reasoning, or it may be the
                 structured output itself.
-    REASONING   Unconstrained text, up to the text `starts_after`. The output may end in this phase only if the
-                whole output is structured output.
+    REASONING   Unconstrained text, up to the text `starts_after`. The output may end in this phase only if
+                the whole output is structured output.
     GRAMMAR     The grammar constrains all further tokens.
 
 The phase is GRAMMAR from the start if the request has no `starts_after` or its prompt ends with this text.
