@@ -338,7 +338,7 @@ class Grammars:
 
     @functools.cached_property
     def _ll_tokenizer(self) -> "LLTokenizer":
-        """llguidance's tokenizer. With a large vocabulary, its first use takes about a second."""
+        """The tokenizer for llguidance. With a large vocabulary, its first use takes about a second."""
         from llguidance import LLTokenizer
 
         return LLTokenizer(**self._settings())

@@ -35,8 +35,8 @@ from jax_paged.worker.loading.resolve_config import ModelFacts, resolve_config
 from jax_paged.worker.loading.weights import ServedWeights, load
 from jax_paged.worker.sampling.sampler import SamplerOptions
 
-# Number of KV blocks that the scheduler sees. Texts need none, but the scheduler keeps a share of the blocks
-# free and therefore needs some.
+# Number of KV blocks that the scheduler sees. Texts do not use them. The scheduler needs some because it keeps a
+# share of its blocks free.
 _NUM_BLOCKS = 16
 # Smallest padded length (tokens). Each larger one is twice as long as the one before.
 _MIN_LENGTH = 16
