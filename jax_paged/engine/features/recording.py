@@ -45,8 +45,8 @@ class Recordings(EngineFeature):
         Afterwards the engine has a new scheduler and an empty KV cache, without cached prefixes.
 
         Args:
-            lines: The lines of a recording, such as an open file or a list. The limits of the recorded engine
-                must not be larger than those of this engine.
+            lines: The lines of a recording, such as an open file or a list. No limit of the recorded engine
+                may be larger than the limit of this engine.
 
         Returns:
             The steps and requests. `max_logprob_difference` is 0.0 if the same programs ran.

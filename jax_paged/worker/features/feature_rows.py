@@ -37,7 +37,7 @@ class FeatureRows:
             owner of the processor states clears this list.
         adapter_slots: int32 [S], LoRA adapter slot of each sequence; 0 for no adapter.
         embeds: Embedding vectors of sequences with prompt embeddings or images: float32 [tokens, E] by start
-            position, in ascending order. The image encoder adds those of images.
+            position, in ascending order. The image encoder adds the vectors of images.
         stand_ins: Images of the sequences whose prompts have any.
         mrope: For the same sequences of a model with M-RoPE, the rotary positions up to the end of the last
             image.

@@ -183,7 +183,7 @@ class Inspector:
         positions = np.arange(query.start, query.start + n)
         # Block i of group g is block 1 + g * m + i of the copy.
         tables = 1 + np.arange(len(groups) * m).reshape(len(groups), 1, m)
-        # Cached keys and values stay as they are. Only those of tokens that are not computed yet are written.
+        # Only keys and values of tokens that are not computed yet are written. Cached ones stay as they are.
         slots = np.where(
             positions < query.num_computed_tokens,
             (1 + len(groups) * m) * size,

@@ -64,7 +64,7 @@ def read_weights(weights: list[Array]) -> dict[str, np.ndarray]:
 
 
 def write_weights(weights: list[Array], arrays: dict[str, np.ndarray]) -> None:
-    """Replaces the weights in a list by those that `read_weights` returned.
+    """Replaces the weights in a list by saved weights, as returned by `read_weights`.
 
     Raises:
         ValueError: If an array is missing, or has another shape or dtype.

@@ -44,7 +44,7 @@ class KVAccess(EngineFeature):
     """Methods of LLMEngine that read the KV cache of running requests or drop some of their blocks."""
 
     def _sequence_with_blocks(self, request_id: str, index: int) -> tuple[RequestState, Sequence]:
-        """Waits for the steps in flight; returns a request and the sequence `index`, which has blocks.
+        """Waits for the steps in flight; returns a request and its sequence with the given index.
 
         Raises:
             ValueError: If the sequence has no blocks on the device.
@@ -58,7 +58,7 @@ class KVAccess(EngineFeature):
         return state, seq
 
     def pool_map(self) -> "PoolMap":
-        """Returns which requests hold each KV block and how full it is. A notebook displays a picture."""
+        """Returns which requests hold each KV block, and how full it is. Notebooks draw the result."""
         from jax_paged.lab.pool_map import pool_map
 
         self._core.check_not_closed()
@@ -67,7 +67,7 @@ class KVAccess(EngineFeature):
         )
 
     def page_table(self, request_id: str, index: int = 0) -> "PageTable":
-        """Returns which block holds which tokens of a sequence. A notebook displays a picture."""
+        """Returns which block holds which tokens of a sequence. Notebooks draw the result."""
         from jax_paged.lab.page_table import page_table
 
         self._core.check_open()

@@ -81,7 +81,8 @@ class RequestEdits(EngineFeature):
 
         The two requests share their blocks. If no batch slot is free, the fork waits in the queue, and tokens
         that are not in the prefix cache are recomputed. Like the other methods of this class, `fork` first
-        waits for the steps in flight. The next call of `step` returns their outputs.
+        waits for the steps in flight. The next call of `step` returns their outputs. A request with dropped
+        blocks can only be forked if a batch slot is free, because its fork can't be recomputed.
 
         Args:
             request_id: The request to fork.
@@ -134,13 +135,14 @@ class RequestEdits(EngineFeature):
             core.changed[state] = None
 
     def verify(self, request_id: str, draft: Iterable[int]) -> Verification:
-        """Verifies draft tokens in one step, and accepts those that the request draws itself.
+        """Verifies draft tokens in one step, and accepts the leading ones that the request draws itself.
 
         The output of the request is the same as without drafts. No other request advances in this step.
 
         Args:
             request_id: A request with one sequence and no penalties.
-            draft: Token ids: fewer than max_num_seqs and max_num_batched_tokens, and within max_model_len.
+            draft: Token ids. Their number must be less than max_num_seqs and max_num_batched_tokens, and must
+                fit into max_model_len.
 
         Raises:
             ValueError: If the draft can't be verified. Nothing has changed then.

@@ -83,8 +83,8 @@ class StepPlan:
     def only(self, request_ids: Iterable[str]) -> Self:
         """Returns the plan with only the given requests, in the given order.
 
-        Sequences that compute one token stay before those that compute several, because the kernels require
-        this order.
+        Sequences that compute one token stay before sequences that compute several, because the kernels
+        require this order.
 
         Raises:
             ValueError: If a request is not part of the plan, or is named twice.
@@ -197,7 +197,7 @@ class StepPlans(EngineFeature):
 
 
 def _words(row: ScheduledSequence, owner: RowOwner, num_tokens: int) -> str:
-    """Returns a description of what a sequence computes in the step."""
+    """Returns a description of the tokens that a sequence computes in the step."""
     stop, length = row.start + num_tokens, owner.num_prompt_tokens
     if row.start >= length:
         return f"decodes up to {num_tokens} tokens" if num_tokens > 1 else f"decodes at position {row.start}"

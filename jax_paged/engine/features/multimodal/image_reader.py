@@ -85,8 +85,8 @@ class ImageReader:
             for.
 
         Raises:
-            ValueError: If there are too many images, the number of images differs from that of the
-                placeholders, or an image can't be read.
+            ValueError: If there are too many images, the numbers of images and placeholders differ, or an
+                image can't be read.
         """
         ok, allowed = (
             isinstance(data, dict) and data.keys() <= {"image"},

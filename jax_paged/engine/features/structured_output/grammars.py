@@ -111,12 +111,14 @@ class Grammar:
         return Matcher(self, self._root.deep_copy(), phase, ignores_eos=ignores_eos)
 
     def begun(self, token_ids: list[int], stop: int) -> "LLMatcher | None":
-        """Returns the grammar's state after `starts_after`, or None if the text does not end with it.
+        """Returns the grammar's state if the grammar applies after the given tokens, or None.
+
+        It applies if the text `starts_after` ends in the last token. Further characters of this token must be
+        the beginning of the structured output, or whitespace, which is ignored.
 
         Args:
             token_ids: Tokens of an output.
-            stop: Number of tokens to consider. The last of them may contain more characters after
-                `starts_after`: the beginning of the structured output, or whitespace, which is ignored.
+            stop: Number of tokens to consider.
         """
         behind = self._behind(token_ids, stop)
         for text in () if behind is None else (behind, behind.lstrip()):
@@ -151,7 +153,7 @@ class Grammar:
 
 
 class _Phase(enum.Enum):
-    """Part of an output that the next token belongs to."""
+    """The part of an output to which its next token belongs."""
 
     OPEN = enum.auto()  # undecided: all tokens so far, if any, are a prefix of the reasoning tag
     REASONING = enum.auto()  # unconstrained text
@@ -285,8 +287,8 @@ class Grammars:
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """Returns the grammar of a constraint, newly compiled or cached.
 
-        Constraints of a JSON schema that are not supported do not cause an error, except for references. They
-        become warnings of the grammar and are logged.
+        Unsupported keywords of a JSON schema become warnings of the grammar, which are also logged.
+        Unsupported references are errors.
 
         Raises:
             ValueError: If the constraint is not valid, nothing matches it, it contains an unsupported

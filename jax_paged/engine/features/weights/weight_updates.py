@@ -18,7 +18,7 @@ class WeightUpdates(EngineFeature):
 
     @property
     def weight_version(self) -> str:
-        """The name of the current weights: that of the last update, or else the number of updates."""
+        """The name of the current weights, from the last update; by default the number of updates."""
         return self._core.weight_version
 
     def update_weights(

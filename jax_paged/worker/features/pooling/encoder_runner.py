@@ -35,8 +35,8 @@ from jax_paged.worker.loading.resolve_config import ModelFacts, resolve_config
 from jax_paged.worker.loading.weights import ServedWeights, load
 from jax_paged.worker.sampling.sampler import SamplerOptions
 
-# Number of KV blocks that the scheduler sees. Texts do not use them. The scheduler needs some because it keeps a
-# share of its blocks free.
+# Number of KV blocks that the scheduler sees. Texts do not use them. The scheduler needs some because it
+# keeps a share of its blocks free.
 _NUM_BLOCKS = 16
 # Smallest padded length (tokens). Each larger one is twice as long as the one before.
 _MIN_LENGTH = 16
@@ -108,7 +108,7 @@ class EncoderRunner:
     Args:
         args: Engine arguments.
         loaded: A model in memory to serve instead of args.model; the caller keeps its weights.
-        first_device: Index of the device, among those that JAX sees.
+        first_device: Index of the device in JAX's list of devices.
 
     Raises:
         ValueError: If the model can't be loaded, or an argument does not fit it.
@@ -200,7 +200,7 @@ class EncoderRunner:
         )
 
     def check_weights(self) -> None:
-        """Raises RuntimeError if the caller's model has other weights than those that are served."""
+        """Raises RuntimeError if the caller has replaced the weights of the model in memory."""
         self.served.check()
 
     def forget_images(self) -> None:
@@ -298,7 +298,7 @@ def is_encoder(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -> 
 
 
 def check_encoder_parts(args: EngineArgs, parts: CallerParts) -> None:
-    """Checks that no feature is requested that only models that generate tokens have.
+    """Checks that no feature is requested that only generative models support.
 
     Raises:
         ValueError: If such a feature is requested.
@@ -317,7 +317,7 @@ def check_encoder_parts(args: EngineArgs, parts: CallerParts) -> None:
 
 
 def plan_texts(max_model_len: int, max_num_batched_tokens: int) -> list[EncodeTextsProgram]:
-    """Returns the programs for the lengths and batch sizes that texts are computed in, in ascending order."""
+    """Returns the programs for all padded lengths and batch sizes, in ascending order."""
     lengths = [_MIN_LENGTH]
     while lengths[-1] < max_model_len:
         lengths.append(2 * lengths[-1])

@@ -4,9 +4,10 @@ To draft k tokens, the draft model runs k + 1 passes with one token per sequence
 each draft token. The first k passes draw a draft token each. The last pass only stores the keys and values of
 the last draft token. Then the target model verifies all k draft tokens in one pass.
 
-The KV cache arrays of the draft model follow those of the target model and use the same block tables. Blocks
-of both models are therefore shared, copied and swapped together. In steps without drafts, the draft model
-computes the same tokens as the target model, so that its KV cache is complete.
+The list of KV cache arrays contains the arrays of the target model, followed by the arrays of the draft
+model. Both use the same block tables, so blocks of both models are shared, copied and swapped together. In
+steps without drafts, the draft model computes the same tokens as the target model, so that its KV cache is
+complete.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ class DraftModel:
 
     Args:
         model: The draft model without its weights, which are the last ones in the list of all weights.
-        layout: Layout of its KV cache arrays, which follow those of the target model.
+        layout: Layout of its KV cache arrays, which are the last ones in the list of all arrays.
         paths: Empty, because the draft model does not read outputs of the target model.
     """
 
@@ -118,7 +119,7 @@ def check_draft(draft: LoadedModel, model: LoadedModel, max_model_len: int | Non
     Args:
         draft: The draft model.
         model: The target model.
-        max_model_len: max_model_len of the engine; None for that of the target model.
+        max_model_len: max_model_len of the engine; None to use the target model's.
         name: Name of the draft model, for error messages.
 
     Raises:

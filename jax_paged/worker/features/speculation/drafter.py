@@ -22,7 +22,7 @@ class TracedModels(NamedTuple):
     """Models and inputs of a traced step, as drafters use them.
 
     Args:
-        weights: Weights of all models; those of the drafter are last.
+        weights: Weights of all models; the drafter's weights are last.
         target: The target model.
         metadata: Attention metadata of the target model's pass. In steps that verify drafts, each token row
             has a logits row.
@@ -55,7 +55,7 @@ class Drafter(Protocol):
     def layout(self) -> KVCacheLayout:
         """The layout of the drafter's KV cache arrays.
 
-        They follow those of the target model and use the same block tables.
+        These arrays follow the target model's arrays and use the same block tables.
         """
         ...
 

@@ -163,7 +163,7 @@ class EagleDrafter:
     def _embed(
         self, head: EagleHead, traced: TracedModels, tokens: Int[Array, " t"], context: ForwardContext
     ) -> Float[Array, "t e"]:
-        """Returns the embeddings of tokens: the head's own, or those of the target model."""
+        """Returns the embeddings of tokens, from the head's or the target model's embedding table."""
         assert isinstance(traced.target, LlamaForCausalLM), "load_head has checked it"
         return head.embed(tokens, traced.target.embed_tokens, context)
 

@@ -105,7 +105,7 @@ def _array(leaf: Any) -> Array:
     """Returns a leaf of a state as an array. 64-bit values are converted to 32 bits."""
     array = jnp.asarray(leaf)
     dtype = jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
-    # Extended dtypes, such as those of random keys, need no conversion.
+    # Extended dtypes, for example of random keys, need no conversion.
     return array.astype(dtype) if isinstance(dtype, np.dtype) else array
 
 

@@ -24,7 +24,7 @@ class KeptStates:
         states: list[Array],
         place: Callable[..., tuple[Array, ...]],
     ) -> list[Array]:
-        """Saves the states of preempted sequences, and restores those of resumed ones.
+        """Saves the states of preempted sequences, and restores the states of resumed sequences.
 
         Args:
             output: The step.
@@ -63,7 +63,7 @@ class KeptStates:
         states: list[Array],
         place: Callable[..., tuple[Array, ...]],
     ) -> list[Array]:
-        """Restores the states of resumed sequences; the arguments are those of `move`."""
+        """Restores the states of resumed sequences. It has the same arguments as `move`."""
         back = [new for new in output.new_sequences if new.former_id in self._by_id]
         if not back:
             return states
