@@ -56,7 +56,7 @@ class RelaxedSchema:
         return relaxed
 
     def _relaxed_names(self, schemas: dict[str, Any]) -> dict[str, Any]:
-        """Returns the value of patternProperties with relaxed patterns, without unsupported ones."""
+        """Returns the schemas of patternProperties by relaxed pattern; drops unsupported patterns."""
         patterns = {name: self._relaxed_pattern(name) for name in schemas}
         return {pattern: schemas[name] for name, pattern in patterns.items() if pattern is not None}
 
