@@ -12,18 +12,18 @@ _NAMES = {"encoder_prompt", "decoder_prompt"}
 def read_pair(
     prompt: Any, tokenize: Callable[[Any], TokenizedPrompt], start_token_id: int | None
 ) -> tuple[TokenizedPrompt | None, TokenizedPrompt]:
-    """Returns the prompt of the encoder, None without an encoder, and the prompt of the decoder.
+    """Returns the prompt of the encoder (None for a decoder-only model) and the prompt of the decoder.
 
     Args:
-        prompt: For the encoder alone, or for both.
-        tokenize: Tokenizes one of the two.
-        start_token_id: Token that the decoder's prompt begins with; None for a model without an encoder.
+        prompt: A prompt for the encoder alone, or a dict with "encoder_prompt" and "decoder_prompt".
+        tokenize: Tokenizes one of the two prompts.
+        start_token_id: First token of every decoder prompt; None for a decoder-only model.
 
     Raises:
-        ValueError: If it is no prompt, or does not fit the model.
+        ValueError: If the prompt is malformed or does not fit the model.
     """
     if isinstance(prompt, dict) and prompt.keys() & _NAMES:
-        if prompt.get("mm_processor_kwargs", 0) in (None, {}):  # vLLM's helpers add it
+        if prompt.get("mm_processor_kwargs", 0) in (None, {}):  # vLLM's helper functions add this key
             prompt = {name: value for name, value in prompt.items() if name != "mm_processor_kwargs"}
         check(prompt.keys() == _NAMES, "prompt", prompt, f"a dict with the keys {sorted(_NAMES)} alone")
         if start_token_id is None:

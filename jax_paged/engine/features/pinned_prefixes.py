@@ -1,4 +1,4 @@
-"""Prefixes that stay in the pool until they are unpinned."""
+"""Pinned prefixes: prompts whose KV blocks are not evicted until they are unpinned."""
 
 from jax_paged.core.request import SequenceStatus
 from jax_paged.engine.feature import EngineFeature
@@ -8,35 +8,38 @@ from jax_paged.sampling_params import SamplingParams
 
 
 class PinnedPrefixes(EngineFeature):
-    """Methods of LLMEngine that keep the full blocks of prefixes in the pool."""
+    """Methods of LLMEngine that pin prefixes in the KV cache. Only full blocks are pinned."""
 
     def pin_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> str:
-        """Computes a prefix and keeps its full blocks in the pool until it is unpinned.
+        """Computes a prefix and keeps its full blocks in the KV cache until it is unpinned.
 
         Args:
-            prompt: As `check_request` takes it.
-            cache_salt: That of the requests that will share it.
+            prompt: A prompt, in any form that `check_request` accepts.
+            cache_salt: The cache salt of the requests that will share the prefix.
 
         Returns:
-            The name to unpin it by.
+            A name for `unpin_prefix`.
 
         Raises:
-            ValueError: If the prefix doesn't fit, or prefixes are not cached.
+            ValueError: If the prefix does not fit into the KV cache, or prefix caching is disabled.
             RuntimeError: If requests are running.
         """
         self._core.check_open()
         return self._pin(prompt, cache_salt, self._core.new_name("prefix"))
 
     def unpin_prefix(self, name: str) -> None:
-        """Lets go of a pinned prefix, by the name that pin_prefix returned.
+        """Unpins a prefix. Its blocks stay cached until they are evicted.
+
+        Args:
+            name: The name that pin_prefix returned.
 
         Raises:
-            ValueError: If no prefix is pinned by this name.
+            ValueError: If no prefix is pinned under this name.
         """
         self._core.scheduler.block_manager.unpin(name)
 
     def _pin(self, prompt: Prompt, cache_salt: str, name: str) -> str:
-        """Computes a prefix and pins it under a name, which it returns."""
+        """Computes a prefix, pins it under the given name, and returns the name."""
         if not self._core.drain():
             raise RuntimeError("requests are running; pin prefixes before them")
         manager = self._core.scheduler.block_manager
@@ -73,13 +76,13 @@ class PinnedPrefixes(EngineFeature):
         return name
 
     def _forget_prefixes(self, kept_salt: str | None) -> None:
-        """Drops all cached prefixes, and computes the pinned ones again with the weights of now.
+        """Drops all cached prefixes, and recomputes the pinned ones with the current weights.
 
         Args:
-            kept_salt: As Scheduler.forget_prefixes takes it.
+            kept_salt: As for Scheduler.forget_prefixes.
 
         Raises:
-            ValueError: If pinned prefixes can't be computed again; these are not pinned any more.
+            ValueError: If a pinned prefix can't be recomputed. Such a prefix is no longer pinned.
         """
         core, problems = self._core, list[str]()
         manager, changed = core.scheduler.block_manager, core.take_changed()

@@ -1,4 +1,4 @@
-"""Pooling requests: which there are, how they are checked, and what they return."""
+"""Pooling requests (embeddings, classification, scores): their checks, parameters and results."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from jax_paged.sampling_params import SamplingParams
 
 
 class PoolingRequests:
-    """The pooling requests of an engine: checks them, and makes what they return of the engine's outputs.
+    """Checks of pooling requests, and conversion of the engine's outputs into their results.
 
     Args:
-        config: Settings of the engine; say what the model pools, if anything.
-        tokenizer: The engine's; None if prompts come as token ids only.
+        config: Engine configuration, which specifies the model's pooling, if any.
+        tokenizer: The engine's tokenizer; None if prompts are token ids only.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
@@ -37,22 +37,22 @@ class PoolingRequests:
 
     @property
     def _has_text_limit(self) -> bool:
-        """Whether the checkpoint names a number of tokens that longer texts are truncated to.
+        """True if texts longer than the checkpoint's max_seq_length are truncated to it.
 
-        With a smaller max_model_len, which the user has chosen, long texts are errors.
+        If the user has chosen a smaller max_model_len, longer texts are errors instead.
         """
         limit = self._config.pooling.text.max_seq_length if self._config.pooling else None
         return limit is not None and limit <= self._config.max_model_len
 
     def resolved(self, params: PoolingParams, task: PoolingTask | None = None) -> PoolingParams:
-        """Returns a checked copy of parameters with their task, which the engine's model can do.
+        """Checks parameters against the model, and returns a copy with the task filled in.
 
         Args:
-            params: As a user passes them.
-            task: Of the method that is called; None takes that of the parameters, or the model's first.
+            params: The user's parameters.
+            task: The task of the called method; None for the task in `params`, or else the model's first one.
 
         Raises:
-            ValueError: If the model can't do it, or not in this way; the message names the argument.
+            ValueError: If the model does not support the task or a parameter. The message names the argument.
         """
         check(isinstance(params, PoolingParams), "pooling_params", params, "PoolingParams")
         spec = self._config.pooling
@@ -76,7 +76,7 @@ class PoolingRequests:
         return dataclasses.replace(params, task=wanted)
 
     def prepared(self, prompt: Any, params: PoolingParams) -> tuple[Any, bool]:
-        """Returns a prompt with the model's default prompt, and whether it is truncated if it is too long."""
+        """Returns a prompt with the model's default prompt added, and whether it is truncated if too long."""
         default = self._config.pooling.text.prompt if self._config.pooling else ""
         if default and isinstance(prompt, str) and prompt:
             prompt = default + prompt
@@ -90,10 +90,11 @@ class PoolingRequests:
         return prompt, self._is_truncated(params)
 
     def sampling_params(self, params: PoolingParams) -> SamplingParams:
-        """Returns the parameters that the engine runs a request with: its prompt, and a token.
+        """Returns the sampling parameters of a pooling request: a prefill, and one token that is ignored.
 
         Raises:
-            ValueError: If the model can't do it, or cached prefixes can't be read.
+            ValueError: If the model does not support the parameters, or the prefix cache can't be used as
+                requested.
         """
         params = self.resolved(params)
         kind = "ALL" if params.task == "token_embed" else self._spec.type
@@ -130,10 +131,14 @@ class PoolingRequests:
                 del token_ids[:-num_tokens]
 
     def pair_prompt(self, pair: tuple[Any, Any], params: PoolingParams) -> tuple[Prompt, PoolingParams]:
-        """Returns two texts as the prompt of a classifier, and parameters that say where the second begins.
+        """Returns a prompt that contains two texts, and parameters that specify where the second text begins.
+
+        Args:
+            pair: The two texts.
+            params: Parameters of the request.
 
         Raises:
-            ValueError: If they are not texts, or there is no tokenizer.
+            ValueError: If a text is not a non-empty string, or there is no tokenizer.
         """
         first, second = pair
         for name, text in (("data_1", first), ("data_2", second)):
@@ -141,7 +146,8 @@ class PoolingRequests:
         if self._tokenizer is None:
             raise ArgumentError("data_1", first, "token ids because the engine has no tokenizer")
         if self._spec.label_tokens:
-            return first + second, params  # a chat in two parts, whose tokens may span both
+            # The texts are two parts of one chat, and a token may contain characters of both.
+            return first + second, params
         max_len = None if self._is_truncated(params) else self._config.max_model_len
         token_ids, start = self._tokenizer.encode_pair(first, second, max_model_len=max_len)
         if start is not None:
@@ -149,14 +155,14 @@ class PoolingRequests:
         return {"prompt_token_ids": token_ids}, params
 
     def data_of(self, output: RequestOutput, params: PoolingParams) -> np.ndarray:
-        """Returns what a pooling request returns, float32: an embedding, scores, or an embedding per token.
+        """Returns the result of a pooling request, float32: an embedding, scores, or one embedding per token.
 
         Args:
-            output: Of the request, which has ended.
-            params: As `resolved` returned them.
+            output: The engine's output for the finished request.
+            params: Parameters as returned by `resolved`.
 
         Raises:
-            ValueError: If the engine could not compute it.
+            ValueError: If the engine could not compute the result.
         """
         spec, (completion,) = self._spec, output.outputs
         if completion.finish_reason != "length":
@@ -174,11 +180,12 @@ class PoolingRequests:
         return data / np.maximum(np.linalg.norm(data, axis=-1, keepdims=True), 1e-12)
 
     def _is_truncated(self, params: PoolingParams) -> bool:
+        """Returns whether a text that is too long is truncated instead of rejected."""
         return params.truncate_prompt_tokens is not None or self._has_text_limit
 
 
 def _tasks_of(spec: PoolingSpec) -> tuple[PoolingTask, ...]:
-    """Returns what a model makes of texts."""
+    """Returns the tasks that a model supports. The first one is the default."""
     if not spec.labels:
         return ("embed", "score", "token_embed")
     return ("classify", "score") if len(spec.labels) == 1 else ("classify",)
@@ -187,13 +194,13 @@ def _tasks_of(spec: PoolingSpec) -> tuple[PoolingTask, ...]:
 def truncated(
     token_ids: list[int], num_tokens: int, side: Literal["left", "right"], frame: tuple[list[int], list[int]]
 ) -> list[int]:
-    """Returns a text of at most `num_tokens` tokens, as transformers truncates it.
+    """Truncates a text to at most `num_tokens` tokens, in the same way as transformers.
 
     Args:
-        token_ids: Of the text.
-        num_tokens: Tokens that are kept.
+        token_ids: Tokens of the text.
+        num_tokens: Maximum number of tokens.
         side: The end of the text that is cut off.
-        frame: The special tokens before and after a text, which are kept; see Tokenizer.frame.
+        frame: The special tokens before and after a text, which are kept (see Tokenizer.frame).
     """
     if len(token_ids) <= num_tokens:
         return token_ids
@@ -207,7 +214,7 @@ def truncated(
 
 
 def distinct(texts: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """Returns the texts that differ, in order, and which of them each text is."""
+    """Returns the distinct texts in order of first occurrence, and for each text its index among them."""
     places: dict[str, int] = {}
     which = [places.setdefault(repr(text), len(places)) for text in texts]
     first = dict(zip(reversed(which), reversed(texts), strict=True))
@@ -215,7 +222,7 @@ def distinct(texts: Sequence[Any]) -> tuple[list[Any], list[int]]:
 
 
 def similarity(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns the cosine of the angle between two embeddings."""
+    """Returns the cosine similarity of two embeddings."""
     norms = np.linalg.norm(a.astype(np.float64)) * np.linalg.norm(b.astype(np.float64))
     return float(a.astype(np.float64) @ b.astype(np.float64) / max(norms, 1e-24))
 
@@ -233,10 +240,12 @@ _SCORES: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 def pairs_of(data_1: Any, data_2: Any) -> list[tuple[Any, Any]]:
-    """Returns pairs of texts from two texts or lists of them: one with each of the others, or one with one.
+    """Returns pairs of texts from two arguments, each a text or a list of texts.
+
+    A single first text is paired with every second text. Otherwise the lists are paired item by item.
 
     Raises:
-        ValueError: If these are none, or the lists fit in neither way.
+        ValueError: If an argument has no texts, or the lengths of the lists do not match.
     """
     first, second = as_prompts(data_1), as_prompts(data_2)
     check(bool(first), "data_1", data_1, "at least one text")

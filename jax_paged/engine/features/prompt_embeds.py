@@ -1,4 +1,4 @@
-"""Prompts of vectors in place of tokens."""
+"""Prompts that consist of embedding vectors instead of tokens (`prompt_embeds`)."""
 
 from typing import Any
 
@@ -11,7 +11,15 @@ from jax_paged.errors import ArgumentError, TooLongError, check
 
 
 def read_embeds(prompt: dict[str, Any], config: EngineConfig) -> TokenizedPrompt:
-    """Returns a prompt of vectors, checked; placeholders stand for its tokens."""
+    """Checks a prompt of embedding vectors, and returns it with one placeholder token per vector.
+
+    Args:
+        prompt: A dict with "prompt_embeds", numbers [tokens, hidden_size], and optionally "cache_salt".
+        config: Engine configuration.
+
+    Raises:
+        ValueError: If the prompt is malformed or too long, or if the engine does not accept embeddings.
+    """
     size = config.embed_size
     check(
         prompt.keys() <= {"prompt_embeds", "cache_salt"},
@@ -26,7 +34,7 @@ def read_embeds(prompt: dict[str, Any], config: EngineConfig) -> TokenizedPrompt
     check(salt is None or isinstance(salt, str), "cache_salt", salt, "a string")
     try:
         array = np.asarray(given)
-        with np.errstate(over="ignore"):  # what is too large is found below
+        with np.errstate(over="ignore"):  # values that overflow are rejected below
             rows = array.astype("<f4")
     except (TypeError, ValueError) as error:
         raise ArgumentError("prompt_embeds", given, f"an array of numbers ({error})") from error
@@ -38,7 +46,7 @@ def read_embeds(prompt: dict[str, Any], config: EngineConfig) -> TokenizedPrompt
     if not np.isfinite(rows).all():
         num_bad = int(rows.size - np.isfinite(rows).sum())
         raise ArgumentError("prompt_embeds", num_bad, "0", aspect="the number of non-finite values in")
-    # Many rows are refused before they are copied.
+    # A prompt that is too long is rejected before its vectors are copied.
     if len(rows) >= config.max_model_len:
         raise TooLongError(len(rows), config.max_model_len, num_reserved=1)
     embeds = PromptEmbeds(len(rows), np.ascontiguousarray(rows).tobytes())

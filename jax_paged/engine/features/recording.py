@@ -1,4 +1,4 @@
-"""Recordings of an engine's decisions: written down, and computed again."""
+"""Recording and replay of the scheduler's decisions."""
 
 import dataclasses
 import json
@@ -16,18 +16,20 @@ if TYPE_CHECKING:
 
 
 class Recordings(EngineFeature):
-    """Methods of LLMEngine that record its decisions, and replay recordings."""
+    """Methods of LLMEngine that record the scheduler's decisions and replay recordings."""
 
     def record(self, sink: Callable[[str], object] | None) -> None:
-        """Writes down every decision from now on as lines of JSON; `recording.replay` checks them.
+        """Starts or ends a recording: every scheduling decision is written as a line of JSON.
 
-        The engine starts again with an empty pool, without cached prefixes. `scheduler` is another one
-        afterwards.
+        The engine continues with a new scheduler and an empty KV cache, without cached prefixes.
+        `jax_paged.lab.recording.replay` checks a recording without a device.
 
         Args:
-            sink: Takes each line, such as an open file's `write` or a list's `append`; None ends a recording.
+            sink: Called with each line, such as the `write` method of an open file or the `append` method of
+                a list. None ends a recording.
 
         Raises:
+            ValueError: If the engine has a custom scheduler, whose decisions can't be replayed.
             RuntimeError: If requests are running or prefixes are pinned.
         """
         self._core.check_open()
@@ -38,15 +40,16 @@ class Recordings(EngineFeature):
         core.scheduler = core.make_scheduler() if sink is None else RecordedScheduler(core.scheduler, sink)
 
     def replay(self, lines: Iterable[str]) -> "Replay":
-        """Computes a recording again, step by step on the device, and checks that it gets the same tokens.
+        """Runs the steps of a recording on the device again, and checks that they yield the same tokens.
 
-        The engine starts again with an empty pool, without cached prefixes.
+        Afterwards the engine has a new scheduler and an empty KV cache, without cached prefixes.
 
         Args:
-            lines: What `record` wrote, such as an open file or a list; of an engine with no larger limits.
+            lines: The lines of a recording, such as an open file or a list. No limit of the recorded engine
+                may be larger than the limit of this engine.
 
         Returns:
-            The steps and requests. Its max_logprob_difference is 0.0 where the same programs ran.
+            The steps and requests. `max_logprob_difference` is 0.0 if the same programs ran.
 
         Raises:
             ValueError: If a decision or a token differs, or the recording does not fit this engine.
@@ -68,15 +71,17 @@ class Recordings(EngineFeature):
         try:
             return replay_events(lines, core.executor).replay()
         finally:
-            core.scheduler = core.make_scheduler()  # the pool holds what was replayed
+            core.scheduler = core.make_scheduler()  # the KV cache contains blocks of the replay
 
 
 def _check_idle(core: EngineCore) -> None:
+    """Raises RuntimeError if requests are running or prefixes are pinned."""
     if not core.drain() or core.scheduler.block_manager.pinned:
         raise RuntimeError("requests are running or prefixes pinned; record and replay before them")
 
 
 def _check_replayable(request: dict) -> None:
+    """Raises ValueError if a recorded request used a LoRA adapter or structured output."""
     features, grammar = request["features"], request["sampling_params"]["structured_outputs"]
     adapter = features and features["adapter"]
     allowed = "None because adapters are not recorded"
@@ -86,10 +91,10 @@ def _check_replayable(request: dict) -> None:
 
 
 def check_not_recorded(core: EngineCore) -> None:
-    """Checks that a new scheduler would not end a recording.
+    """Checks that the engine is not being recorded. Replacing its scheduler would end the recording.
 
     Raises:
-        RuntimeError: If it would.
+        RuntimeError: If the engine is being recorded.
     """
     from jax_paged.lab.recording import RecordedScheduler
 
@@ -100,7 +105,15 @@ def check_not_recorded(core: EngineCore) -> None:
 
 
 def _check_fits(start: dict, config: EngineConfig) -> None:
-    """Checks that a device can run the steps of a scheduler with certain settings."""
+    """Checks that this engine can run the steps of the recorded scheduler.
+
+    Args:
+        start: The first event of a recording, with the scheduler's settings.
+        config: Configuration of this engine.
+
+    Raises:
+        ValueError: If a setting differs or exceeds a limit.
+    """
     manager, scheduler = start["block_manager"], start["scheduler"]
     groups = [{"window": group.window, "is_cross": group.is_cross} for group in config.cache_groups]
     for name, value, ours in (

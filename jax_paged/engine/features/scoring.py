@@ -1,4 +1,4 @@
-"""Log-probabilities of given texts, computed by the programs that draw tokens."""
+"""Scoring of given texts: their log-probabilities, computed by the same programs as generation."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from jax_paged.sampling_params import SamplingParams
 
 
 class Scoring(EngineFeature):
-    """The method of LLMEngine that computes the log-probabilities of given texts."""
+    """Method of LLMEngine that computes the log-probabilities of given texts."""
 
     def score(
         self,
@@ -19,24 +19,25 @@ class Scoring(EngineFeature):
         num_prompt_tokens: int | Sequence[int] = 1,
         sampling_params: SamplingParams | None = None,
     ) -> list[list[float]]:
-        """Returns the log-probabilities of the tokens of given texts, computed as if they had been drawn.
+        """Returns the log-probabilities of the tokens of given texts, computed as if they had been generated.
 
-        Each token is one step of the program that draws them, with the same sums: where an engine's sums are
-        the same in every batch (batch_invariant=True), the result equals what generation returned of these
-        tokens, to the bit.
+        Each token is computed by a decode step, as in generation. With `batch_invariant=True` the result is
+        therefore bitwise equal to the log-probabilities that were returned when the tokens were generated.
 
         Args:
-            token_lists: The texts.
-            num_prompt_tokens: How many tokens of each, or of all, are a prompt: computed as one, and not
-                scored.
-            sampling_params: As the texts were drawn with. They count where log-probabilities are the
-                processed ones, or hooks are on; None for none.
+            token_lists: Token ids of the texts.
+            num_prompt_tokens: Number of leading tokens that form the prompt, for all texts or for each text.
+                They are prefilled and not scored.
+            sampling_params: The sampling parameters that the texts were generated with. They affect the
+                result if log-probabilities are taken after processing, or if hooks are on. None for default
+                parameters.
 
         Returns:
-            For each text, one number per token behind its prompt.
+            For each text, one log-probability per token after its prompt.
 
         Raises:
-            ValueError: If the engine can't run a text; then none has run.
+            ValueError: If an argument is wrong (nothing has been computed then), or a text could not be
+                scored.
             RuntimeError: If requests are running.
         """
         self._core.check_open()
@@ -56,7 +57,7 @@ class Scoring(EngineFeature):
     def _scored_request(
         self, i: int, text: list[int], num_prompt_tokens: int, sampling_params: SamplingParams | None
     ) -> CheckedRequest:
-        """Returns a request that draws the tokens of a text after its prompt, whatever it would draw."""
+        """Returns a request that is forced to generate the tokens of a text after its prompt."""
         max_len = self._core.config.max_model_len
         check_int(f"token_lists[{i}]", len(text), 2, max_len, aspect="the length of")
         num_prompt_tokens = check_int("num_prompt_tokens", num_prompt_tokens, 1, len(text) - 1)
@@ -74,7 +75,11 @@ class Scoring(EngineFeature):
 
 
 def _logprobs(output: CompletionOutput) -> list[float]:
-    """Returns the log-probabilities of an output's tokens, of which there are as many as were forced."""
+    """Returns the log-probabilities of an output's tokens.
+
+    Raises:
+        ValueError: If the request ended before all tokens were generated.
+    """
     if output.finish_reason != "length":
         raise ValueError(f"a text was not scored: {output.stop_reason}")
     assert output.logprobs is not None, "they were asked for"

@@ -1,4 +1,4 @@
-"""The state of an engine, saved and restored: resumed output is what it would have been, bit for bit."""
+"""Engine snapshots: a restored engine continues its requests with bitwise identical output."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any, Self
 
-# It tells NumPy what bfloat16 is.
+# Importing ml_dtypes registers bfloat16 with NumPy.
 import ml_dtypes  # noqa: F401
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -29,7 +29,7 @@ from jax_paged.engine.output_processor import RequestState
 from jax_paged.errors import ArgumentError, check
 
 _FILE = "state.json"
-# Settings that blocks and requests of one engine need in another.
+# Settings that must be equal in two engines if one is to continue the requests of the other.
 _SETTINGS = (
     *("architecture", "dtype", "vocab_size", "max_model_len", "block_size", "num_blocks", "num_swap_blocks"),
     *("cache_groups", "max_num_seqs", "max_num_batched_tokens", "max_logprobs", "eos_token_ids"),
@@ -40,11 +40,11 @@ _SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class EngineState:
-    """An engine between two steps.
+    """State of an engine between two steps.
 
     Args:
-        values: What JSON can hold: arguments, requests, block tables, queues, texts, seeds.
-        arrays: What the blocks hold that somebody may still read, and the weights if they are kept by value.
+        values: JSON values: engine arguments, requests, block tables, queues, texts, seeds.
+        arrays: Contents of the blocks that are still in use, and the weights if the state includes them.
     """
 
     values: dict[str, Any]
@@ -58,9 +58,9 @@ class EngineState:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a folder with state.json and a safetensors file; of a state there before, nothing is left.
+        """Writes the state to a folder, as state.json and a safetensors file.
 
-        The old state is whole until the new one is.
+        An older state in the folder stays valid until the new one is complete, and is then removed.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,15 +75,15 @@ class EngineState:
 
     @classmethod
     def of(cls, state: "EngineState | str | os.PathLike[str]") -> "EngineState":
-        """Returns a state as it is, or the state saved in a folder."""
+        """Returns `state` itself, or the state that is saved in the given folder."""
         return state if isinstance(state, EngineState) else cls.load(state)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads what `save` has written.
+        """Reads a state that `save` has written.
 
         Raises:
-            ValueError: If there is no state, or one of another version.
+            ValueError: If the folder contains no state, or a state of another format version.
         """
         file = Path(path) / _FILE
         try:
@@ -95,17 +95,18 @@ class EngineState:
 
 
 class Snapshots(EngineFeature):
-    """Methods of LLMEngine that take a state of it, and load one."""
+    """Methods of LLMEngine that save and load the engine's state."""
 
     def state(self, *, weights: bool = False) -> EngineState:
-        """Returns all that it takes to go on elsewhere, or later: `LLM.restore` and `load_state` do.
+        """Returns the state of the engine. `LLM.restore` and `load_state` continue from it.
 
         Args:
-            weights: Whether it holds the weights too. Without them, the engine that goes on has to serve the
-                same ones, of which the state keeps a fingerprint.
+            weights: Whether the state includes the weights. Without them it contains only their fingerprint,
+                and the engine that loads the state must serve the same weights.
 
         Raises:
-            RuntimeError: If a plan has not run.
+            ValueError: If a request or the model uses a feature that a state can't hold.
+            RuntimeError: If a planned step has not run.
         """
         core, config = self._core, self._core.config
         core.check_open()
@@ -134,13 +135,15 @@ class Snapshots(EngineFeature):
         return EngineState(json.loads(json.dumps(values)), arrays)
 
     def load_state(self, state: EngineState | str | os.PathLike[str]) -> None:
-        """Goes on from a state, or from the folder of one that was saved: the same tokens come, bit for bit.
+        """Continues from a state, or from the folder of a saved state, with bitwise identical tokens.
 
-        With async_scheduling the steps in flight end before a state is taken, so that other requests may be
-        preempted than without a stop: tokens stay the same, log-probabilities but for the last digits.
+        With async scheduling, the steps in flight end before a state is taken. As a result, other requests
+        may be preempted than without the interruption. Tokens stay the same then, but log-probabilities may
+        differ in their last digits.
 
         Raises:
-            ValueError: If it is of an engine with another model or pool, or of another version.
+            ValueError: If the state belongs to another model, another KV cache size, or another format
+                version.
             RuntimeError: If requests are running, prefixes are pinned, or the engine is being recorded.
         """
         core = self._core
@@ -158,7 +161,8 @@ class Snapshots(EngineFeature):
                 allowed = f"that of the engine, {ours[name]!r}"
                 raise ArgumentError("state", value, allowed, aspect=f"{name} in")
         _check_weights(values["weights"], *core.executor.fingerprint())
-        values = json.loads(json.dumps(values))  # what is restored grows, and the state may be loaded again
+        # Copied because restored values are modified, and the state may be loaded again.
+        values = json.loads(json.dumps(values))
         shift_s = time.monotonic() - values["time"]
         groups = [restore_group(scheduler, entry, shift_s) for entry in values["requests"]]
         try:
@@ -183,7 +187,7 @@ class Snapshots(EngineFeature):
 
 
 def _check_fits(core: EngineCore, states: list[RequestState]) -> None:
-    """Checks that a state can hold the requests and what the model keeps of them."""
+    """Raises ValueError if a request or the model uses a feature that a state can't hold."""
     config = core.config
     names = [name for state in states for name in state.group.sampling_params.hook_args or ()]
     found = sorted(config.capturing & set(names))
@@ -202,7 +206,7 @@ def _check_fits(core: EngineCore, states: list[RequestState]) -> None:
 
 
 def _settings(core: EngineCore, scheduler: Scheduler) -> dict[str, Any]:
-    """Returns the settings that have to be the same in the engine that goes on, as JSON holds them."""
+    """Returns, as JSON values, the settings that must be equal in the engine that loads the state."""
     values = dataclasses.asdict(core.config)
     policy = scheduler.scheduling_policy
     special = {
@@ -213,6 +217,7 @@ def _settings(core: EngineCore, scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _check_weights(kept: dict[str, Any], fingerprint: str, packing: str) -> None:
+    """Raises ValueError if a state has other weights than this engine and they can't be loaded into it."""
     if kept["packing"] != packing and (kept["by_value"] or kept["fingerprint"] != fingerprint):
         raise ValueError(
             "the weights in `state` are packed for another processor. Take the state on this one, or from an "

@@ -1,10 +1,12 @@
-"""Which sequences of a step attend to their leading blocks together, as they have them in common.
+"""Cascade attention: sequences of a step read their common leading blocks only once.
 
-This is cascade attention. The rule: rows that compute one token each form groups by the blocks that their
-tables begin with, so that as few tokens as possible are read more than once. A group of n rows with t tokens
-in common reads (n - 1) * t tokens less. But each row has a second softmax then, and a join. So it pays from
-MIN_ROWS rows, MIN_TOKENS tokens in common and MIN_SAVED_TOKENS tokens less on, as measured on a CPU in
-float32, where it pays least. Only whole blocks are shared, and each row's newest token is in none of them.
+Sequences that compute one token each are grouped by the blocks at the beginning of their block tables. A
+group of n sequences with t common tokens reads these tokens once, which saves (n - 1) * t reads. A group may
+be split into smaller groups with longer common prefixes if that saves more. In return, each sequence needs a
+second softmax and a merge of two results. Cascade attention therefore pays off only for groups with at least
+MIN_ROWS sequences, MIN_TOKENS common tokens and MIN_SAVED_TOKENS saved reads. These limits were measured on a
+CPU in float32, where the benefit is smallest. Only whole blocks are shared, and never the block of a
+sequence's newest token.
 """
 
 import numpy as np
@@ -13,32 +15,34 @@ from jax_paged.worker.input_batch import InputBatch
 
 MIN_ROWS, MIN_TOKENS = 4, 64
 MIN_SAVED_TOKENS = 1024
-# Groups within groups that are looked at.
+# Maximum nesting depth of groups within groups.
 _MAX_DEPTH = 32
-# Columns of the tables that are compared at first; then twice as many each time.
+# Number of table columns that are compared first. It doubles for each further comparison.
 _MIN_COLUMNS = 32
 
 
 def shared_blocks(
     tables: np.ndarray, batch_slots: np.ndarray, most: np.ndarray, block_size: int
 ) -> np.ndarray:
-    """Returns how many leading blocks each row attends to together with the rows that have the same ones.
+    """Returns the number of leading blocks that each sequence reads together with others.
+
+    The sequences of a group have the same number, and the same blocks.
 
     Args:
         tables: int32 [S, M], the block tables of all batch slots.
-        batch_slots: int64 [B], the batch slot of each row.
-        most: int32 [B], how many blocks each row may share; 0 leaves it out.
+        batch_slots: int64 [B], the batch slot of each sequence.
+        most: int32 [B], maximum number of blocks that each sequence may share; 0 excludes the sequence.
         block_size: Tokens per block.
 
     Returns:
-        int32 [B]; 0 for rows that attend alone.
+        int32 [B]; 0 for sequences that share no blocks.
 
     Source: Juravsky et al., Hydragen: High-Throughput LLM Inference with Shared Prefixes, 2024.
     """
     shared = np.zeros(len(batch_slots), np.int32)
 
     def group(rows: np.ndarray, start: int, depth: int) -> int:
-        """Groups rows whose first `start` blocks are the same; returns how many tokens less they read."""
+        """Groups sequences whose first `start` blocks are equal; returns the number of token reads saved."""
         stop = _num_common(tables, batch_slots[rows], start, int(most[rows].min()))
         tokens, longer = stop * block_size, rows[most[rows] > stop]
         rest, apart = rows, 0
@@ -59,7 +63,7 @@ def shared_blocks(
 
 
 def num_saved_tokens(shared: np.ndarray, tables: np.ndarray, batch_slots: np.ndarray, block_size: int) -> int:
-    """Returns how many tokens less are read, of what `shared_blocks` has returned."""
+    """Returns how many token reads the result of `shared_blocks` saves."""
     rows = np.flatnonzero(shared)
     if not len(rows):
         return 0
@@ -69,13 +73,13 @@ def num_saved_tokens(shared: np.ndarray, tables: np.ndarray, batch_slots: np.nda
 
 
 def _num_saved(num_rows: int, num_tokens: int) -> int:
-    """Returns how many tokens less a group of rows reads; 0 if it does not pay."""
+    """Returns the number of token reads that a group saves; 0 if the group does not pay off."""
     saved = (num_rows - 1) * num_tokens
     return saved if num_rows >= MIN_ROWS and num_tokens >= MIN_TOKENS and saved >= MIN_SAVED_TOKENS else 0
 
 
 def _parts(rows: np.ndarray, blocks: np.ndarray) -> list[np.ndarray]:
-    """Returns the rows that have the same block, where they are enough for a group."""
+    """Splits sequences by their next block; returns the parts that are large enough for a group."""
     if len(rows) < MIN_ROWS:
         return []
     values, place, counts = np.unique(blocks, return_inverse=True, return_counts=True)
@@ -83,7 +87,7 @@ def _parts(rows: np.ndarray, blocks: np.ndarray) -> list[np.ndarray]:
 
 
 def _num_common(tables: np.ndarray, batch_slots: np.ndarray, start: int, stop: int) -> int:
-    """Returns how many leading blocks all batch slots have in common: at least `start`, at most `stop`."""
+    """Returns the number of leading blocks that all batch slots have in common, in [start, stop]."""
     width = _MIN_COLUMNS
     while start < stop:
         blocks = tables[batch_slots, start : min(start + width, stop)]
@@ -95,15 +99,15 @@ def _num_common(tables: np.ndarray, batch_slots: np.ndarray, start: int, stop: i
 
 
 class SharedPrefixes:
-    """Finds the leading blocks that sequences of a step attend to together.
+    """Finder of the leading blocks that sequences of a step read together.
 
     Args:
-        batch: The batch slots.
-        group: A cache group whose layers attend to all tokens.
+        batch: State of the batch slots.
+        group: Index of a cache group with full attention.
         block_size: Tokens per block.
 
     Attributes:
-        min_rows: Fewest sequences that share blocks.
+        min_rows: Minimum number of sequences in a group.
     """
 
     def __init__(self, batch: InputBatch, group: int, block_size: int) -> None:
@@ -113,8 +117,19 @@ class SharedPrefixes:
     def fill(
         self, shared: np.ndarray, batch_slots: np.ndarray, start: np.ndarray, num_tokens: np.ndarray
     ) -> int:
-        """Fills the field shared_blocks; returns how many tokens less are read."""
-        # Where blocks were dropped, equal last blocks do not tell that those before them are equal.
+        """Fills the field `shared_blocks` of the packed buffer.
+
+        Args:
+            shared: The field, int32 [B].
+            batch_slots: The batch slot of each sequence.
+            start: Position of the first token that each sequence computes.
+            num_tokens: Number of tokens that each sequence computes.
+
+        Returns:
+            The number of token reads saved.
+        """
+        # The kernels identify a group by the number of its shared blocks and the last of them. After blocks
+        # were dropped, an equal last block does not imply that the blocks before it are equal.
         can_share = (num_tokens == 1) & (self._batch.num_dropped[batch_slots] == 0)
         most = np.where(can_share, start // self._block_size, 0)
         tables = self._batch.block_tables[self._group]

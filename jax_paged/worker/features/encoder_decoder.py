@@ -1,4 +1,4 @@
-"""The encoder of an encoder-decoder model: it runs once per request and writes what its decoder reads."""
+"""The encoder of encoder-decoder models. It runs once per request and fills the cross-attention KV cache."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,11 @@ from jax_paged.worker.input_batch import InputBatch
 
 @dataclasses.dataclass(frozen=True)
 class EncodeProgram(Program):
-    """Encodes one text of up to num_tokens tokens, and writes keys and values to the pool."""
+    """Program that encodes one text and writes keys and values for cross attention to the KV cache.
+
+    Args:
+        num_tokens: Maximum length of the text (tokens).
+    """
 
     num_tokens: int
 
@@ -26,6 +30,8 @@ class EncodeProgram(Program):
         return f"encode {self.num_tokens}"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces the program; see Program."""
+
         def encode_text(
             weights: list[Array], pool: list[Array], tokens: Array, length: Array, slots: Array
         ) -> list[Array]:
@@ -41,7 +47,7 @@ class EncodeProgram(Program):
 
 
 def plan_encoders(max_model_len: int) -> list[EncodeProgram]:
-    """Returns the programs for the few lengths that texts are padded to, in ascending order."""
+    """Returns the programs for the lengths that texts are padded to, in ascending order."""
     lengths = [n for n in (32, 128, 512, 2048) if n < max_model_len]
     return [EncodeProgram(n) for n in (*lengths, max_model_len)]
 
@@ -54,18 +60,18 @@ def encode(
     weights: list[Array],
     kv_cache: list[Array],
 ) -> list[Array]:
-    """Runs the encoder for requests that begin in a step: what their decoder attends to goes to the pool.
+    """Runs the encoder for the requests that start in a step.
 
     Args:
         run: Runs a program.
-        programs: In ascending order of their sizes.
+        programs: The encoder programs, in ascending order of their sizes.
         output: The step.
-        config: Of the engine.
-        weights: Of the model.
-        kv_cache: The pool; donated if there is anything to encode.
+        config: Engine configuration.
+        weights: The model's weights.
+        kv_cache: The arrays of the KV cache; donated if there is a text to encode.
 
     Returns:
-        The pool.
+        The arrays of the KV cache.
     """
     for text in output.to_encode:
         program = next(p for p in programs if p.num_tokens >= len(text.token_ids))
@@ -87,9 +93,9 @@ def build_encoder_inputs(
 
     Args:
         text: The text, and the block tables of its request.
-        size: N, what it is padded to.
-        groups: Cache groups, G; only those of cross attention are written.
-        num_blocks: Blocks of the pool.
+        size: Padded length, N (tokens).
+        groups: All G cache groups. Only cross-attention groups are written.
+        num_blocks: Blocks of the KV cache.
         block_size: Tokens per block.
 
     Returns:
@@ -109,7 +115,7 @@ def build_encoder_inputs(
 
 
 def fill_encoder_lens(context_lens: np.ndarray, batch: InputBatch, batch_slots: np.ndarray) -> None:
-    """Fills the field context_lens of groups with cross attention: the tokens of the encoder."""
+    """Fills the field `context_lens` for cross-attention groups with the number of encoder tokens."""
     for g, is_cross in enumerate(batch.is_cross):
         if is_cross:
             context_lens[g, : len(batch_slots)] = batch.features.num_encoder_tokens[batch_slots]

@@ -1,6 +1,6 @@
-"""State of the sequences that use features, by batch slot.
+"""Host state of the sequences that use features, by batch slot.
 
-A sequence that uses none has no entry here; the rows of its batch slot hold zeros.
+A sequence that uses no feature has no entry here, and the arrays contain zeros for its batch slot.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,34 +15,35 @@ from jax_paged.sampling_params import LogitsFunction
 
 
 class FeatureRows:
-    """Owns what features keep on the host for each sequence.
+    """Host state that features keep for each sequence.
 
     Args:
-        max_num_seqs: Batch slots, S.
-        hooks: How many numbers each hook of the model takes, by name.
-        processors: How many numbers each logits processor takes, by name.
-        mrope_positions: Returns the rotary positions of a prompt with images; None if they are those of text.
+        max_num_seqs: Number of batch slots, S.
+        hooks: Number of arguments of each hook, by name.
+        processors: Number of arguments of each logits processor, by name.
+        mrope_positions: Returns the M-RoPE positions of a prompt with images; None if the model has no
+            M-RoPE.
 
     Attributes (indexed by batch slot; not to be changed from outside unless noted):
-        slots: The batch slots of the sequences that use features, by sequence id.
-        num_encoder_tokens: int32 [S], tokens that groups of cross attention hold.
-        functions: For sequences with logits processors in Python, these.
-        hooks_on: The names of the hooks of each sequence, by sequence id.
-        hook_args: float32 [S, A], whether each hook is on, and its arguments.
-        processor_args: float32 [S, P], whether each logits processor is on, and its arguments.
-        new_slots: Batch slots of sequences with logits processors for which nothing has been drawn yet. The
-            owner of processor states removes them.
+        slots: Batch slots of the sequences that use features, by sequence id.
+        num_encoder_tokens: int32 [S], number of tokens in the cross-attention cache groups.
+        functions: Python logits processors of the sequences that have any.
+        hooks_on: Names of the hooks that are on for each sequence, by sequence id.
+        hook_args: float32 [S, A], for each hook 1 or 0 (on or off) and its arguments.
+        processor_args: float32 [S, P], for each logits processor 1 or 0 (on or off) and its arguments.
+        new_slots: Batch slots of sequences with logits processors that have not drawn a token yet. The owner
+            of the processor states removes them.
         released_processors: Ids and former batch slots of released sequences with logits processors. The
-            owner of processor states clears this list.
-        adapter_slots: int32 [S], the slot of each sequence's adapter, 0 for none.
-        embeds: For sequences whose prompts have vectors, by the position of the first of each run of vectors,
-            in order: float32 [tokens, E]. The image encoder adds those of images.
-        stand_ins: For sequences whose prompts have images, these.
+            owner of the processor states clears this list.
+        adapter_slots: int32 [S], LoRA adapter slot of each sequence; 0 for no adapter.
+        embeds: Embedding vectors of sequences with prompt embeddings or images: float32 [tokens, E] by start
+            position, in ascending order. The image encoder adds the vectors of images.
+        stand_ins: Images of the sequences whose prompts have any.
         mrope: For the same sequences of a model with M-RoPE, the rotary positions up to the end of the last
             image.
-        mrope_stops: int32 [S], the number of these positions; 0 for other sequences.
-        mrope_offsets: int32 [S], the distance of the later rotary positions from those of text.
-        pooling: For sequences whose prompt is pooled, SamplingParams.pooling and the prompt's length.
+        mrope_stops: int32 [S], number of positions in `mrope`; 0 for other sequences.
+        mrope_offsets: int32 [S], M-RoPE position minus text position for the tokens after the last image.
+        pooling: SamplingParams.pooling and the prompt length of sequences whose prompt is pooled.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class FeatureRows:
         )
 
     def add(self, batch_slot: int, new: NewSequence) -> None:
-        """Takes in a sequence that has taken a batch slot and uses features."""
+        """Adds a sequence that uses features and has taken a batch slot."""
         request, params = new.request, new.request.sampling_params
         self.slots[new.seq_id] = batch_slot
         if request.features is not None:
@@ -106,7 +107,7 @@ class FeatureRows:
             self.mrope_stops[batch_slot] = self.mrope[batch_slot].shape[1]
 
     def release(self, seq_id: int) -> None:
-        """Forgets a sequence that has lost its batch slot."""
+        """Removes a sequence that has lost its batch slot."""
         batch_slot = self.slots.pop(seq_id)
         del self.hooks_on[seq_id]
         if self.processor_args[batch_slot].any():
@@ -118,36 +119,36 @@ class FeatureRows:
             array[batch_slot] = 0
 
     def has_adapters(self, output: SchedulerOutput) -> bool:
-        """Returns whether a row of a step has an adapter."""
+        """Returns whether a scheduled sequence of a step uses a LoRA adapter."""
         slots = (self.slots.get(row.seq_id) for row in output.scheduled)
         return any(self.adapter_slots[batch_slot] > 0 for batch_slot in slots if batch_slot is not None)
 
     def has_embeds(self, output: SchedulerOutput) -> bool:
-        """Returns whether a step computes a token that is a vector."""
+        """Returns whether a step computes a token that is given as an embedding vector."""
         if not self.embeds:
             return False
         found = ((row, self.embeds.get(self.slots.get(row.seq_id, -1))) for row in output.scheduled)
         return any(
             runs is not None
-            and row.start < (last := next(reversed(runs))) + len(runs[last])  # most rows are after them
+            and row.start < (last := next(reversed(runs))) + len(runs[last])  # most sequences are past them
             and any(i < row.start + row.num_tokens and row.start < i + len(x) for i, x in runs.items())
             for row, runs in found
         )
 
     def missing_stand_ins(self, output: SchedulerOutput) -> list[tuple[int, StandIn]]:
-        """Returns the images of a step that have no vectors yet, each with its batch slot."""
+        """Returns the images that a step needs and that are not encoded yet, each with its batch slot."""
         missing: list[tuple[int, StandIn]] = []
         for row in output.scheduled if self.stand_ins else ():
             batch_slot = self.slots.get(row.seq_id, -1)
             own, known = self.stand_ins.get(batch_slot, ()), self.embeds.get(batch_slot, {})
-            if own and row.start < own[-1].stop:  # most rows are after them
+            if own and row.start < own[-1].stop:  # most sequences are past them
                 stop = row.start + row.num_tokens
                 needed = (s for s in own if s.start < stop and row.start < s.stop)
                 missing += [(batch_slot, s) for s in needed if s.start not in known]
         return missing
 
     def check_integrity(self, taken: set[int]) -> None:
-        """Asserts that only batch slots that are taken have something."""
+        """Asserts that free batch slots have no entries. `taken` are the batch slots in use."""
         assert set(self.slots.values()) <= taken, "a free batch slot has something"
         for by_slot in self._by_slot:
             assert by_slot.keys() <= taken, "a free batch slot has something"
@@ -157,7 +158,7 @@ class FeatureRows:
 
 
 def _row(functions: Mapping[str, int], args: Mapping[str, Any]) -> list[float]:
-    """Returns which functions a request asks for, and with which numbers."""
+    """Returns, for each function, 1 and its arguments if the request uses it, or zeros."""
     row: list[float] = []
     for name, num_args in functions.items():
         row += [1.0, *args[name]] if name in args else [0.0] * (1 + num_args)

@@ -1,4 +1,4 @@
-"""What a running sequence has in the pool, and what it makes of it: read, and nothing is changed."""
+"""Read access to the KV cache of running sequences, and their attention and logits. Nothing is changed."""
 
 import dataclasses
 import functools
@@ -21,16 +21,16 @@ from jax_paged.worker.compilation.programs import Program, TraceContext
 
 @dataclasses.dataclass(frozen=True)
 class InspectProgram(Program):
-    """Computes tokens of one sequence on a copy of its blocks, which stand one after the other there.
+    """Program that computes tokens of one sequence on a contiguous copy of its blocks.
 
-    Its arguments are weights, pool, int32 [1 + G * M] (the blocks to copy, the null block first), and
-    AttentionMetadata of one row over the copy. It returns the hidden state of the last token as logits,
-    float32 [V], and by layer float32 [H, T, M * S].
+    Its arguments are the weights, the KV cache, int32 [1 + G * M] (ids of the blocks to copy, the null block
+    first), the tokens, and the AttentionMetadata of one sequence over the copy. It returns the logits after
+    the last token, float32 [V], and the attention probabilities by layer, float32 [H, T, M * S].
 
     Args:
         num_tokens: Token rows, T.
         num_blocks: Columns of the block tables, M.
-        layers: Whose attention it returns.
+        layers: Layers whose attention is returned.
     """
 
     num_tokens: int
@@ -41,6 +41,7 @@ class InspectProgram(Program):
         return f"inspect {self.num_tokens}x{self.num_blocks}"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces the program; see Program."""
         num_groups, layout = len(context.layout.groups), context.layout
 
         def inspect(
@@ -53,7 +54,8 @@ class InspectProgram(Program):
 
             def attend(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
                 out = paged.attend(layer, q, k, v, **options)
-                # A layer that attends to another's keys is not that layer.
+                # A layer that reuses the keys of another layer passes that layer's index and no keys. It is
+                # not recorded.
                 if layer in self.layers and k is not None:
                     array, group, view = layout.places[layer]
                     pages = pool[array][metadata.block_tables[group, 0]]
@@ -75,7 +77,12 @@ class InspectProgram(Program):
         return jax.jit(inspect).trace(context.weights, context.pool(), *inputs)
 
     def metadata(self, arrays: Iterable[Any], context: TraceContext) -> AttentionMetadata:
-        """Returns metadata of one row; the arrays (or shapes) are in the order of AttentionMetadata."""
+        """Returns the metadata of one sequence.
+
+        Args:
+            arrays: Arrays or shapes, in the order of the first fields of AttentionMetadata.
+            context: The model, and the devices.
+        """
         static = {
             "is_decode": self.num_tokens == 1,
             "backend": context.backend,
@@ -97,14 +104,17 @@ def probabilities(
     sinks: Array | None = None,
     distance_bias: Array | None = None,
 ) -> Float[Array, "h t n"]:
-    """Returns how much each token attends to each slot, plainly; with sinks, less than 1 in all.
+    """Returns the attention probabilities of all queries. With sinks, their sum per query is less than 1.
 
     Args:
-        spec: Of the layer.
+        spec: Cache specification of the layer.
         q: Queries.
-        keys: Pages of keys, in order.
-        places: int32 [T], the slot of each query's own token.
-        scale: As dense_attention takes it; so are the three that follow.
+        keys: Pages of keys, in the order of the block table.
+        places: int32 [T], slot of each query's own token within these pages.
+        scale: Factor of the scores.
+        soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
+        sinks: One logit per head that is added to the softmax denominator; None for no sinks.
+        distance_bias: Bias of the scores by distance, as for dense_attention; None for no bias.
     """
     keys = jnp.repeat(
         keys.transpose(0, 2, 1, 3).reshape(-1, *keys.shape[1::2]), q.shape[1] // keys.shape[1], 1
@@ -125,9 +135,9 @@ def probabilities(
 
 
 class Inspector:
-    """Reads the pool of a runner; its programs are compiled when they are needed first.
+    """Implementation of the Executor methods `read_kv` and `inspect`. Programs are compiled on first use.
 
-    Both methods take the runner's context and its arrays by name, then the arguments of Executor's method.
+    The methods take the runner's context, its arrays by name, and the arguments of the Executor's method.
     """
 
     def __init__(self) -> None:
@@ -141,7 +151,7 @@ class Inspector:
         block_tables: BlockTables,
         num_tokens: list[int],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """See Executor.read_kv."""
+        """Returns the cached keys and values of a sequence; see Executor.read_kv."""
         layout = context.layout
         check_int("layer", layer, 0, len(layout.places) - 1)
         array, group, view = layout.places[layer]
@@ -159,7 +169,7 @@ class Inspector:
     def inspect(
         self, context: TraceContext, arrays: Mapping[str, list[Array]], query: InspectionInput
     ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-        """See Executor.inspect."""
+        """Recomputes tokens from the KV cache; see Executor.inspect."""
         n, groups = len(query.token_ids), context.layout.groups
         own = [i for i, place in enumerate(context.layout.places) if not groups[place.group].is_cross]
         ok = context.attend is None or not query.layers
@@ -171,9 +181,9 @@ class Inspector:
         t = _power_of_two(n)
         m = _power_of_two(-(-max(num_slots, query.num_encoder_tokens) // size))
         positions = np.arange(query.start, query.start + n)
-        # In the copy, block i of group g is block 1 + g * m + i.
+        # Block i of group g is block 1 + g * m + i of the copy.
         tables = 1 + np.arange(len(groups) * m).reshape(len(groups), 1, m)
-        # What the pool holds stays: only keys and values that it has not got yet are written.
+        # Only keys and values of tokens that are not computed yet are written. Cached ones stay as they are.
         slots = np.where(
             positions < query.num_computed_tokens,
             (1 + len(groups) * m) * size,
@@ -199,14 +209,17 @@ class Inspector:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _gather(pool: Array, blocks: Array, dtype: jnp.dtype) -> Array:
+    """Returns the contents of blocks, dequantized."""
     return dequantize(rows_of(pool[blocks]), dtype)
 
 
 def _power_of_two(n: int) -> int:
+    """Returns the smallest power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def _padded(values: Any, length: int, value: int = 0) -> np.ndarray:
+    """Returns values as int32, padded to `length`."""
     padded = np.full(length, value, np.int32)
     padded[: len(values)] = values
     return padded

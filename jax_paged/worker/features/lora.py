@@ -1,4 +1,4 @@
-"""The adapters on the device: arrays with a slot for each, which are written while requests run."""
+"""LoRA adapters on the device: weight arrays with a fixed number of slots, written while requests run."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -21,15 +21,15 @@ from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.compilation.programs import Program, TraceContext
 from jax_paged.worker.compilation.traced_values import TracedStep
 
-# Adapters in host memory, if nobody says how many.
+# Default number of adapters in host memory.
 DEFAULT_CPU_LORAS = 16
 
 
 def plan_adapters(args: EngineArgs, loaded: LoadedModel) -> LoraLayout | None:
-    """Returns the arrays of adapters for a model whose kernels are not packed yet; None if it has none.
+    """Returns the layout of the adapter arrays for a model whose weights are not packed; None without LoRA.
 
     Raises:
-        ValueError: If the model can't have adapters.
+        ValueError: If the model does not support LoRA.
     """
     if not args.enable_lora:
         return None
@@ -39,7 +39,7 @@ def plan_adapters(args: EngineArgs, loaded: LoadedModel) -> LoraLayout | None:
 
 
 def adapter_settings(args: EngineArgs, lora: LoraLayout | None) -> dict[str, Any]:
-    """Returns the fields of EngineConfig about adapters."""
+    """Returns the fields of EngineConfig that describe adapters."""
     maps = lora.maps if lora else ()
     return {
         "max_loras": args.max_loras if lora else 0,
@@ -51,16 +51,17 @@ def adapter_settings(args: EngineArgs, lora: LoraLayout | None) -> dict[str, Any
 
 @dataclasses.dataclass(frozen=True)
 class LoadAdapterProgram(Program):
-    """Writes an adapter to a slot.
+    """Program that writes an adapter to a slot.
 
-    Its arguments are the arrays of all slots (donated), the slot less 1, and the arrays of the adapter, as
-    LoraLayout.padded returns them. It returns the arrays of all slots.
+    Its arguments are the arrays of all slots (donated), the slot index counted from 0, and the arrays of the
+    adapter as returned by LoraLayout.padded. It returns the arrays of all slots.
     """
 
     def __str__(self) -> str:
         return "load adapter"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces the program; see Program."""
         lora = context.features.lora
         assert lora is not None, "only an engine with adapters has it"
         rank = lora.rank
@@ -76,7 +77,7 @@ class LoadAdapterProgram(Program):
 
 
 def adapter_shapes(context: TraceContext, num_slots: int | None = None) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes of the arrays of all adapter slots, or of `num_slots`."""
+    """Returns the shapes of the adapter arrays, with `num_slots` slots or with all of them."""
     if (lora := context.features.lora) is None:
         return []
     if context.mesh is None:
@@ -90,22 +91,23 @@ def adapter_shapes(context: TraceContext, num_slots: int | None = None) -> list[
 
 
 def adapter_edits(lora: LoraLayout, step: TracedStep) -> Mapping[str, RowFunction]:
-    """Returns functions that apply adapters to the outputs of linear maps, by path."""
+    """Returns functions that add the effect of adapters to the outputs of linear layers, by module path."""
     if step.bucket.has_adapters:
         return row_functions(lora, step.inputs.adapters, step.by_token(step.fields["adapter_slots"]))
-    # As in steps with adapters, so that a row without an adapter is the same in both, to the bit.
+    # Functions without effect, which make XLA compute the layers as in steps with adapters: a sequence
+    # without adapter then gets bitwise equal results in both.
     return unchanged(lora) if step.context.dtype == jnp.float32 else {}
 
 
 class AdapterArrays:
-    """Owns the arrays of all slots.
+    """Device arrays of all adapter slots.
 
     Args:
-        layout: Of the arrays.
-        grid: The devices that share them.
+        layout: Layout of the arrays.
+        grid: The devices that share the arrays.
 
     Attributes:
-        arrays: An argument of the steps of requests with adapters.
+        arrays: The arrays, an argument of all steps with adapters.
     """
 
     def __init__(self, layout: LoraLayout, grid: DeviceGrid) -> None:
@@ -119,25 +121,25 @@ class AdapterArrays:
         self._on_host: list[np.ndarray] = []
 
     def load(self, run: Callable[..., Any], loads: tuple[AdapterLoad, ...]) -> None:
-        """Writes adapters to their slots, for the steps that are dispatched from now on."""
+        """Writes adapters to their slots. Steps that are dispatched afterwards use them."""
         for slot, _, adapter in loads:
             assert adapter is not None, "the engine adds the weights of an adapter when a step is scheduled"
             padded = self._layout.padded(adapter, self._grid)
             self.arrays = run(LoadAdapterProgram(), self.arrays, np.int32(slot - 1), padded)
 
     def free(self) -> None:
-        """Moves the arrays to host memory; no program may run until `restore`."""
+        """Moves the arrays to host memory. No program may run until `restore`."""
         self._on_host = [np.array(array) for array in self.arrays]
         self.close()
 
     def restore(self) -> None:
-        """Brings the arrays back that `free` has moved."""
+        """Moves the arrays back to the device if they were moved to host memory."""
         if self._on_host:
             self.arrays = jax.device_put(self._on_host, self._shardings)
             self._on_host = []
 
     def close(self) -> None:
-        """Frees the arrays."""
+        """Frees the device arrays."""
         for array in self.arrays:
             array.delete()
         self.arrays = []

@@ -1,4 +1,4 @@
-"""Multi-step decoding: several decode steps in one program, without a transfer to the host in between."""
+"""Multi-step decoding: several decode steps in one program, without transfers to the host in between."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,20 +23,21 @@ type Decode = Callable[
 def decode_steps(
     decode: Decode, step: TracedStep, tokens: Int[Array, " b"], state: StepState[Array]
 ) -> tuple[StepResult[Array], Int[Array, " b"], StepState[Array]]:
-    """Decodes until every sequence has drawn an end token, or as many tokens as it may.
+    """Decodes until every sequence has drawn an end token or its maximum number of tokens.
 
-    A sequence that is done writes nothing, attends to nothing and counts nothing. A sequence whose known
-    token is an end token is done from the start: the host did not know the token when it scheduled the step.
+    A finished sequence takes no further part: it writes no keys and values, attends to nothing, and its
+    tokens are not counted. A sequence is finished from the start if its last known token is an end token.
+    This can happen because the host did not know that token when it scheduled the step.
 
     Args:
         decode: Computes one decode step.
-        step: The first step.
-        tokens: The known tokens.
-        state: Of the device.
+        step: The first decode step.
+        tokens: The last known token of each sequence.
+        state: Arrays that stay on the device.
 
     Returns:
-        The result with tokens int32 [K, 5, B] (the fifth row says whether a sequence was not done), the last
-        token of each sequence, and the state.
+        The result with tokens int32 [K, 5, B], whose fifth row is 1 if the sequence was not finished before
+        that decode step; the last token of each sequence; and the state.
     """
     context, fields, k = step.context, step.fields, step.bucket.num_steps
     num_batch_slots = len(state.token_counts)
@@ -47,7 +48,7 @@ def decode_steps(
         return jnp.any(tokens[:, None] == fields["end_tokens"], axis=1)
 
     def fields_at(i: Array, is_live: Array) -> dict[str, Array]:
-        """Returns the fields of the i-th decode step."""
+        """Returns the fields of the packed buffer for decode step `i`."""
         lens = fields["context_lens"] + jnp.where(is_cross, 0, i)
         places = jnp.maximum(lens - 1, 0)
         blocks = jnp.take_along_axis(step.tables, (places // size)[:, :, None], axis=2)[:, :, 0]
@@ -80,7 +81,7 @@ def decode_steps(
     results, details = jnp.zeros((k, 5, b), jnp.int32), jnp.zeros((k, b, columns), jnp.int32)
     is_live = (fields["max_draws"] > 0) & ~ends(tokens)
     captured = {name: jnp.zeros((k, b, *shape)) for name, shape in context.features.captured.items()}
-    # The loop does not change block tables and last tokens.
+    # The loop does not change the block tables and the last tokens, so it does not carry them.
     carried: Any = dataclasses.replace(state, block_tables=None, last_tokens=None)
     carry = jnp.int32(0), is_live, tokens, carried, results, details, captured
     carry = lax.while_loop(lambda carry: (carry[0] < k) & jnp.any(carry[1]), one_step, carry)
@@ -97,7 +98,18 @@ def fill(
     max_draws: tuple[int, ...],
     block_size: int,
 ) -> None:
-    """Fills max_draws and end_tokens; asserts that every sequence has the blocks for all its tokens."""
+    """Fills the fields `max_draws` and `end_tokens` of the packed buffer.
+
+    Asserts that every sequence has blocks for all tokens that it may draw.
+
+    Args:
+        view: Fields of the packed buffer.
+        batch: State of the batch slots.
+        batch_slots: Batch slot of each sequence.
+        start: Position of the token that each sequence computes first.
+        max_draws: Maximum number of tokens that each sequence may draw.
+        block_size: Tokens per block.
+    """
     n = len(batch_slots)
     assert len(max_draws) == n, "every sequence of a multi-step draws"
     view["max_draws"][:n] = max_draws

@@ -1,4 +1,4 @@
-"""Vectors in place of prompt tokens: of prompt_embeds and of images."""
+"""Embedding vectors that replace the embeddings of prompt tokens, from `prompt_embeds` or from images."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,10 +14,10 @@ from jax_paged.worker.input_batch import InputBatch
 
 
 def embed_path(args: EngineArgs, loaded: LoadedModel) -> str:
-    """Returns the path of the token embedding if prompts may have vectors, "" otherwise.
+    """Returns the path of the token embedding if prompts may contain embedding vectors, "" otherwise.
 
     Raises:
-        ValueError: If the model has no such path.
+        ValueError: If prompt embeddings are enabled and the model does not support them.
     """
     path = loaded.model.embed_path if args.enable_prompt_embeds or loaded.model.image_spec else ""
     ok = bool(path) or not args.enable_prompt_embeds
@@ -28,12 +28,15 @@ def embed_path(args: EngineArgs, loaded: LoadedModel) -> str:
 def embed_edits(
     paths: Sequence[str], embeds: Float[Array, "t e"], has_embeds: Int[Array, " t"]
 ) -> dict[str, Callable[..., Array]]:
-    """Returns edits of module outputs: vectors replace token embeddings, their other parts are added.
+    """Returns edits of module outputs that insert the embedding vectors of a step.
+
+    The first part of a vector replaces the token's embedding. Each further part, which only images have, is
+    added to the output of a later module (DeepStack).
 
     Args:
-        paths: The token embedding, then the modules to whose outputs the other parts are added.
-        embeds: A vector per token row, with all parts; zeros in rows without one.
-        has_embeds: Whether a token row has a vector.
+        paths: Path of the token embedding, then the paths of the modules for the further parts.
+        embeds: One vector with all parts per token row; zeros for token rows without a vector.
+        has_embeds: Whether each token row has a vector.
     """
     is_own = has_embeds[:, None] != 0
     first, *added = jnp.split(embeds, len(paths), axis=1)
@@ -46,7 +49,17 @@ def embed_edits(
 
 
 def step_embeds(batch: InputBatch, has_embeds: np.ndarray, output: SchedulerOutput, size: int) -> np.ndarray:
-    """Returns the vectors of a step, float32 [T, size]; sets has_embeds for the token rows with one."""
+    """Returns the embedding vectors of a step, and marks the token rows that have one.
+
+    Args:
+        batch: State of the batch slots.
+        has_embeds: Set to 1 for token rows with a vector, int32 [T].
+        output: The step.
+        size: Size of a vector with all parts.
+
+    Returns:
+        float32 [T, size].
+    """
     embeds, first = np.zeros((len(has_embeds), size), np.float32), 0
     batch_slots = batch.slots_of(row.seq_id for row in output.scheduled).tolist()
     for row, batch_slot in zip(output.scheduled, batch_slots, strict=True):

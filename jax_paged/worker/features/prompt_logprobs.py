@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, computed from the hidden states of a step."""
+"""Log-probabilities of prompt tokens and drafts, computed from the hidden states of a step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,17 +15,17 @@ from jax_paged.worker.compilation.programs import Program, TraceContext, bits
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.sampling.sampler import token_logprobs
 
-# Prompt positions whose log-probabilities are computed at a time.
+# Number of tokens per run of PromptLogprobsProgram.
 NUM_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptLogprobsProgram(Program):
-    """Log-probabilities of NUM_ROWS given tokens.
+    """Program that computes the log-probabilities of NUM_ROWS given tokens.
 
-    Its arguments are weights, the hidden states of a mixed step, and int32 [2, NUM_ROWS]: token rows of the
-    step, and the tokens that follow them. It returns int32 [NUM_ROWS, 2 + 2N]: bits of the log-probability,
-    rank, most likely token ids, bits of their log-probabilities.
+    Its arguments are the weights, the hidden states of a mixed step, and int32 [2, NUM_ROWS]: token rows of
+    the step, and the token that follows each of them. It returns int32 [NUM_ROWS, 2 + 2N]: bits of the
+    log-probability, rank, ids of the N most likely tokens, and bits of their log-probabilities.
 
     Args:
         hidden_size: Columns of the hidden states.
@@ -38,6 +38,8 @@ class PromptLogprobsProgram(Program):
         return "prompt logprobs"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces the program; see Program."""
+
         def compute(weights: list[Array], hidden: Array, packed: Array) -> Array:
             rows, targets = packed
             logits = context.logits(context.merge(weights), hidden[rows])
@@ -56,13 +58,13 @@ class PromptLogprobsProgram(Program):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PendingPromptLogprobs:
-    """Log-probabilities that the device computes for one row of a step.
+    """Log-probabilities that the device is computing for one scheduled sequence.
 
     Args:
         row: Index in SchedulerOutput.scheduled.
-        num_tokens: Prompt tokens.
-        num_top: How many most likely tokens to report.
-        results: Of PromptLogprobsProgram, one per NUM_ROWS tokens.
+        num_tokens: Number of tokens.
+        num_top: Number of most likely tokens to report.
+        results: Results of PromptLogprobsProgram, one per NUM_ROWS tokens.
     """
 
     row: int
@@ -71,7 +73,7 @@ class PendingPromptLogprobs:
     results: list[Array]
 
     def read(self) -> list[TokenLogprobs]:
-        """Waits for them and returns them."""
+        """Waits for the results and returns one entry per token."""
         table = np.concatenate([np.asarray(x) for x in self.results])[: self.num_tokens]
         max_logprobs = table.shape[1] // 2 - 1
         logprobs = np.ascontiguousarray(table[:, 0]).view(np.float32).tolist()
@@ -82,7 +84,15 @@ class PendingPromptLogprobs:
 
 
 def row_targets(output: SchedulerOutput, batch: InputBatch) -> dict[int, tuple[list[int], int]]:
-    """Returns rows whose prompt or drafts get log-probabilities: the tokens, and how many likely ones."""
+    """Returns the tokens of a step that need log-probabilities: prompt tokens or drafts.
+
+    Args:
+        output: The step.
+        batch: State of the batch slots.
+
+    Returns:
+        By index of the scheduled sequence, the tokens and the number of most likely tokens to report.
+    """
     rows, targets = output.scheduled, {}
     if output.scores_drafts:
         targets = {s.row: (rows[s.row].token_ids[1:], 0) for s in output.samples if s.num_logits > 1}
@@ -97,7 +107,7 @@ def row_targets(output: SchedulerOutput, batch: InputBatch) -> dict[int, tuple[l
 
 
 def targets_of(row: ScheduledSequence, prompt_token_ids: list[int]) -> list[int]:
-    """Returns the prompt tokens that follow the tokens of a row."""
+    """Returns the prompt tokens that follow the tokens that a sequence computes in a step."""
     return prompt_token_ids[row.start + 1 : row.start + row.num_tokens + 1]
 
 
@@ -109,13 +119,13 @@ def begin(
     first: int,
     targets: list[int],
 ) -> list[Array]:
-    """Starts computing the log-probabilities of tokens that follow neighbouring token rows.
+    """Starts computing the log-probabilities of tokens that follow consecutive token rows.
 
     Args:
-        run: Runs a program on arguments.
+        run: Runs a program.
         program: The program.
-        weights: Of the model.
-        hidden: Of a mixed step.
+        weights: The model's weights.
+        hidden: Hidden states of a mixed step.
         first: The first of the token rows.
         targets: The tokens.
 
@@ -140,7 +150,16 @@ def begin_rows(
     output: SchedulerOutput,
     targets: dict[int, tuple[list[int], int]],
 ) -> list[PendingPromptLogprobs]:
-    """Starts computing what `row_targets` has found for a step; the other arguments are those of `begin`."""
+    """Starts computing the log-probabilities of a step.
+
+    Args:
+        run: Runs a program.
+        program: The program.
+        weights: The model's weights.
+        hidden: Hidden states of the step.
+        output: The step.
+        targets: The tokens, as returned by `row_targets`.
+    """
     pending, first = [], 0
     for i, row in enumerate(output.scheduled if targets else ()):
         if i in targets:

@@ -1,4 +1,4 @@
-"""What is kept of an engine's memory when its state is saved: blocks of keys and values, and weights."""
+"""Memory contents in an engine snapshot: KV blocks and weights."""
 
 import functools
 import hashlib
@@ -14,13 +14,13 @@ from jax_paged.pallas_kernels.native import products
 def read_blocks(
     pools: list[Array], host: list[np.ndarray], blocks: list[int], host_blocks: list[int]
 ) -> dict[str, np.ndarray]:
-    """Returns the contents of blocks, by names that say which array of the pool they come from.
+    """Returns the contents of blocks. The names specify the array that each part comes from.
 
     Args:
-        pools: The arrays of the pool, each [blocks, ...].
-        host: Those of host memory.
-        blocks: Of the pool.
-        host_blocks: Of host memory.
+        pools: The KV cache arrays on the device, each [blocks, ...].
+        host: The KV cache arrays in host memory.
+        blocks: Ids of device blocks.
+        host_blocks: Ids of host blocks.
     """
     taken = {f"pool.{i}": np.asarray(pool[jnp.array(blocks, jnp.int32)]) for i, pool in enumerate(pools)}
     return taken | {f"host.{i}": memory[host_blocks] for i, memory in enumerate(host)}
@@ -33,10 +33,19 @@ def write_blocks(
     host_blocks: list[int],
     arrays: dict[str, np.ndarray],
 ) -> None:
-    """Writes what read_blocks returned; replaces the arrays of the pool in its list, and donates them.
+    """Writes the contents of blocks as returned by `read_blocks`.
+
+    The device arrays are donated and replaced in the list `pools`.
+
+    Args:
+        pools: The KV cache arrays on the device.
+        host: The KV cache arrays in host memory.
+        blocks: Ids of device blocks.
+        host_blocks: Ids of host blocks.
+        arrays: The contents.
 
     Raises:
-        ValueError: If an array is missing or of another shape or type.
+        ValueError: If an array is missing, or has another shape or dtype.
     """
     check_array = functools.partial(_checked, arrays)
     taken = [check_array(f"pool.{i}", (len(blocks), *x.shape[1:]), x.dtype) for i, x in enumerate(pools)]
@@ -49,16 +58,16 @@ def write_blocks(
 
 
 def read_weights(weights: list[Array]) -> dict[str, np.ndarray]:
-    """Returns the weights as they are served; those of fp8, which NumPy has no name for, as bytes."""
+    """Returns the served weights. Arrays of fp8, which NumPy does not support, are returned as bytes."""
     arrays = [np.asarray(weight) for weight in weights]
     return {f"weights.{i}": x.view(_kept_dtype(x.dtype)) for i, x in enumerate(arrays)}
 
 
 def write_weights(weights: list[Array], arrays: dict[str, np.ndarray]) -> None:
-    """Replaces the weights in their list by what read_weights returned.
+    """Replaces the weights in a list by saved weights, as returned by `read_weights`.
 
     Raises:
-        ValueError: If an array is missing or of another shape or type.
+        ValueError: If an array is missing, or has another shape or dtype.
     """
     taken = [_checked(arrays, f"weights.{i}", w.shape, _kept_dtype(w.dtype)) for i, w in enumerate(weights)]
     weights[:] = [
@@ -67,7 +76,7 @@ def write_weights(weights: list[Array], arrays: dict[str, np.ndarray]) -> None:
 
 
 def fingerprint(weights: list[Array]) -> str:
-    """Returns a hash of all weights as they are served: kernels that are packed, as they are packed here."""
+    """Returns a hash of all weights in the form in which they are served, which may be packed."""
     digest = hashlib.sha256()
     for weight in weights:
         digest.update(f"{weight.dtype}{weight.shape}".encode())
@@ -76,7 +85,7 @@ def fingerprint(weights: list[Array]) -> str:
 
 
 def packing(matmul_backend: str, dtype: jnp.dtype) -> str:
-    """Returns what tells one way of packing kernels from another: packed weights fit no other processor."""
+    """Returns an identifier of the weight packing. Packed weights only fit engines with an equal one."""
     if matmul_backend != "onednn":
         return matmul_backend
     probe = jnp.arange(192 * 320, dtype=jnp.float32).reshape(192, 320).astype(dtype)
@@ -85,14 +94,21 @@ def packing(matmul_backend: str, dtype: jnp.dtype) -> str:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _write(pool: Array, blocks: Array, values: Array) -> Array:
+    """Returns the array with some of its blocks replaced; donates the old array."""
     return pool.at[blocks].set(values)
 
 
 def _kept_dtype(dtype: np.dtype) -> np.dtype:
+    """Returns the dtype in which an array is saved: uint8 for fp8."""
     return np.dtype(np.uint8) if dtype == jnp.float8_e4m3fn else dtype
 
 
 def _checked(arrays: dict[str, np.ndarray], name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns the array with the given name.
+
+    Raises:
+        ValueError: If it is missing, or has another shape or dtype.
+    """
     found = arrays.get(name)
     if found is None or found.shape != shape or found.dtype != dtype:
         what = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"

@@ -1,4 +1,4 @@
-"""Chooses other backends for an engine if those that `auto` stands for fail the check of batch_invariant."""
+"""Backend fallback for an engine that fails the check of `batch_invariant`."""
 
 import dataclasses
 import itertools
@@ -15,26 +15,28 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 
-# Every machine has this backend for attention and for products.
+# This attention and matrix-product backend is available on every machine.
 _EVERYWHERE = "xla"
 
 
 def begin_with_passing_backends(
     args: EngineArgs, make: MakeExecutor, begin: Callable[[EngineArgs, "Executor"], None]
 ) -> None:
-    """Begins an engine with the first backends that pass its check.
+    """Starts an engine with the first combination of backends that passes its invariance check.
 
-    Backends that the arguments name are kept. For `auto`, the backends that are usually chosen are tried
-    first, then "xla". A line of the log says which backends were chosen because others failed.
+    Backends that the arguments name explicitly are kept. A backend that is "auto" is first resolved as usual.
+    If the check then fails, "xla" is tried in its place. A log line names the chosen backends if a fallback
+    was necessary.
 
     Args:
-        args: Model and limits.
-        make: Makes an executor from arguments.
-        begin: Makes the engine with an executor; closes the executor if that raises an error.
+        args: Engine arguments.
+        make: Makes an executor from engine arguments.
+        begin: Makes the engine with an executor, and runs the check. Closes the executor if it raises an
+            error.
 
     Raises:
-        ValueError: If the engine can't be made, or if no backends that the arguments allow pass the check.
-            The message names backends that pass, if there are any.
+        ValueError: If the engine can't be made, or if no allowed combination of backends passes the check.
+            The message names a combination that passes, if there is one.
     """
     executor = make(args)
     config = executor.config
@@ -42,7 +44,7 @@ def begin_with_passing_backends(
     if failure is None:
         return
     if args.distributed_executor_backend == "external_launcher":
-        # The launcher's other processes have ended with the executor, and can't be started again here.
+        # The other processes of the launcher ended with the executor and can't be restarted from here.
         raise failure
     used = _named({"attention_backend": config.backend, "matmul_backend": config.matmul_backend})
     others = list(_others(config))
@@ -72,7 +74,7 @@ def begin_with_passing_backends(
 def _failure(
     args: EngineArgs, executor: "Executor", begin: Callable[[EngineArgs, "Executor"], None]
 ) -> NotInvariantError | None:
-    """Begins an engine; returns the error of its check, and None if it passes."""
+    """Starts an engine and returns the error of its invariance check, or None if it passes."""
     try:
         begin(args, executor)
     except NotInvariantError as error:
@@ -81,7 +83,7 @@ def _failure(
 
 
 def _others(config: EngineConfig) -> Iterator[dict[str, str]]:
-    """Yields other backends than those of a configuration, as the arguments that change."""
+    """Yields the argument changes that replace one or more of the current backends with "xla"."""
     names = [
         name
         for name, backend in (
@@ -96,5 +98,5 @@ def _others(config: EngineConfig) -> Iterator[dict[str, str]]:
 
 
 def _named(backends: dict[str, str]) -> str:
-    """Returns arguments as a caller writes them."""
+    """Returns backend arguments as text, such as "matmul_backend='xla'"."""
     return " and ".join(f"{name}={value!r}" for name, value in backends.items())

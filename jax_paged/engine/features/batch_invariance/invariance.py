@@ -1,4 +1,4 @@
-"""Checks what batch_invariant promises, with the programs and the machine that are to keep it."""
+"""Start-up check that an engine's results do not depend on the batch. It runs the engine's own programs."""
 
 import random
 
@@ -8,28 +8,31 @@ from jax_paged.sampling_params import SamplingParams
 
 
 class NotInvariantError(ValueError):
-    """The error of an engine whose steps do not keep what batch_invariant promises."""
+    """Error of an engine whose results depend on the batch although `batch_invariant` is True."""
 
 
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 24, 4
 
 
 def check_invariance(core: EngineCore, inputs: InputProcessor) -> None:
-    """Computes the same tokens as answers and as a prompt, alone and beside others, and compares all bits.
+    """Generates the same tokens in three ways and checks that tokens and log-probabilities are bitwise equal.
+
+    The tokens of a random prompt are decoded alone, decoded in a batch with two other prompts, and (except
+    for encoder-decoder models) computed one by one by prefilling the prompt and the previous output tokens.
 
     Args:
-        core: An engine without requests. The check leaves only a few unused cached blocks in it.
+        core: An engine core without requests. The check leaves only a few unused cached blocks behind.
         inputs: Checks the requests.
 
     Raises:
-        NotInvariantError: If they differ: then this model is not batch invariant on this machine.
+        NotInvariantError: If any result differs.
     """
     config, rng = core.config, random.Random(0)
     most = min(config.max_model_len, (config.num_blocks - 1) * config.block_size // 4)
     num_prompt, num_output = min(NUM_PROMPT_TOKENS, most // 2), min(NUM_OUTPUT_TOKENS, most // 4)
     if num_output < 1:
-        return  # no request has a second token
-    # A prompt without images has no placeholders of them, but the model may draw one.
+        return  # The limits allow no request with a second token.
+    # Random prompts must not contain image placeholders. The model may still generate one.
     placeholder = config.images and config.images.spec.token_id
     token_ids = [token_id for token_id in range(config.vocab_size) if token_id != placeholder]
     prompts = [rng.choices(token_ids, k=num_prompt) for _ in range(3)]
@@ -49,7 +52,7 @@ def check_invariance(core: EngineCore, inputs: InputProcessor) -> None:
 def _next_tokens(
     core: EngineCore, inputs: InputProcessor, prompts: list[list[int]], num_tokens: int
 ) -> list[list[tuple[int, float]]]:
-    """Returns the tokens after each prompt with their log-probabilities; nothing comes from the cache."""
+    """Returns the tokens after each prompt with their log-probabilities, without using the prefix cache."""
     params = SamplingParams(
         temperature=0, max_tokens=num_tokens, logprobs=0, ignore_eos=True, detokenize=False
     )

@@ -1,4 +1,4 @@
-"""What a running request has in the pool: keys and values, logits and attention, and blocks that it drops."""
+"""Access to the KV cache of running requests: keys and values, logits and attention, dropping of blocks."""
 
 import dataclasses
 import itertools
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """What the next token of a request is drawn from.
+    """Logits for the next token of a request, and attention probabilities of its last tokens.
 
     Args:
-        logits: Of the last token, float32 [vocab_size], before parameters such as penalties change them.
-        attention: By layer, the attention probabilities of the last tokens, float32 [heads, queries, keys]; a
-            row adds up to 1.
-        positions: Of the keys in the request's text, int64 [keys]; the queries are the last of them.
+        logits: float32 [vocab_size], the logits that follow the last token, before penalties and other
+            sampling parameters are applied.
+        attention: Attention probabilities of the last tokens by layer, float32 [heads, queries, keys]. Each
+            row sums to 1.
+        positions: int64 [keys], positions of the keys in the sequence. The queries are the last of these
+            tokens.
     """
 
     logits: np.ndarray
@@ -39,10 +41,14 @@ class Inspection:
 
 
 class KVAccess(EngineFeature):
-    """Methods of LLMEngine that read what running requests have in the pool, and drop blocks of them."""
+    """Methods of LLMEngine that read the KV cache of running requests or drop some of their blocks."""
 
     def _sequence_with_blocks(self, request_id: str, index: int) -> tuple[RequestState, Sequence]:
-        """Waits for the steps in flight; returns a request and a sequence of it with blocks in the pool."""
+        """Waits for the steps in flight; returns a request and its sequence with the given index.
+
+        Raises:
+            ValueError: If the sequence has no blocks on the device.
+        """
         core = self._core
         state = settled(core, request_id)
         index = check_int("index", index, 0, len(state.group.sequences) - 1)
@@ -52,7 +58,7 @@ class KVAccess(EngineFeature):
         return state, seq
 
     def pool_map(self) -> "PoolMap":
-        """Returns what each block of the pool holds, who holds it and how full it is; a notebook draws it."""
+        """Returns which requests hold each KV block, and how full it is. Notebooks draw the result."""
         from jax_paged.lab.pool_map import pool_map
 
         self._core.check_not_closed()
@@ -61,7 +67,7 @@ class KVAccess(EngineFeature):
         )
 
     def page_table(self, request_id: str, index: int = 0) -> "PageTable":
-        """Returns which block holds which tokens of a request's sequence; a notebook draws it."""
+        """Returns which block holds which tokens of a sequence. Notebooks draw the result."""
         from jax_paged.lab.page_table import page_table
 
         self._core.check_open()
@@ -70,9 +76,10 @@ class KVAccess(EngineFeature):
         return page_table(self._core.scheduler.block_manager, state.group, seq, token_text)
 
     def kv(self, request_id: str, layer: int, index: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a sequence's keys and values in the pool, each [computed tokens, kv heads, head_dim].
+        """Returns the cached keys and values of a sequence, each [computed tokens, kv heads, head_dim].
 
-        They are in the model's dtype, which holds exactly what a quantised cache stands for.
+        The arrays have the model's dtype. For a quantized KV cache they are the dequantized values, which
+        this dtype represents exactly.
         """
         core = self._core
         core.check_open()
@@ -91,10 +98,20 @@ class KVAccess(EngineFeature):
         num_queries: int | None = 1,
         index: int = 0,
     ) -> Inspection:
-        """Returns the logits that a request's next token is drawn from, and what the last tokens attend to.
+        """Returns the logits for a request's next token and the attention probabilities of its last tokens.
 
-        It is computed beside the steps, with the keys in the pool, and changes nothing. Of the layers of self
-        attention and heads (None: all), the last num_queries tokens attend (None: all; 1 if blocks are gone).
+        The values are computed from the cached keys, outside the regular steps, and change nothing.
+
+        Args:
+            request_id: A request that has one token left to compute.
+            layers: Indices of the self-attention layers whose attention is returned.
+            heads: Indices of the heads to return; None for all.
+            num_queries: Number of last tokens whose attention is returned; None for all. Must be 1 if blocks
+                of the request were dropped.
+            index: Index of the sequence in the request.
+
+        Raises:
+            ValueError: If an argument is wrong or the request can't be inspected.
         """
         core = self._core
         core.check_open()
@@ -131,15 +148,17 @@ class KVAccess(EngineFeature):
         return Inspection(logits, attention, positions(seq, manager))
 
     def drop_kv(self, request_id: str, keep: Iterable[int]) -> None:
-        """Drops blocks of a request with one sequence: later tokens do not attend to them any more.
+        """Drops KV blocks of a request that has one sequence, so that later tokens do not attend to them.
 
-        Positions stay those of the text, and keys as they were rotated (StreamingLLM counts positions in the
-        cache). The prefix cache gets none of the later blocks. The request can't be computed again, so it is
-        swapped out where others are preempted, and ends, saying so, if host memory has no room.
+        Positions and rotary embeddings of the remaining tokens do not change. (StreamingLLM, in contrast,
+        uses positions within the cache.) Later blocks of the request are not added to the prefix cache. The
+        request can't be recomputed, so it is swapped out if it has to be preempted. If host memory has no
+        room for it, it ends with an error.
 
         Args:
-            request_id: A request whose prompt is computed, of a model all of whose layers see all tokens.
-            keep: Ascending places in its page table of the blocks that stay; the last block is one.
+            request_id: A request whose prompt is computed. Every layer of the model must use full attention.
+            keep: Indices, in ascending order, of the blocks in its block table to keep; must include the last
+                block.
         """
         core = self._core
         core.check_open()
@@ -162,7 +181,7 @@ class KVAccess(EngineFeature):
 
 
 def positions(seq: Sequence, manager: "BlockManager") -> np.ndarray:
-    """Returns the positions of the tokens that a sequence attends to, its last one included, int64."""
+    """Returns the positions (int64) of all tokens that a sequence attends to, including its last one."""
     size, num_slots = manager.block_size, len(seq) - seq.num_dropped_tokens
     first = np.array([seq.block_place(i) * size for i in range(manager.num_blocks_of(num_slots))])
     return (first[:, None] + np.arange(size)).reshape(-1)[:num_slots]

@@ -1,4 +1,4 @@
-"""Forks of running requests, tokens taken back, drafts checked: what tree search is made of."""
+"""Edits of running requests, such as tree search needs: forks, rollbacks and verification of draft tokens."""
 
 import dataclasses
 import time
@@ -17,13 +17,13 @@ from jax_paged.sampling_params import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What a request made of a draft.
+    """Result of verifying draft tokens for a request.
 
     Args:
-        num_accepted: How many of the draft's tokens it has drawn itself, one after the other.
-        token_ids: The tokens that it has got: these, and unless they end it, the one drawn behind them.
-        logprobs: Natural logarithms of the probabilities of all tokens of the draft, each behind those before
-            it.
+        num_accepted: Number of leading draft tokens that the request has drawn itself.
+        token_ids: The tokens added to the request: the accepted ones, followed by the token drawn after them
+            unless an accepted token ended the request.
+        logprobs: Natural log-probability of each draft token, given the tokens before it.
     """
 
     num_accepted: int
@@ -32,7 +32,11 @@ class Verification:
 
 
 def settled(core: EngineCore, request_id: str) -> RequestState:
-    """Waits for the steps in flight; returns the state of a request that goes on behind them."""
+    """Waits for the steps in flight; returns the state of a request that is still unfinished after them.
+
+    Raises:
+        ValueError: If there is no such request, or a planned step has not run.
+    """
     core.settle()
     if core.planned is not None:
         raise ValueError("a plan of schedule() has not run: run it, or call step()")
@@ -44,7 +48,11 @@ def settled(core: EngineCore, request_id: str) -> RequestState:
 
 
 def only_sequence(core: EngineCore, state: RequestState) -> Sequence:
-    """Returns the sequence of a request that has one and will have no other."""
+    """Returns the sequence of a request that can never have more than one.
+
+    Raises:
+        ValueError: If the request has several samples or beams, or uses a stateful logits processor.
+    """
     group = state.group
     stateful = core.config.stateful.intersection(group.sampling_params.extra_args or ())
     allowed = f"that of a request without {', '.join(sorted(stateful))}, which keep a state"
@@ -56,7 +64,7 @@ def only_sequence(core: EngineCore, state: RequestState) -> Sequence:
 
 
 def decoding_sequence(core: EngineCore, state: RequestState) -> Sequence:
-    """Returns the sequence of a request whose next step computes the last of its tokens, and no other."""
+    """Returns the only sequence of a request whose next step decodes: one token is left to compute."""
     seq = only_sequence(core, state)
     decodes = seq.status is SequenceStatus.RUNNING and seq.num_new_tokens == 1
     what = f"it is {seq.status.name.lower()} and has {seq.num_new_tokens}"
@@ -66,17 +74,23 @@ def decoding_sequence(core: EngineCore, state: RequestState) -> Sequence:
 
 
 class RequestEdits(EngineFeature):
-    """Methods of LLMEngine that fork and roll back running requests, and verify drafts for them."""
+    """Methods of LLMEngine that fork and roll back running requests, and verify draft tokens for them."""
 
     def fork(self, request_id: str, new_id: str | None = None, seed: int | None = None) -> str:
-        """Adds a request that goes on from where another is, and shares its blocks; returns its id.
+        """Adds a request that continues from the current state of another one, and returns its id.
 
-        Its id and seed are new ones unless given. Like all methods that follow, it waits for the steps in
-        flight first; `step` returns what these bring. Without a free batch slot the fork waits and computes
-        again what the prefix cache does not hold.
+        The two requests share their blocks. If no batch slot is free, the fork waits in the queue, and tokens
+        that are not in the prefix cache are recomputed. Like the other methods of this class, `fork` first
+        waits for the steps in flight. The next call of `step` returns their outputs. A request with dropped
+        blocks can only be forked if a batch slot is free, because its fork can't be recomputed.
+
+        Args:
+            request_id: The request to fork.
+            new_id: Id of the new request; None for a generated id.
+            seed: Seed of the new request; None for a generated seed.
 
         Raises:
-            ValueError: If this can't be done, and nothing has changed; so in all methods that follow.
+            ValueError: If the request can't be forked. Nothing has changed then.
         """
         core = self._core
         core.check_open()
@@ -98,9 +112,17 @@ class RequestEdits(EngineFeature):
         return new_id
 
     def rollback(self, request_id: str, num_tokens: int) -> None:
-        """Takes the last output tokens of a request with one sequence back, as if they had not been drawn.
+        """Takes back the last output tokens of a request with one sequence, as if they had never been drawn.
 
-        Of deltas that were handed out, nothing is taken back: the next begins behind what is left.
+        Output that was already returned as a delta is not revoked: the next delta starts after the remaining
+        tokens.
+
+        Args:
+            request_id: The request.
+            num_tokens: Number of tokens to take back.
+
+        Raises:
+            ValueError: If the tokens can't be taken back. Nothing has changed then.
         """
         core = self._core
         core.check_open()
@@ -113,10 +135,17 @@ class RequestEdits(EngineFeature):
             core.changed[state] = None
 
     def verify(self, request_id: str, draft: Iterable[int]) -> Verification:
-        """Computes a draft in one step, in which no other request advances; accepts what is drawn so, too.
+        """Verifies draft tokens in one step, and accepts the leading ones that the request draws itself.
 
-        The output stays what it would be without drafts. A draft has less than max_num_seqs tokens, and its
-        request one sequence and no penalties.
+        The output of the request is the same as without drafts. No other request advances in this step.
+
+        Args:
+            request_id: A request with one sequence and no penalties.
+            draft: Token ids. Their number must be less than max_num_seqs and max_num_batched_tokens, and must
+                fit into max_model_len.
+
+        Raises:
+            ValueError: If the draft can't be verified. Nothing has changed then.
         """
         core = self._core
         core.check_open()

@@ -1,4 +1,4 @@
-"""The next step before it runs: what it will compute, for whom; to be looked at, and changed by hand."""
+"""The next step before it runs: a value that can be displayed, edited and run."""
 
 import dataclasses
 import html
@@ -19,12 +19,12 @@ _ROW, _BAR_LEFT, _BAR_WIDTH, _TEXT_LEFT, _WIDTH = 24, 150, 260, 422, 760
 
 @dataclasses.dataclass(frozen=True)
 class RowOwner:
-    """Whose tokens a row computes.
+    """Request and sequence that an entry of SchedulerOutput.scheduled belongs to.
 
     Args:
         request_id: The request.
-        index: Which of its samples or beams.
-        num_prompt_tokens: Tokens of its prompt.
+        index: Index of the sample or beam in the request.
+        num_prompt_tokens: Tokens of the prompt.
     """
 
     request_id: str
@@ -34,12 +34,12 @@ class RowOwner:
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """A step that is scheduled and has not run: a value, which a notebook draws.
+    """A step that is scheduled and has not run. Notebooks display it as a picture.
 
     Args:
-        output: What is computed, copied and swapped.
-        owners: One per row of output.scheduled.
-        dropped: Ids of the requests that were taken out of the plan.
+        output: The scheduled step.
+        owners: The owner of each entry of output.scheduled.
+        dropped: Ids of the requests that were removed from the plan.
     """
 
     output: SchedulerOutput
@@ -50,7 +50,12 @@ class StepPlan:
     def of(
         cls, output: SchedulerOutput, find: Callable[[int], tuple[SequenceGroup, Sequence] | None]
     ) -> Self:
-        """Returns the plan of a step that was just scheduled; find is Scheduler.find."""
+        """Returns the plan of a step that was just scheduled.
+
+        Args:
+            output: The step.
+            find: Scheduler.find, which returns the request and the sequence of a sequence id.
+        """
         owners = []
         for row in output.scheduled:
             found = find(row.seq_id)
@@ -61,14 +66,14 @@ class StepPlan:
 
     @property
     def request_ids(self) -> list[str]:
-        """The requests that compute something, in the order of their first rows."""
+        """The requests that compute tokens in the step, in the order in which they first appear."""
         return list(dict.fromkeys(owner.request_id for owner in self.owners))
 
     def without(self, *request_ids: str) -> Self:
-        """Returns the plan without some requests; when they run later, they get the same tokens as now.
+        """Returns the plan without some requests. They get the same tokens when they run later.
 
         Raises:
-            ValueError: If one of them computes nothing in the plan.
+            ValueError: If a request is not part of the plan.
         """
         for request_id in request_ids:
             allowed = f"a request of the plan, {shown(self.request_ids)}"
@@ -76,12 +81,13 @@ class StepPlan:
         return self.only([r for r in self.request_ids if r not in request_ids])
 
     def only(self, request_ids: Iterable[str]) -> Self:
-        """Returns the plan with these requests alone, in this order.
+        """Returns the plan with only the given requests, in the given order.
 
-        Rows of one token stay before longer ones, as kernels want it.
+        Sequences that compute one token stay before sequences that compute several, because the kernels
+        require this order.
 
         Raises:
-            ValueError: If one of them computes nothing in the plan, or is named twice.
+            ValueError: If a request is not part of the plan, or is named twice.
         """
         wanted = list(request_ids)
         order = {request_id: place for place, request_id in enumerate(wanted)}
@@ -98,10 +104,10 @@ class StepPlan:
         )
 
     def rows_of(self, plan: "StepPlan") -> list[int]:
-        """Returns where the rows of an edited plan are in this one.
+        """Returns, for each scheduled sequence of an edited plan, its index in this plan.
 
         Raises:
-            ValueError: If it is not this plan with fewer requests, or in another order.
+            ValueError: If `plan` is not this plan with requests removed or reordered.
         """
         places = {row.seq_id: i for i, row in enumerate(self.output.scheduled)}
         rows = [places.get(row.seq_id, -1) for row in plan.output.scheduled]
@@ -116,13 +122,13 @@ class StepPlan:
         return f"<step {self.output.step_id}: {'; '.join(parts) or 'nothing to compute'}>"
 
     def _rows(self) -> list[tuple[ScheduledSequence, RowOwner, int]]:
-        """Returns each row with its owner and the tokens that it computes at most."""
+        """Returns each scheduled sequence, its owner, and the maximum number of tokens that it computes."""
         rows = self.output.scheduled
         num_tokens = self.output.burst or [row.num_tokens for row in rows]
         return list(zip(rows, self.owners, num_tokens, strict=True))
 
     def _other_parts(self) -> list[str]:
-        """Returns what the step does besides its rows."""
+        """Returns descriptions of everything that the step does besides computing tokens."""
         output = self.output
         counts = {
             "blocks are copied": len(output.blocks_to_copy),
@@ -135,7 +141,7 @@ class StepPlan:
         return parts + [f"{what}: {', '.join(ids)}" for what, ids in named.items() if ids]
 
     def _repr_html_(self) -> str:
-        """Returns a drawing: inline SVG, without scripts and without anything loaded from elsewhere."""
+        """Returns an inline SVG picture, without scripts and external resources."""
         rows, step = self._rows(), self.output
         longest = max((row.start + n for row, _, n in rows), default=1)
         drawn = "".join(_drawn(i, *row, _BAR_WIDTH / longest) for i, row in enumerate(rows))
@@ -160,19 +166,21 @@ class StepPlans(EngineFeature):
     _last_plan: StepPlan | None = None
 
     def schedule(self) -> StepPlan:
-        """Plans the next step and does not run it; `run` does, or `step`, which runs it as it stands.
+        """Plans the next step without running it. `run` runs the plan, and `step` runs it unchanged.
 
-        It is made with the results of all steps before it, and drops a plan that has not run.
+        The plan is made after the results of all previous steps have arrived. It replaces a plan that has not
+        run.
         """
         self._core.check_open()
         self._last_plan = StepPlan.of(self._core.plan(), self._core.scheduler.find)
         return self._last_plan
 
     def run(self, plan: StepPlan) -> list[RequestOutput]:
-        """Runs a plan, perhaps without some requests or in another order; returns what `step` does.
+        """Runs a plan, which may have been edited, and returns the same as `step`.
 
         Raises:
-            ValueError: If it is not the last plan, has run, or was changed otherwise.
+            ValueError: If `plan` is not the last plan, has already run, or was changed other than by
+                `without` and `only`.
         """
         self._core.check_open()
         last = self._last_plan
@@ -189,6 +197,7 @@ class StepPlans(EngineFeature):
 
 
 def _words(row: ScheduledSequence, owner: RowOwner, num_tokens: int) -> str:
+    """Returns a description of the tokens that a sequence computes in the step."""
     stop, length = row.start + num_tokens, owner.num_prompt_tokens
     if row.start >= length:
         return f"decodes up to {num_tokens} tokens" if num_tokens > 1 else f"decodes at position {row.start}"
@@ -197,6 +206,7 @@ def _words(row: ScheduledSequence, owner: RowOwner, num_tokens: int) -> str:
 
 
 def _drawn(i: int, row: ScheduledSequence, owner: RowOwner, num_tokens: int, scale: float) -> str:
+    """Returns the i-th line of the picture as SVG: a request's name, its bar, and a description."""
     name = owner.request_id if len(owner.request_id) <= 18 else f"{owner.request_id[:17]}…"
     name += f" #{owner.index}" if owner.index else ""
     start, width = row.start * scale, max(num_tokens * scale, 3.0)
@@ -208,10 +218,11 @@ def _drawn(i: int, row: ScheduledSequence, owner: RowOwner, num_tokens: int, sca
 
 
 def _bar(left: float, width: float, kind: str) -> str:
-    """Returns a bar: an outline for what is in the pool, and a filled one for what is computed now."""
+    """Returns an SVG bar: an outline for cached tokens, a filled bar for tokens computed in this step."""
     paint = 'fill="none" stroke="currentColor"' if kind == "cached" else 'fill="hsl(210,70%,50%)"'
     return f'<rect x="{left:.1f}" y="4" width="{width:.1f}" height="12" {paint}/>' if width else ""
 
 
 def _key(bar: str) -> str:
+    """Returns a small SVG picture of a bar for the legend."""
     return f'<svg viewBox="-1 0 17 20" width="15" height="16" style="vertical-align:-4px">{bar}</svg>'

@@ -1,4 +1,4 @@
-"""The adapters that an engine knows: read once, and kept in host memory for the requests to come."""
+"""LoRA adapters in host memory: each is read once and kept for later requests."""
 
 import collections
 import threading
@@ -12,14 +12,15 @@ from jax_paged.models.features.lora.adapter_files import Adapter, AdapterLimits,
 
 
 class Adapters:
-    """Reads adapters when they are first asked for. May be used from any thread.
+    """Cache of LoRA adapters. Adapters are read when they are first used. Thread-safe.
 
-    Those that were added stay until they are removed. Of the others, which only a request has named, as many
-    stay as there is room for in max_cpu_loras, and those that were used last; one that is gone is read again.
-    A request holds its own adapter, whatever becomes of it here.
+    Adapters that were added with `add` stay until they are removed. Adapters that were only named by requests
+    are evicted, least recently used first, when there are more than `max_cpu_loras` adapters. An evicted
+    adapter is read again when a request names it. A request keeps a reference to its own adapter, so eviction
+    and removal do not affect it.
 
     Args:
-        config: What adapters must fit, and how many are kept.
+        config: Engine configuration: the shapes that adapters must have, and how many are kept.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -33,34 +34,34 @@ class Adapters:
         self._is_on = config.max_loras > 0
         self._max_kept = config.max_cpu_loras
         self._lock = threading.Lock()
-        self._requests: dict[int, LoRARequest] = {}  # what the ids stand for
+        self._requests: dict[int, LoRARequest] = {}  # by lora_int_id
         self._kept: collections.OrderedDict[int, Adapter] = collections.OrderedDict()
         self._added: set[int] = set()
 
     @property
     def ids(self) -> set[int]:
-        """The ids of the adapters that are in host memory now."""
+        """The ids of the adapters that are in host memory."""
         with self._lock:
             return set(self._kept)
 
     def get(self, request: Any) -> Adapter:
-        """Returns the adapter of a LoRARequest.
+        """Returns the adapter of a LoRARequest, and reads it if necessary.
 
         Raises:
-            ValueError: If it can't be read or does not fit, if its id is another adapter's, or if the engine
-                takes no adapters.
+            ValueError: If the adapter can't be read or does not fit the model, if its id belongs to another
+                adapter, or if LoRA is not enabled.
         """
         self._check(request)
         return self._found(request)
 
     def add(self, request: Any) -> bool:
-        """Reads an adapter ahead of its requests, and keeps it until it is removed.
+        """Reads an adapter before any request uses it, and keeps it until it is removed.
 
         Returns:
-            Whether it was not added before.
+            True if the adapter was added, False if it had already been added.
 
         Raises:
-            ValueError: As `get`; also if max_cpu_loras adapters are there already.
+            ValueError: As for `get`, or if max_cpu_loras adapters have already been added.
         """
         self._check(request)
         self._found(request)
@@ -74,7 +75,7 @@ class Adapters:
             return True
 
     def remove(self, lora_int_id: int) -> bool:
-        """Forgets an adapter; requests that have it already go on. Returns whether there was one."""
+        """Removes an adapter; returns whether it was known. Requests that already use it are not affected."""
         lora_int_id = check_int("lora_int_id", lora_int_id, 1)
         with self._lock:
             self._added.discard(lora_int_id)
@@ -89,13 +90,17 @@ class Adapters:
         )
 
     def _found(self, request: LoRARequest) -> Adapter:
-        """Returns an adapter, kept or read anew: without the lock, as nobody may wait for a file."""
+        """Returns an adapter, either cached or newly read.
+
+        The file is read without holding the lock, so that other threads do not wait for it.
+        """
         with self._lock:
             adapter = self._known(request)
         if adapter is None:
             try:
                 adapter = read_adapter(Path(request.lora_path).expanduser(), self._limits)
-            except (OverflowError, RecursionError, RuntimeError) as error:  # numbers, nesting, ~nobody
+            # Possible causes: a number out of range, deeply nested JSON, or `~user` for an unknown user.
+            except (OverflowError, RecursionError, RuntimeError) as error:
                 allowed = f"the folder of an adapter ({error})"
                 raise ArgumentError("lora_path", request.lora_path, allowed) from error
         with self._lock:
@@ -110,7 +115,11 @@ class Adapters:
         return adapter
 
     def _known(self, request: LoRARequest) -> Adapter | None:
-        """Returns what is kept of an adapter, whose id is no other's."""
+        """Returns the cached adapter of a request, or None.
+
+        Raises:
+            ValueError: If the request's id belongs to another adapter.
+        """
         number = request.lora_int_id
         known = self._requests.get(number, request)
         if known != request:

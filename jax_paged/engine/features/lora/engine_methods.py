@@ -1,4 +1,4 @@
-"""Adapters in an engine: the methods of LLMEngine, and the weights that a step loads."""
+"""LoRA methods of LLMEngine, and adapter weights for the steps that load adapters."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,30 +11,28 @@ from jax_paged.lora_request import LoRARequest
 
 
 class LoRAMethods(EngineFeature):
-    """Methods of LLMEngine for its adapters. They do not wait for the calls of other threads."""
+    """Methods of LLMEngine for LoRA adapters. They may run while another thread runs a step."""
 
     @any_thread
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Reads an adapter ahead of its requests, and keeps it in host memory until it is removed.
-
-        Like the two that follow, it does not wait for calls of other threads.
+        """Reads an adapter before any request uses it, and keeps it in host memory until it is removed.
 
         Returns:
-            Whether it was not added before.
+            True if the adapter was added, False if it had already been added.
 
         Raises:
-            ValueError: If it does not fit the model, if its id is another adapter's, or if max_cpu_loras
-                adapters were added.
+            ValueError: If the adapter does not fit the model, if its id belongs to another adapter, or if
+                max_cpu_loras adapters have already been added.
         """
         self._core.check_open()
         return self.input_processor.adapters.add(lora_request)
 
     @any_thread
     def remove_lora(self, lora_id: int) -> bool:
-        """Forgets an adapter, and what its id stands for; requests that have it go on with it.
+        """Removes an adapter and frees its id. Requests that already use the adapter are not affected.
 
         Returns:
-            Whether there was one.
+            True if the adapter was known.
         """
         self._core.check_not_closed()
         return self.input_processor.adapters.remove(lora_id)
@@ -46,7 +44,12 @@ class LoRAMethods(EngineFeature):
 
 
 def with_adapters(output: SchedulerOutput, requests: Mapping[str, RequestState]) -> SchedulerOutput:
-    """Returns a step with the weights of the adapters that it loads; the engine's requests hold them."""
+    """Returns a step with the weights of the adapters that it loads to the device.
+
+    Args:
+        output: The step, as scheduled.
+        requests: The engine's unfinished requests by id, which hold their adapters.
+    """
     known = {s.adapter.key: s.adapter for s in requests.values() if s.adapter is not None}
     loads = [load._replace(weights=known[load.adapter]) for load in output.adapter_loads]
     return dataclasses.replace(output, adapter_loads=tuple(loads))

@@ -1,4 +1,4 @@
-"""Images at URLs, from hosts that whoever runs the engine has allowed, and from no other."""
+"""Download of images by URL, limited to the hosts in `allowed_media_domains`."""
 
 import http.client
 import time
@@ -16,7 +16,10 @@ _PART_BYTES = 2**16
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows to allowed hosts only: one of them may send anywhere, such as into the server's network."""
+    """Redirect handler that follows redirects to allowed hosts only.
+
+    An allowed host may redirect to any address, for example into the server's internal network.
+    """
 
     def __init__(self, domains: Collection[str]) -> None:
         self._domains = domains
@@ -24,22 +27,26 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
+        """Checks the new URL, then follows the redirect."""
         _check_url(newurl, self._domains)
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 def fetched(url: str, domains: Collection[str]) -> bytes:
-    """Returns what is at a URL, if all of it comes within TIMEOUT_S of the first part.
+    """Downloads the content of a URL.
+
+    Each socket operation, and the transfer of the response body as a whole, may take up to TIMEOUT_S seconds.
 
     Args:
-        url: http: or https:.
-        domains: Hosts, in lower case, that it may name.
+        url: An http: or https: URL.
+        domains: Allowed host names, in lower case.
 
     Raises:
-        ValueError: If it names another, or nothing can be had there, or more than MAX_BYTES.
+        ValueError: If the host is not allowed, the content can't be downloaded, or it is larger than
+            MAX_BYTES.
     """
     _check_url(url, domains)
-    # Without the proxies that the environment may name.
+    # Proxies that the environment may define are not used.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Redirects(domains))
     request = urllib.request.Request(url, headers={"User-Agent": "jax-paged"})
     parts, size = [], 0
@@ -58,12 +65,14 @@ def fetched(url: str, domains: Collection[str]) -> bytes:
 
 
 def _check_url(url: str, domains: Collection[str]) -> None:
+    """Raises ValueError if a URL is not an http(s) URL of an allowed host."""
     try:
         parts = urlsplit(url)
-        # A port that is no number is refused here: http.client takes "a.org:b.org" for the name of a host.
+        # `parts.port` raises ValueError for a port that is not a number. Without this check, http.client
+        # would accept "a.org:b.org" as a host name.
         ok = parts.scheme in ("http", "https") and parts.hostname in domains and parts.username is None
         ok = ok and parts.port != 0
-    except ValueError:  # no URL at all
+    except ValueError:  # not a valid URL
         ok = False
     allowed = f"data:image/...;base64,... or an http(s) URL with one of allowed_media_domains, {domains}"
     none = "data:image/...;base64,... because allowed_media_domains is empty"

@@ -1,4 +1,4 @@
-"""Messages of a chat with images in them, in the forms of OpenAI's API and of vLLM."""
+"""Chat messages that contain images, in the formats of the OpenAI API and of vLLM."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
@@ -10,12 +10,12 @@ from jax_paged.inputs import Prompt
 
 
 class Conversation(NamedTuple):
-    """A chat whose images are taken out.
+    """A chat whose images have been taken out of its messages.
 
     Args:
-        messages: With {"type": "image"} in place of each of them.
-        images: In order; a string is a URL, whose image is not decoded yet.
-        domains: Hosts that images are fetched from.
+        messages: The messages, with {"type": "image"} in place of each image.
+        images: The images, in order. A string is a URL whose image has not been fetched or decoded.
+        domains: Hosts that images may be fetched from.
     """
 
     messages: Sequence[dict[str, Any]]
@@ -24,23 +24,26 @@ class Conversation(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether an image is not here yet, but at another host."""
+        """True if an image has yet to be fetched from another host."""
         return any(map(_is_elsewhere, self.images))
 
     def fetched(self) -> Self:
-        """Returns it with all images here; that takes as long as other hosts do.
+        """Returns the conversation with all remote images fetched. Blocks until the other hosts answer.
 
         Raises:
-            ValueError: As `prompt`.
+            ValueError: As for `prompt`.
         """
         images = [image_of_url(x, self.domains) if _is_elsewhere(x) else x for x in self.images]
         return self._replace(images=images)
 
     def prompt(self, token_ids: list[int]) -> Prompt:
-        """Returns the prompt that the tokens of the messages and the images are; it may take a while.
+        """Returns the prompt of the conversation. May be slow: fetches and opens images that are still URLs.
+
+        Args:
+            token_ids: The tokens of the messages.
 
         Raises:
-            ValueError: If a URL holds no image, or is not to be fetched, or can't be.
+            ValueError: If a URL is not allowed, can't be fetched, or does not contain an image.
         """
         if not self.images:
             return token_ids
@@ -53,22 +56,23 @@ class Conversation(NamedTuple):
 def conversation(
     messages: Sequence[dict[str, Any]], config: EngineConfig, *, urls_only: bool = False
 ) -> Conversation:
-    """Takes the images out of the messages of a chat; it takes no time.
+    """Takes the images out of chat messages. This is fast: no image is fetched or decoded.
 
     Args:
-        messages: As users pass them; parts of their content may be {"type": "image_url", "image_url": {"url":
-            ...}}, {"type": "image", "image": ...} or {"type": "image_pil", "image_pil": ...}.
-        config: Says whether there may be images, and how many. Those of a model without are left in their
-            place, for the tokenizer to refuse them.
-        urls_only: Whether images come as image_url alone: the messages are JSON, which holds no images of
-            Pillow's and no arrays.
+        messages: Chat messages as users pass them. A content part with an image is {"type": "image_url",
+            "image_url": {"url": ...}}, {"type": "image", "image": ...} or {"type": "image_pil", "image_pil":
+            ...}.
+        config: Engine configuration: whether the model reads images, and how many a prompt may have. If the
+            model reads no images, they stay in the messages, and the tokenizer rejects them.
+        urls_only: Whether only "image_url" parts are accepted. This is the case for JSON messages, which
+            cannot contain Pillow images or arrays.
 
     Raises:
-        ValueError: If there are too many, or if one has another form.
+        ValueError: If there are too many images, or an image is malformed.
     """
     if config.images is None:
         for i, message in enumerate(messages):
-            # A tokenizer takes it for an image that was taken out.
+            # The tokenizer would mistake this part for an image that was taken out.
             content = message.get("content") if isinstance(message, dict) else None
             ok = not isinstance(content, list) or {"type": "image"} not in content
             check(ok, f"messages[{i}].content", content, "text because the model reads no images")
@@ -83,10 +87,12 @@ def conversation(
 
 
 def _is_elsewhere(image: Any) -> bool:
+    """Returns whether an image is a URL of another host."""
     return isinstance(image, str) and not is_data_url(image)
 
 
 def _without_images(name: str, message: Any, images: list[Any], urls_only: bool) -> Any:
+    """Returns a message with {"type": "image"} in place of each image, and appends the images to `images`."""
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return message
@@ -101,6 +107,17 @@ def _without_images(name: str, message: Any, images: list[Any], urls_only: bool)
 
 
 def _image(name: str, kind: str, given: Any, urls_only: bool) -> Any:
+    """Returns the image or the URL of a content part.
+
+    Args:
+        name: Name of the message content, for error messages.
+        kind: Type of the content part.
+        given: Value of the content part.
+        urls_only: As for `conversation`.
+
+    Raises:
+        ValueError: If the part is malformed, or its type is not accepted.
+    """
     if urls_only:
         form = '{"type": "image_url", "image_url": {"url": "data:image/...;base64,..."}}'
         check(

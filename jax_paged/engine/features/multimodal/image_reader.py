@@ -1,7 +1,8 @@
-"""Images as users pass them -> the tiles or patches that a model reads, and placeholders that stand for them.
+"""Conversion of images into the tiles or patches that a model reads, and into placeholder tokens.
 
-Images are cut by transformers' processor of the model, which needs Pillow and no torch. Placeholders are
-written here, as transformers does that in a class that wants a processor of videos too, which needs torch.
+Images are cut by the model's image processor from transformers, which needs Pillow but not torch. The
+placeholder tokens are generated here: in transformers this is done by a class that also requires a video
+processor, which needs torch.
 """
 
 import base64
@@ -31,35 +32,37 @@ from jax_paged.models.image_inputs import MAX_PATCHES, ImageSpec, Patches, Patch
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Pixels that an image may have. A small file may claim billions: it is refused before it is decoded.
+# Maximum number of pixels of an image. A small file may claim billions of pixels, so the number is checked
+# before the image is decoded.
 MAX_PIXELS = 2**25
-# Scans that a JPEG may have. Encoders write about ten; each may be a few bytes, and a pass over all pixels.
+# Maximum number of scans of a JPEG. Encoders write about ten. A malicious file may contain many scans of a
+# few bytes each, and the decoder passes over all pixels for each of them.
 MAX_SCANS = 100
-# Markers of a JPEG that begin a segment with its length, or end the picture. All others have no data, or are
-# none: libjpeg goes on behind them.
+# JPEG markers that start a segment with a length field or end the image. All other markers have no data or
+# are invalid, and libjpeg continues directly after them.
 _JPEG_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")
-# A decoder that nobody needs is one that nobody attacks.
+# Only these decoders are enabled, to keep the attack surface small.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _START, _GLOBAL, _IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
 
 
 class ImageReader:
-    """Reads the images of prompts, as tiles (Idefics3, SmolVLM) or patches (Qwen3-VL). Thread-safe.
+    """Reader of the images in prompts, as tiles (Idefics3, SmolVLM) or patches (Qwen3-VL). Thread-safe.
 
     Args:
-        settings: What the model reads, and the limits.
-        tokenizer: Of the model, in whose folder preprocessor_config.json lies, too; None if prompts come as
-            token ids only, which then have no images.
+        settings: The image format of the model, and the limits.
+        tokenizer: The model's tokenizer, whose folder also contains preprocessor_config.json. None if prompts
+            are token ids only; they can't contain images then.
     """
 
     def __init__(self, settings: ImageSettings, tokenizer: Tokenizer | None) -> None:
         self._settings, self._tokenizer = settings, tokenizer
 
     def read_prompt(self, prompt: Any, tokenize: Callable[[Any], TokenizedPrompt]) -> TokenizedPrompt:
-        """Returns a prompt whose placeholders have become those of its images.
+        """Returns a tokenized prompt in which each image has its final number of placeholder tokens.
 
         Args:
-            prompt: In any form.
+            prompt: A prompt, in any form.
             tokenize: Tokenizes a prompt without images.
         """
         given = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
@@ -70,18 +73,20 @@ class ImageReader:
         return dataclasses.replace(read, token_ids=token_ids, stand_ins=stand_ins)
 
     def read(self, token_ids: list[int], data: Any) -> tuple[list[int], tuple[StandIn, ...]]:
-        """Returns a prompt with its images.
+        """Expands the image placeholders of a prompt, and cuts its images.
 
         Args:
-            token_ids: With one placeholder for each image.
-            data: {"image": an image or a list of them}, each of Pillow's or uint8 [height, width, 3]; may be
-                empty.
+            token_ids: The prompt, with one placeholder token per image.
+            data: {"image": an image or a list of images}, each a Pillow image or uint8 [height, width, 3];
+                may be empty.
 
         Returns:
-            The tokens, with as many placeholders as the images have vectors; and what these stand for.
+            The prompt with one placeholder token per image vector, and the image data that these tokens stand
+            for.
 
         Raises:
-            ValueError: If there are too many images, or others than placeholders, or if one can't be read.
+            ValueError: If there are too many images, the numbers of images and placeholders differ, or an
+                image can't be read.
         """
         ok, allowed = (
             isinstance(data, dict) and data.keys() <= {"image"},
@@ -111,7 +116,8 @@ class ImageReader:
             if isinstance(spec, PatchSpec):
                 patches = self._patches(image, spec)
                 out += [token_id] * (patches.grid[0] * patches.grid[1])
-                # Equal bytes may be patches of images that have other rows and columns.
+                # The grid is hashed, too: images with other rows and columns may have patches with the same
+                # bytes.
                 digest = hashlib.sha256(f"{patches.grid}".encode() + patches.pixels.data).hexdigest()
                 stand_ins.append(StandIn(first, len(out), digest, patches))
                 continue
@@ -121,21 +127,21 @@ class ImageReader:
         return out, tuple(stand_ins)
 
     def _patches(self, image: "Image", spec: PatchSpec) -> Patches:
-        """Returns an image of a size that preprocessor_config.json allows, as patches."""
+        """Resizes an image as preprocessor_config.json defines, and cuts it into patches."""
         processor = self._processor
         for name in ("patch_size", "merge_size"):
             value, size = getattr(processor, name, None), getattr(spec, name)
             check(value == size, f"preprocessor_config.json: {name}", value, f"{size}, as in config.json")
-        # Else small images would be made larger than the largest that are not made smaller.
+        # Without this check, small images would be enlarged to min_pixels although that exceeds max_pixels.
         low, high = processor.size["shortest_edge"], processor.size["longest_edge"]
         check(low <= high, "min_pixels", low, f"at most max_pixels, which is {high}")
         try:
             num_patches = processor.get_number_of_image_patches(image.height, image.width)
-        except Exception as error:  # such as one that is far longer than it is wide
+        except Exception as error:  # for example, because of an extreme aspect ratio
             raise ValueError(f"an image of {image.size} pixels can't be read: {error}") from error
         aspect = "the number of patches of an"
         check(num_patches <= MAX_PATCHES, "image", num_patches, f"at most {MAX_PATCHES}", aspect=aspect)
-        # A still image is all frames of its patches.
+        # One frame is enough: the model repeats a still image for all frames of a patch.
         pixels, cut = self._cut(image, temporal_patch_size=1)
         _, *grid = cut["image_grid_thw"][0].tolist()
         assert pixels.shape == (grid[0] * grid[1], 3 * spec.patch_size**2), "patches fill rows and columns"
@@ -144,15 +150,15 @@ class ImageReader:
         return Patches(pixels.astype(np.uint8), scale, offset, (num_rows, num_columns))
 
     def _cut(self, image: "Image", **options: Any) -> tuple[np.ndarray, Any]:
-        """Returns what the processor makes of an image: its pixels from 0 to 255, and all that it returns."""
+        """Runs the image processor; returns the pixels (0 to 255) and the processor's whole output."""
         try:
             cut = self._processor([image], do_rescale=False, do_normalize=False, **options)
             return np.asarray(cut["pixel_values"]), cut
-        except Exception as error:  # whatever sizes it can't cut
+        except Exception as error:  # image sizes that the processor can't cut
             raise ValueError(f"an image of {image.size} pixels can't be read: {error}") from error
 
     def _scaling(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the scale and the offset of each channel."""
+        """Returns scale and offset of each channel, such that the encoder reads pixels * scale + offset."""
         processor = self._processor
         factor = np.float32(processor.rescale_factor if processor.do_rescale else 1.0)
         scale, offset = np.full(3, factor, np.float32), np.zeros(3, np.float32)
@@ -162,7 +168,7 @@ class ImageReader:
         return scale, offset
 
     def _tiles(self, image: "Image", spec: ImageSpec) -> tuple[list[Tile], str]:
-        """Returns the parts of an image, and the text that stands for them."""
+        """Returns the tiles of an image, and the text that stands for them in the prompt."""
         size = spec.tile_size
         (pixels,), cut = self._cut(image, return_row_col_info=True)
         ok = pixels.dtype == np.uint8 and pixels.shape[1:] == (3, size, size)
@@ -176,7 +182,14 @@ class ImageReader:
     def _stand_ins(
         self, tiles: list[Tile], token_ids: list[int], first: int, spec: ImageSpec
     ) -> list[StandIn]:
-        """Returns what the placeholders from a position on stand for: each run of them for a tile."""
+        """Assigns each tile to its run of placeholder tokens.
+
+        Args:
+            tiles: The tiles of an image.
+            token_ids: The prompt, up to the end of this image.
+            first: Position of the image's first token.
+            spec: The image format of the model.
+        """
         runs = []
         for is_image, run in itertools.groupby(
             range(first, len(token_ids)), lambda i: token_ids[i] == spec.token_id
@@ -193,9 +206,10 @@ class ImageReader:
 
     @functools.cached_property
     def _processor(self) -> Any:
-        """transformers' processor of the model; the first use imports transformers (about a second)."""
+        """The model's image processor. Its first use imports transformers, which takes about a second."""
         _pillow()
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
+        # Silences the advice to install torch.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import AutoImageProcessor
 
         assert self._tokenizer is not None, "it has read the prompt"
@@ -208,7 +222,10 @@ class ImageReader:
 
 
 def _text(num_rows: int, num_columns: int, num_tokens: int) -> str:
-    """Returns what stands for an image: its tiles, if it is cut into some, and the whole of it."""
+    """Returns the text that stands for an image: its tiles, row by row, then the image as a whole.
+
+    An image of a single tile has only the part for the whole image.
+    """
     tile = _IMAGE * num_tokens
     rows = [
         "".join(f"{_START}<row_{r}_col_{c}>{tile}" for c in range(1, num_columns + 1)) + "\n"
@@ -219,13 +236,13 @@ def _text(num_rows: int, num_columns: int, num_tokens: int) -> str:
 
 
 def as_image(given: Any) -> "Image":
-    """Returns an image of Pillow's in RGB, on white where it is transparent, turned as its EXIF data say.
+    """Returns a Pillow image in RGB, on a white background, rotated as its EXIF data specify.
 
     Args:
-        given: Of Pillow's, or an array.
+        given: A Pillow image or an array, uint8 [height, width, 3].
 
     Raises:
-        ValueError: If it is neither, or too large, or can't be decoded.
+        ValueError: If `given` is neither of these, is too large, or can't be decoded.
     """
     pillow = _pillow()
     if isinstance(given, np.ndarray):
@@ -241,22 +258,22 @@ def as_image(given: Any) -> "Image":
     try:
         from PIL import ImageOps
 
-        with contextlib.suppress(Exception):  # data that can't be read say nothing
+        with contextlib.suppress(Exception):  # unreadable EXIF data are ignored
             given = ImageOps.exif_transpose(given)
         return _in_rgb(given)
-    except Exception as error:  # decoders raise what they like
+    except Exception as error:  # decoders raise many types of errors
         raise ValueError(f"an image can't be decoded: {_shown(error)}") from error
 
 
 def image_of_url(url: str, domains: Collection[str] = ()) -> "Image":
-    """Returns the image in a data URL, or at a URL; its pixels are decoded when they are asked for.
+    """Returns the image of a data URL or of an http(s) URL. Its pixels are decoded on first access.
 
     Args:
-        url: With its data, or http: or https:.
-        domains: Hosts that images are fetched from.
+        url: A data:, http: or https: URL.
+        domains: Hosts that images may be fetched from.
 
     Raises:
-        ValueError: If it is a URL that is not to be fetched, or can't be, or holds no image.
+        ValueError: If the URL is not allowed, can't be fetched, or does not contain an image.
     """
     pillow = _pillow()
     head = url.partition(",")[0].strip().lower()
@@ -266,7 +283,7 @@ def image_of_url(url: str, domains: Collection[str] = ()) -> "Image":
     check_int("image_url.url", num_scans, 0, MAX_SCANS, aspect="the number of scans of the JPEG in")
     try:
         return pillow.open(io.BytesIO(held), formats=_FORMATS)
-    except Exception as error:  # decoders raise what they like
+    except Exception as error:  # decoders raise many types of errors
         formats = ", ".join(_FORMATS)
         raise ArgumentError(
             "image_url.url", url, f"that of an image of {formats} ({_shown(error)})"
@@ -274,22 +291,22 @@ def image_of_url(url: str, domains: Collection[str] = ()) -> "Image":
 
 
 def is_data_url(url: str) -> bool:
-    """Returns whether a URL holds its data; the case of a scheme means nothing."""
+    """Returns whether a URL is a data URL. Upper and lower case of the scheme are equivalent."""
     return url[:32].lstrip()[:5].lower() == "data:"
 
 
 def num_jpeg_scans(file: bytes) -> int:
     """Returns the number of scans that a decoder makes of a JPEG; 0 for other files.
 
-    Thumbnails in its headers and whatever follows the picture, such as a video, are not decoded. Markers are
-    found as libjpeg finds them, so that no file can hide scans from this count.
+    Scans of embedded thumbnails and of data after the image, such as a video, are not decoded and not
+    counted. Markers are found in the same way as by libjpeg, so that a file can't hide scans from this count.
     """
     if not file.startswith(b"\xff\xd8"):
         return 0
     num_scans, i = 0, 2
     while found := _JPEG_MARKER.search(file, i):
         marker = found[1]
-        if marker == b"\xd9":  # the end of the picture
+        if marker == b"\xd9":  # end of the image
             break
         num_scans += marker == b"\xda"
         i = found.end() + max(2, int.from_bytes(file[found.end() : found.end() + 2], "big"))
@@ -297,7 +314,7 @@ def num_jpeg_scans(file: bytes) -> int:
 
 
 def _data_of(url: str) -> bytes:
-    """Returns what a data URL holds, read as browsers read it: white space and padding mean nothing."""
+    """Returns the content of a data URL. Like browsers, ignores whitespace and missing padding."""
     body = url.partition(",")[2]
     digits = "".join(urllib.parse.unquote(body).split()).rstrip("=")
     try:
@@ -307,11 +324,11 @@ def _data_of(url: str) -> bytes:
 
 
 def _in_rgb(image: "Image") -> "Image":
-    """Returns an image of any of Pillow's modes in RGB, on white where it is transparent."""
+    """Converts an image of any Pillow mode to RGB, on a white background."""
     pillow = _pillow()
     if image.mode == "I" or image.mode.startswith("I;16"):
         return pillow.fromarray(_eight_bits(image)).convert("RGB")
-    if image.mode == "La":  # Pillow converts it to LA alone
+    if image.mode == "La":  # Pillow converts this mode only to LA.
         image = image.convert("LA")
     if not image.has_transparency_data:
         return image.convert("RGB")
@@ -320,10 +337,11 @@ def _in_rgb(image: "Image") -> "Image":
 
 
 def _eight_bits(image: "Image") -> np.ndarray:
-    """Returns a gray image of integers as uint8 [height, width]; Pillow would cut off all above 255.
+    """Converts a gray image with integer pixels to uint8 [height, width].
 
-    16 bits are scaled so that the largest value is white. Images of mode "I" may have either range: without a
-    value above 511, as 16 bits they would be black, and are 8 bits that resizing may have overshot.
+    Pillow would clip all values above 255. 16-bit images are scaled so that the largest value becomes white.
+    Images of mode "I" may use either range. Without a value above 511, such an image is assumed to have 8
+    bits, with values that resizing may have overshot: as 16 bits it would be almost black.
     """
     values = np.asarray(image)
     has_16_bits = image.mode != "I" or values.max() > 2 * 255 + 1
@@ -337,13 +355,18 @@ def _eight_bits(image: "Image") -> np.ndarray:
 
 
 def _shown(error: Exception) -> str:
-    """Returns the message of a decoder, without the objects that it has read from."""
+    """Returns the message of a decoding error, without the objects that Pillow puts into it."""
     if type(error).__name__ == "UnidentifiedImageError":
         return "its first bytes are those of none of them"
     return str(error) or type(error).__name__
 
 
 def _pillow() -> Any:
+    """Imports and returns PIL.Image.
+
+    Raises:
+        ValueError: If Pillow is not installed.
+    """
     try:
         from PIL import Image
     except ImportError as error:

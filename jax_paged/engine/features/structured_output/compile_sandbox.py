@@ -1,7 +1,7 @@
-"""Forms compiled on trial in a process of its own: what overflows the stack or never ends, ends it alone.
+"""Trial compilation of grammars in a subprocess, so that a failure can't take down the server.
 
-llguidance recurses natively along references, and its limits do not bound how long it asks whether a pattern
-can be met: either would take the whole server with it.
+llguidance recurses along references in native code and may overflow the stack. Its limits also do not bound
+the time that it needs to decide whether a pattern can be matched. In both cases only the subprocess ends.
 """
 
 import json
@@ -16,18 +16,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Of a stack on trial; the threads that compile a form after that have four times as much, or more.
+# Stack size of the subprocess's compile thread (bytes). Threads of the server, which compile a grammar after
+# its trial, have a stack of at least four times this size.
 _STACK_BYTES = 2**21
-# Of the process's addresses. A tokenizer takes some hundred megabytes.
+# Address space limit of the subprocess (bytes). A tokenizer takes a few hundred megabytes.
 _MEMORY_BYTES = 2**33
-# Per mask: parser items (20 per ms) and steps of the lexer (14 per ms), so that no form holds up a step.
+# Limits per token mask, so that no grammar delays a step: parser items (about 20 per ms) and lexer steps
+# (about 14 per ms).
 _STEP_ITEMS = 4_000
 _STEP_FUEL = 40_000
 _CLOSED = "the engine is closed"
 
 
 class CompileSandbox:
-    """Tells whether forms can be compiled; may be called from any thread.
+    """Subprocess that checks whether grammars can be compiled. Thread-safe.
 
     Args:
         settings: Returns the arguments of LLTokenizer.
@@ -40,14 +42,14 @@ class CompileSandbox:
         self._is_closed = False
 
     def try_compile(self, source: str, seconds: float) -> None:
-        """Compiles a form and makes its first mask.
+        """Compiles a grammar and computes its first mask, in the subprocess.
 
         Args:
-            source: In llguidance's terms.
-            seconds: Of a processor's time that it may take.
+            source: The grammar in llguidance's format.
+            seconds: CPU time limit (seconds).
 
         Raises:
-            ValueError: If it can't be compiled.
+            ValueError: If the grammar can't be compiled.
         """
         with self._lock:
             process = self._started()
@@ -60,18 +62,20 @@ class CompileSandbox:
             raise ValueError(error)
 
     def close(self) -> None:
-        """Ends the process, and what it compiles."""
+        """Ends the subprocess, even if it is compiling."""
         self._is_closed = True
         process = self._process
         if process is not None:
             _end(process)
 
     def _started(self) -> "subprocess.Popen[str]":
+        """Returns the subprocess; starts it if necessary."""
         if self._is_closed:
             raise ValueError(_CLOSED)
         if self._process is None:
             settings, pipe = self._settings(), subprocess.PIPE
-            # Not as a part of the package, and without its folder, whose modules' names are others' too.
+            # The file is run as a script, so that the package is not imported. -P keeps the file's folder out
+            # of the module search path, because its modules could shadow others of the same name.
             command = [sys.executable, "-P", __file__]
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8")
             if not _answer(process, settings):
@@ -81,6 +85,7 @@ class CompileSandbox:
         return self._process
 
     def _why_ended(self, code: int, seconds: float) -> str:
+        """Returns the reason why the subprocess ended, as text for the user."""
         if self._is_closed:
             return _CLOSED
         if code == -signal.SIGPROF:
@@ -94,7 +99,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def _answer(process: "subprocess.Popen[str]", question: dict[str, Any]) -> str:
-    """Returns what the process of a trial answers; "" if it has ended."""
+    """Sends a question to the subprocess and returns its answer; "" if the subprocess has ended."""
     assert process.stdin is not None, "it is a pipe"
     assert process.stdout is not None, "it is a pipe"
     try:
@@ -106,21 +111,23 @@ def _answer(process: "subprocess.Popen[str]", question: dict[str, Any]) -> str:
 
 
 def compiled(tokenizer: "LLTokenizer", source: str) -> "LLMatcher":
-    """Returns what follows outputs of a form, from the first token on.
+    """Compiles a grammar, and returns its matcher before the first token.
 
     Args:
-        tokenizer: Of the model.
-        source: The form in llguidance's terms.
+        tokenizer: The model's tokenizer.
+        source: The grammar in llguidance's format.
 
     Raises:
-        ValueError: If it is not valid or can't be met.
+        ValueError: If the grammar is not valid or nothing matches it.
     """
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(verbose_errors=False, step_max_items=_STEP_ITEMS, step_lexer_fuel=_STEP_FUEL)
     root = LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if not root.is_error():
-        root.compute_bitmask()  # what copies then know already; and what can't be met is found
+        # The first mask is cached for copies of the matcher, and its computation detects a grammar that
+        # nothing matches.
+        root.compute_bitmask()
     if root.is_error():
         problem = " ".join(root.get_error().removesuffix("<non-verbose/>").split())
         raise ValueError("nothing meets it" if problem == "NoExtensionBias" else problem)
@@ -128,8 +135,8 @@ def compiled(tokenizer: "LLTokenizer", source: str) -> "LLMatcher":
 
 
 def _serve() -> None:
-    """Answers questions, one per line, until there are no more."""
-    import resource  # which only Unix has
+    """Reads questions from stdin, one per line, and writes the answers to stdout."""
+    import resource  # only available on Unix
 
     from llguidance import LLTokenizer
 
@@ -139,7 +146,8 @@ def _serve() -> None:
     print("null", flush=True)
     for line in sys.stdin:
         question, error = json.loads(line), None
-        signal.setitimer(signal.ITIMER_PROF, question["seconds"])  # unhandled, its signal ends the process
+        # The timer counts CPU time. Its signal is not handled and ends the process.
+        signal.setitimer(signal.ITIMER_PROF, question["seconds"])
         try:
             compiled(tokenizer, question["form"])
         except ValueError as problem:
@@ -149,7 +157,8 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the server's processes all
+    # On Ctrl-C, a terminal sends SIGINT to all processes of the server. The server itself ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.stack_size(_STACK_BYTES)
     server = threading.Thread(target=_serve)
     server.start()

@@ -1,6 +1,17 @@
-"""What a request's form allows after each token: grammars compiled by llguidance, and masks of tokens.
+"""Grammars for structured output, compiled by llguidance, and the token masks that they imply.
 
-llguidance is imported when a request first asks for a form.
+Each output has a Matcher, which is always in one of three phases:
+
+    OPEN        The output so far is a prefix of the reasoning tag. It may become reasoning, or it may be the
+                structured output itself.
+    REASONING   Unconstrained text, up to the text `starts_after`. The output may end in this phase only if
+                the whole output is structured output.
+    GRAMMAR     The grammar constrains all further tokens.
+
+The phase is GRAMMAR from the start if the request has no `starts_after` or its prompt ends with this text.
+Before the phase GRAMMAR, the matcher also tracks whether the output so far could itself be structured output.
+
+llguidance is imported when the first request uses structured output.
 """
 
 import collections
@@ -28,33 +39,36 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _LOGGER = logging.getLogger(__name__)
-# Seconds of a processor. Most schemas of the largest size that is allowed take a tenth.
+# CPU time limit for compiling a grammar (seconds). Most schemas of the maximum size take a tenth of it.
 MAX_COMPILE_S = 5.0
 MAX_CACHED = 64
-_DEAD_END = "NoExtensionBias"  # an error of llguidance
-# Tokens of whitespace that a chat template may put behind what closes the thinking that it has left out.
+_DEAD_END = "NoExtensionBias"  # llguidance's error for a state in which no token is allowed
+# Maximum number of whitespace tokens that a chat template may put after a reasoning tag at the end of a
+# prompt.
 _MAX_BEHIND = 4
-# How llguidance names the keywords that it ignores with "lenient".
+# Warnings of llguidance about schema keywords and formats that it ignores because of the option "lenient".
 _IGNORED_KEYWORDS = re.compile(r"Unimplemented keys: (\[.*\])")
 _IGNORED_FORMAT = re.compile(r"Unknown format: (.*)", re.DOTALL)
-# To ignore these would leave a part of the value open, instead of a condition on it.
+# Keywords that are errors instead of warnings: if llguidance ignores one of these references, a part of the
+# value is not constrained at all.
 _STRUCTURAL = ("$dynamicRef", "$recursiveRef")
 
 
 class Grammar:
-    """A form, compiled; shared by the requests that ask for it.
+    """A compiled grammar, shared by all requests that use it.
 
     Args:
-        root: Before the first token; only copied.
+        root: llguidance's matcher before the first token. It is only copied, never advanced.
         end_token_ids: Tokens that end an output.
-        num_words: Of a mask, each of 32 tokens; those behind the model's vocabulary mean nothing.
-        params: Text that the form follows, and the tag of outputs that have this text.
-        tokenizer: Of the model.
-        ll_tokenizer: The same, for llguidance.
-        warnings: A sentence for each constraint of its JSON schemas that is not enforced.
+        num_words: int32 words of a token mask, for 32 tokens each. Bits beyond the model's vocabulary are
+            ignored.
+        params: The request's constraint, which specifies `starts_after` and `reasoning_tag`.
+        tokenizer: The model's tokenizer.
+        ll_tokenizer: llguidance's version of the tokenizer.
+        warnings: One sentence for each constraint of a JSON schema that is not enforced.
 
     Attributes:
-        tag_ids: Tokens of the tag; empty if there is none.
+        tag_ids: Tokens of the reasoning tag; empty if there is none.
     """
 
     def __init__(
@@ -78,11 +92,12 @@ class Grammar:
         self._ll_tokenizer = ll_tokenizer
 
     def matcher(self, prompt_token_ids: list[int], *, ignores_eos: bool) -> "Matcher":
-        """Returns what follows one output of the form, from its first token on.
+        """Returns a matcher for a new output.
 
         Args:
-            prompt_token_ids: The text that the form begins behind may stand at its end.
-            ignores_eos: Whether the request goes on after an end token: then none is allowed.
+            prompt_token_ids: The prompt. If it ends with `starts_after`, the grammar applies from the first
+                token on.
+            ignores_eos: Whether the request continues after an end token. End tokens are not allowed then.
         """
         behind = (
             self._behind(prompt_token_ids, len(prompt_token_ids), _MAX_BEHIND) if self._starts_after else ""
@@ -96,12 +111,14 @@ class Grammar:
         return Matcher(self, self._root.deep_copy(), phase, ignores_eos=ignores_eos)
 
     def begun(self, token_ids: list[int], stop: int) -> "LLMatcher | None":
-        """Returns the state behind the text that the form begins behind; None if no text ends with it.
+        """Returns the grammar's state if the grammar applies after the given tokens, or None.
+
+        It applies if the text `starts_after` ends in the last token. Further characters of this token must be
+        the beginning of the structured output, or whitespace, which is ignored.
 
         Args:
-            token_ids: Of a text.
-            stop: How many of them there are yet. The last one may hold the beginning of the form as well, or
-                white space, which belongs to neither.
+            token_ids: Tokens of an output.
+            stop: Number of tokens to consider.
         """
         behind = self._behind(token_ids, stop)
         for text in () if behind is None else (behind, behind.lstrip()):
@@ -112,76 +129,79 @@ class Grammar:
         return None
 
     def is_space(self, token_id: int) -> bool:
-        """Returns whether a token is white space."""
+        """Returns whether a token consists of whitespace only."""
         return not self._tokenizer.decode([token_id], skip_special_tokens=False).strip()
 
     def _is_tagged(self, token_ids: list[int]) -> bool:
-        """Returns whether a prompt ends with the tag, and maybe white space."""
+        """Returns whether a prompt ends with the reasoning tag, optionally followed by whitespace."""
         num_tokens = len(self._tag.encode()) + _MAX_BEHIND
         text = self._tokenizer.decode(token_ids[-num_tokens:], skip_special_tokens=False)
         return text.rstrip().endswith(self._tag)
 
     def _behind(self, token_ids: list[int], stop: int, num_more: int = 0) -> str | None:
-        """Returns what stands behind the text that the form begins behind; None if that is not there.
+        """Returns the text after the last occurrence of `starts_after`; None if there is none near the end.
 
         Args:
-            token_ids: Of a text.
-            stop: How many of them there are yet.
-            num_more: How many tokens may follow.
+            token_ids: Tokens of a text.
+            stop: Number of tokens to consider.
+            num_more: Maximum number of whole tokens after `starts_after`.
         """
-        num_tokens = len(self._starts_after.encode()) + num_more  # each of at least a byte
+        num_tokens = len(self._starts_after.encode()) + num_more  # a token has at least one byte
         text = self._tokenizer.decode(token_ids[max(0, stop - num_tokens) : stop], skip_special_tokens=False)
         _, tag, behind = text.rpartition(self._starts_after)
         return behind if tag else None
 
 
 class _Phase(enum.Enum):
-    """The part of an output that the next token belongs to, as far as its tokens tell."""
+    """The part of an output to which its next token belongs."""
 
-    OPEN = enum.auto()  # the reasoning tag or the form: the output is a beginning of the tag, maybe empty
-    REASONING = enum.auto()  # text that nothing constrains
+    OPEN = enum.auto()  # undecided: all tokens so far, if any, are a prefix of the reasoning tag
+    REASONING = enum.auto()  # unconstrained text
     GRAMMAR = enum.auto()
 
 
 class Matcher:
-    """Follows the tokens of one output. Its state is a function of these tokens and the prompt.
+    """Grammar state of one output. It depends only on the prompt and the tokens of the output.
 
     Args:
-        grammar: What it follows.
-        state: Of the grammar, before the first token.
-        phase: Of the first token.
-        ignores_eos: Whether the request goes on after an end token.
+        grammar: The grammar.
+        state: llguidance's state before the first token.
+        phase: Phase of the first token.
+        ignores_eos: Whether the request continues after an end token.
     """
 
     def __init__(self, grammar: Grammar, state: "LLMatcher", phase: _Phase, *, ignores_eos: bool) -> None:
         self.grammar = grammar
-        # The state of the form. Before the phase GRAMMAR, that of an output which is the form from the start.
+        # llguidance's state. Before the phase GRAMMAR, it follows the output as if the structured output had
+        # begun with its first token.
         self._state = state
         self._phase = phase
-        self._fits = True  # whether all tokens fit `_state`; some may not before the phase GRAMMAR
+        self._fits = True  # whether `_state` accepted all tokens; may be False before the phase GRAMMAR
         self._ignores_eos = ignores_eos
-        self._num_tokens = 0  # followed
+        self._num_tokens = 0  # number of tokens followed so far
         self._num_when_complete: int | None = None
 
     def copy(self) -> "Matcher":
-        """Returns one that goes on from here by itself."""
+        """Returns an independent copy."""
         copy = Matcher(self.grammar, self._state.deep_copy(), self._phase, ignores_eos=self._ignores_eos)
         copy._fits = self._fits
         copy._num_tokens, copy._num_when_complete = self._num_tokens, self._num_when_complete
         return copy
 
     def follow(self, token_ids: list[int]) -> int | None:
-        """Takes in what an output has got since the last call.
+        """Advances the matcher by the tokens that are new since the last call.
 
         Args:
-            token_ids: The whole output; it begins with what was given before.
+            token_ids: All tokens of the output so far.
 
         Returns:
-            After how many tokens it was complete, so that nothing can follow; None if it is not.
+            The number of tokens after which the output was complete, so that no token can follow; None if it
+            is not complete.
         """
         for n in range(self._num_tokens, len(token_ids)):
             if self._phase is _Phase.OPEN and token_ids[n] != self.grammar.tag_ids[n]:
-                # Masks allow no token that does not fit. One that was drawn without them begins reasoning.
+                # Masks only allow tokens of the tag or the grammar here. Any other token was drawn without a
+                # mask and begins reasoning.
                 fits = self._fits and self._state.validate_tokens([token_ids[n]]) == 1
                 self._phase = _Phase.GRAMMAR if fits else _Phase.REASONING
             if self._phase is not _Phase.GRAMMAR:
@@ -192,12 +212,12 @@ class Matcher:
         return self._num_when_complete
 
     def _follow_both(self, token_ids: list[int], n: int) -> None:
-        """Takes in token `n` of an output that may have reasoning first, or be the form from the start."""
+        """Follows token `n` in the phase OPEN or REASONING. It may be part of the structured output."""
         token_id = token_ids[n]
         if self._fits and self._state.validate_tokens([token_id]):
             self._state.consume_token(token_id)
         elif self._fits and not all(map(self.grammar.is_space, token_ids[: n + 1])):
-            self._fits = False  # white space before the form is no part of it
+            self._fits = False  # leading whitespace is ignored
         if self._phase is _Phase.OPEN:
             if n + 1 == len(self.grammar.tag_ids):
                 self._phase = _Phase.REASONING
@@ -210,21 +230,21 @@ class Matcher:
 
     @property
     def problem(self) -> str:
-        """Why llguidance has given up; "" if it has not, or has come to a dead end."""
+        """The error that llguidance has reported; "" if there is none, or if no token is allowed any more."""
         error = self._state.get_error().partition("<non-verbose/>")[0].strip()
         return "" if error == _DEAD_END else error
 
     def forced(self) -> list[int]:
-        """Returns the next tokens where the form leaves one text, as the tokenizer writes it."""
+        """Returns the next tokens if the grammar allows only one text, as the tokenizer would encode it."""
         if self._phase is not _Phase.GRAMMAR or self._num_when_complete is not None:
             return []
         return self._state.compute_ff_tokens()
 
     def fill(self, row: np.ndarray) -> None:
-        """Writes the mask of the next token: none is allowed where the form has a dead end.
+        """Writes the mask of the next token. No token is allowed if the grammar has reached a dead end.
 
         Args:
-            row: int32 [num_words]; bit j % 32 of word j // 32 is token j.
+            row: int32 [num_words]. Bit j % 32 of word j // 32 is 1 if token j is allowed.
         """
         state = self._state
         if self._num_when_complete is not None:
@@ -237,11 +257,11 @@ class Matcher:
             row[:] = 0
         else:
             state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            # In both of these llguidance would allow an end token.
+            # In both cases llguidance would allow an end token.
             if state.is_error() or (state.is_stopped() and not state.is_accepting()):
                 row[:] = 0
         may_end = self._fits and state.is_accepting() and not self._ignores_eos
-        if not may_end:  # an end token may be a piece of text, too
+        if not may_end:  # the grammar may also allow an end token as part of the text
             for token_id in self.grammar.end_token_ids:
                 bits[token_id // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token_id % 32))
         if self._phase is _Phase.OPEN:
@@ -250,12 +270,12 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles forms, after a trial in a process of its own; may be called from any thread.
+    """Compiler and cache of grammars. Thread-safe.
 
     Args:
-        tokenizer: Of the model.
-        vocab_size: Of the model.
-        end_token_ids: That end an output.
+        tokenizer: The model's tokenizer.
+        vocab_size: Vocabulary size of the model.
+        end_token_ids: Tokens that end an output.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: frozenset[int]) -> None:
@@ -265,12 +285,14 @@ class Grammars:
         self._sandbox = CompileSandbox(self._settings)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """Returns a form, compiled or found.
+        """Returns the grammar of a constraint, newly compiled or cached.
+
+        Unsupported keywords of a JSON schema become warnings of the grammar, which are also logged.
+        Unsupported references are errors.
 
         Raises:
-            ValueError: If it is not valid, can't be met, has a reference that is not supported, or takes too
-                long; the message names the argument and what is wrong. Other keywords of a JSON schema that
-                are not supported are warnings of the grammar, which are also logged.
+            ValueError: If the constraint is not valid, nothing matches it, it contains an unsupported
+                reference, or it takes too long to compile. The message names the argument and the problem.
         """
         value = getattr(params, params.kind)
         key = json.dumps([params.kind, value, params.starts_after, params.reasoning_tag])
@@ -299,7 +321,7 @@ class Grammars:
         return grammar
 
     def close(self) -> None:
-        """Ends what is still being compiled."""
+        """Ends running trial compilations."""
         self._sandbox.close()
 
     def _settings(self) -> dict[str, Any]:
@@ -317,13 +339,14 @@ class Grammars:
         return {"tokenizer": source, "n_vocab": size, "eos_token": sorted(self._end_token_ids)}
 
     @functools.cached_property
-    def _ll_tokenizer(self) -> "LLTokenizer":  # takes a second with a large vocabulary
+    def _ll_tokenizer(self) -> "LLTokenizer":
+        """The tokenizer for llguidance. With a large vocabulary, its first use takes about a second."""
         from llguidance import LLTokenizer
 
         return LLTokenizer(**self._settings())
 
     def _source(self, kind: str, value: Any) -> tuple[str, tuple[str, ...]]:
-        """Returns a form in llguidance's terms, and warnings of what was removed from its schemas."""
+        """Returns a constraint in llguidance's format, and warnings about constraints that were removed."""
         from llguidance import LLMatcher
 
         if kind in ("json", "structural_tag"):
@@ -343,16 +366,17 @@ class Grammars:
         return source, ()
 
     def _is_special(self, text: str) -> bool:
+        """Returns whether a text is a special token."""
         token_id = self._tokenizer.token_id(text)
         return token_id is not None and self._ll_tokenizer.is_special_token(token_id)
 
 
 def token_masks(output: SchedulerOutput, matchers: dict[int, tuple[Matcher, list[int]]]) -> TokenMasks:
-    """Returns the masks of a step.
+    """Returns the token masks of a step.
 
     Args:
         output: The step.
-        matchers: Of samples with a form, by index in output.samples; and the output tokens of each.
+        matchers: Matcher and output tokens of each sample with structured output, by index in output.samples.
     """
     firsts = [0, *itertools.accumulate(sample.num_logits for sample in output.samples)]
     rows = [row for i in matchers for row in range(firsts[i], firsts[i + 1])]
@@ -363,7 +387,7 @@ def token_masks(output: SchedulerOutput, matchers: dict[int, tuple[Matcher, list
         matcher.follow(token_ids)
         matcher.fill(words[j])
         sample = output.samples[i]
-        if sample.num_logits > 1:  # each of the others comes behind one draft more
+        if sample.num_logits > 1:  # one mask per draft prefix
             ahead, text = matcher.copy(), list(token_ids)
             for k, token_id in enumerate(output.scheduled[sample.row].token_ids[1 - sample.num_logits :], 1):
                 text.append(token_id)
@@ -374,16 +398,17 @@ def token_masks(output: SchedulerOutput, matchers: dict[int, tuple[Matcher, list
 
 
 def _json(value: Any) -> str:
+    """Returns the grammar of a JSON schema."""
     from llguidance import LLMatcher
 
     return LLMatcher.grammar_from_json_schema(value, overrides={**JSON_WRITING})
 
 
 def _warnings_of(root: "LLMatcher") -> tuple[str, ...]:
-    """Returns a sentence for each constraint that llguidance ignores.
+    """Returns one sentence for each constraint that llguidance ignores.
 
     Raises:
-        ValueError: If one of them is a reference.
+        ValueError: If an ignored keyword is a reference.
     """
     found: dict[str, None] = {}
     for warning in root.get_grammar_warnings():
@@ -400,7 +425,15 @@ def _warnings_of(root: "LLMatcher") -> tuple[str, ...]:
 
 
 def _tags(given: Any, is_special: Callable[[str], bool]) -> str:
-    """Returns the grammar of a structural tag."""
+    """Returns the grammar of a structural tag.
+
+    Args:
+        given: The structural tag, as in StructuredOutputsParams.
+        is_special: Returns whether a text is a special token.
+
+    Raises:
+        ValueError: If the structural tag is malformed.
+    """
     from llguidance import LLMatcher, StructTag
 
     triggers, structures = given.get("triggers"), given.get("structures")
@@ -422,7 +455,7 @@ def _tags(given: Any, is_special: Callable[[str], bool]) -> str:
         assert trigger is not None, "just checked"
         schema = item["schema"] | {"x-guidance": {**JSON_WRITING}}
         tags.append(StructTag(trigger=trigger, begin=item["begin"], grammar=schema, end=item["end"]))
-    # llguidance takes a trigger in angle brackets for a token of its own.
+    # llguidance interprets a trigger in angle brackets as a special token.
     bracketed = {tag.trigger for tag in tags if tag.trigger[0] == "<" and tag.trigger[-1] == ">"}
     special = {text for text in bracketed if is_special(text)}
     if special and special != bracketed:

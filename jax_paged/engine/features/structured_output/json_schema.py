@@ -1,31 +1,32 @@
-"""JSON schemas with what llguidance rejects removed, so that it enforces the rest."""
+"""Removal of JSON schema constraints that llguidance rejects, so that it enforces the remaining ones."""
 
 import re
 from typing import Any
 
-# Keywords whose values are data: what looks like a schema there is none.
+# Keywords whose values are data, which may look like schemas but are not.
 _DATA = frozenset(("const", "default", "enum", "example", "examples", "x-guidance"))
-# Keywords whose values are objects of schemas: their keys are names, not keywords.
+# Keywords whose values map names to schemas. Their keys are not keywords.
 _OBJECTS = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
-# An escaped character, what opens a group or a class, what closes one, or any other character.
+# Matches an escaped character, the start of a look-around, a named back-reference or a character class, or
+# any other single character.
 _PATTERN_TOKEN = re.compile(r"\\.|\(\?<?[=!]|\(\?P=|\[\^?\]?|.", re.DOTALL)
 _LOOK_AROUNDS = ("(?=", "(?!", "(?<=", "(?<!")
 _EMPTY = "(?:)"
 
 
 class RelaxedSchema:
-    """A JSON schema without the constraints that no grammar of llguidance can express.
+    """A JSON schema without the constraints that llguidance can't express as a grammar.
 
-    These are assertions of width zero in patterns (look-ahead, look-behind, word boundaries), patterns with
-    back-references, and numbers of properties that repeated keys could make up. What remains allows all that
-    the schema allows, and more.
+    Removed are zero-width assertions in patterns (look-ahead, look-behind, word boundaries), patterns with
+    back-references, and values of minProperties that repeated keys could satisfy. The result allows
+    everything that the schema allows, and more.
 
     Args:
-        schema: The schema; not changed.
+        schema: The original schema; not modified.
 
     Attributes:
-        schema: What remains of it.
-        warnings: A sentence for each constraint that was removed.
+        schema: The relaxed schema.
+        warnings: One sentence for each removed constraint.
     """
 
     def __init__(self, schema: Any) -> None:
@@ -34,6 +35,7 @@ class RelaxedSchema:
         self.warnings = tuple(self._warnings)
 
     def _relaxed(self, schema: Any) -> Any:
+        """Returns a relaxed copy of a schema, or of a list of schemas."""
         if isinstance(schema, list):
             return [self._relaxed(item) for item in schema]
         if not isinstance(schema, dict):
@@ -54,10 +56,12 @@ class RelaxedSchema:
         return relaxed
 
     def _relaxed_names(self, schemas: dict[str, Any]) -> dict[str, Any]:
+        """Returns the schemas of patternProperties by relaxed pattern; drops unsupported patterns."""
         patterns = {name: self._relaxed_pattern(name) for name in schemas}
         return {pattern: schemas[name] for name, pattern in patterns.items() if pattern is not None}
 
     def _relaxed_pattern(self, pattern: str) -> str | None:
+        """Returns a pattern without zero-width assertions; None if it is not supported. Adds warnings."""
         relaxed = without_assertions(pattern)
         if relaxed is None:
             self._warn(f"pattern {pattern} is not enforced, as it has back-references")
@@ -66,9 +70,9 @@ class RelaxedSchema:
         return relaxed
 
     def _relax_min_properties(self, schema: dict[str, Any]) -> None:
-        """Lowers minProperties to what llguidance counts correctly.
+        """Lowers minProperties to a value that llguidance counts correctly.
 
-        It counts a repeated key each time, and only keys that the schema does not name.
+        llguidance counts only keys that the schema does not name, and counts a repeated key each time.
         """
         least, required, named = (schema.get(key) for key in ("minProperties", "required", "properties"))
         if not isinstance(least, int | float):
@@ -87,18 +91,18 @@ class RelaxedSchema:
 
 
 def without_assertions(pattern: str) -> str | None:
-    """Returns a regular expression without its assertions of width zero, except "^" and "$".
+    """Returns a regular expression without its zero-width assertions, except for "^" and "$".
 
-    An assertion only rejects texts, so the result matches all that the pattern matches.
+    Assertions only reject texts. The result therefore matches all texts that the pattern matches.
 
     Args:
-        pattern: As JSON schemas have it.
+        pattern: A pattern in the syntax of JSON schemas.
 
     Returns:
-        The pattern; None if it has back-references, which no regular language has.
+        The pattern; None if it contains back-references, which no regular language can express.
     """
     parts: list[str] = []
-    depth = 0  # of groups within a look-around, itself included
+    depth = 0  # nesting depth of groups within a look-around, including itself
     in_class = False
     for token in _PATTERN_TOKEN.findall(pattern):
         if in_class:

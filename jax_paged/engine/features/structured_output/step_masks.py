@@ -1,4 +1,4 @@
-"""Structured output in a step: token masks before it, and tokens that grammars force after it."""
+"""Structured output in the engine's steps: token masks before a step, and forced tokens after it."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -14,11 +14,11 @@ from jax_paged.engine.output_processor import RequestState
 def with_token_masks(
     output: SchedulerOutput, scheduler: Scheduler, requests: Mapping[str, RequestState]
 ) -> SchedulerOutput:
-    """Returns a step with the token masks of its requests with structured output.
+    """Returns a step with the token masks of its requests that use structured output.
 
     Args:
         output: The step.
-        scheduler: Has scheduled it.
+        scheduler: The scheduler that scheduled the step.
         requests: The engine's requests, by id.
     """
     matchers: dict[int, tuple[Matcher, list[int]]] = {}
@@ -52,6 +52,7 @@ def forced_tokens(
 
 
 def _matcher_of(group: SequenceGroup, seq: Sequence, requests: Mapping[str, RequestState]) -> Matcher:
+    """Returns the matcher of a sequence."""
     matcher = requests[group.request_id].matcher_of(seq)
     assert matcher is not None, "it was made when the request was checked"
     return matcher

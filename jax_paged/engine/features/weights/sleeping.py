@@ -1,9 +1,10 @@
-"""An engine that sleeps: it frees the memory of weights and pool for others, and takes it again.
+"""Sleep mode: an engine frees the device memory of its weights and KV cache, and allocates it again later.
 
-    awake --sleep(1)--> weights in host memory, no pool --wake_up--> awake
-    awake --sleep(2)--> no weights, no pool --update_weights, wake_up--> awake
+    awake --sleep(1)--> weights in host memory, no KV cache --wake_up--> awake
+    awake --sleep(2)--> no weights, no KV cache --update_weights, wake_up--> awake
 
-Each part that can wake up separately has a tag. Requests run again when nothing sleeps any more.
+The parts that can wake up separately are named by tags, "weights" and "kv_cache". Requests run again when
+both are awake.
 """
 
 from collections.abc import Iterable
@@ -20,26 +21,26 @@ TAGS = ("weights", "kv_cache")
 
 
 class Sleeping(EngineFeature):
-    """Methods of LLMEngine that free the memory of weights and pool, and take it again.
+    """Methods of LLMEngine that free the memory of weights and KV cache, and allocate it again.
 
     Attributes:
-        sleep_level: 1 or 2 while the engine sleeps, 0 while it is awake.
+        sleep_level: 1 or 2 while the engine is asleep, 0 while it is awake.
     """
 
     sleep_level: int = 0
-    _asleep: tuple[str, ...] = ()  # tags of the memory that is freed
+    _asleep: tuple[str, ...] = ()  # tags of the parts that are asleep
 
     @any_thread
     def is_sleeping(self) -> bool:
-        """Whether anything sleeps, so that no request runs; the name is vLLM's."""
+        """Returns whether any part of the engine is asleep, so that no request runs. The name is vLLM's."""
         return bool(self._asleep)
 
     def check_sleep(self, level: Any, mode: Any) -> None:
-        """Checks that the engine can go to sleep in this way; changes nothing.
+        """Checks that `sleep` can be called with these arguments; changes nothing.
 
         Raises:
-            ValueError: If it can't; the message lists everything that is wrong.
-            RuntimeError: If requests are to be kept that can't be computed again.
+            ValueError: If it can't. The message lists every problem.
+            RuntimeError: If `mode` is "keep" and a running request can't be recomputed.
         """
         problems = Problems()
         problems.note(check_choice, "level", level, (1, 2))
@@ -51,21 +52,23 @@ class Sleeping(EngineFeature):
             check_can_recompute(self._core)
 
     def sleep(self, level: int = 1, mode: Mode = "wait") -> None:
-        """Gives the memory of weights and pool to whatever else this process does, until `wake_up`.
+        """Frees the memory of weights and KV cache until `wake_up`, for other work of this process.
 
-        Arrays that a model in memory shares stay its own. While it sleeps the engine takes no requests
-        (EngineAsleepError), and cached prefixes are forgotten; pinned ones are computed again at the end.
+        A sleeping engine rejects requests (EngineAsleepError). Cached prefixes are dropped, and pinned
+        prefixes are recomputed after waking. Arrays that the engine shares with the caller's model are not
+        freed.
 
         Args:
-            level: 1 keeps the weights in host memory. 2 drops them: update_weights may bring others before
-                the engine is awake; else they are read again from the folder that they came from.
-            mode: What becomes of running requests. "wait" runs them to their ends first (`step` returns what
-                they bring); "abort" ends them with what they have; "keep" computes all their tokens again
-                after waking.
+            level: 1 keeps the weights in host memory. 2 drops them: unless update_weights provides new ones,
+                they are read again from their folder at wake-up.
+            mode: What happens to running requests. "wait" runs them to completion first (the next `step`
+                returns their outputs). "abort" ends them with the output generated so far. "keep" recomputes
+                all their tokens after waking.
 
         Raises:
-            ValueError: If an argument is wrong, or the engine sleeps already; nothing has changed.
-            RuntimeError: If requests are to be kept that can't be computed again; nothing has changed.
+            ValueError: If an argument is wrong, or the engine is already asleep. Nothing has changed then.
+            RuntimeError: If `mode` is "keep" and a running request can't be recomputed. Nothing has changed
+                then.
         """
         core = self._core
         core.check_alive()
@@ -83,27 +86,27 @@ class Sleeping(EngineFeature):
         self._set_asleep(TAGS)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Takes memory again; compiles nothing. When nothing sleeps any more, requests run.
+        """Allocates freed memory again. Nothing is compiled. Requests run when all parts are awake.
 
         Args:
-            tags: Of what wakes up: "weights", "kv_cache"; None for all that sleeps. Other weights can be
-                brought in between, before the pool takes its memory.
+            tags: Parts to wake up: "weights", "kv_cache", or None for all parts that are asleep. To save
+                memory, weights may be updated before the KV cache is allocated.
 
         Raises:
-            ValueError: If a tag is wrong or awake, or there are no weights to wake up with, and nothing has
-                changed then; or if pinned prefixes can't be computed again.
-            RuntimeError: If prefixes are pinned, and a model in memory has got other weights meanwhile;
-                update_weights takes them.
+            ValueError: If a tag is wrong or already awake, or if no weights are available; nothing has
+                changed then. Also if a pinned prefix can't be recomputed.
+            RuntimeError: If prefixes are pinned, and the caller has replaced the weights of a model in memory
+                while the engine was asleep. Call update_weights first.
         """
         core = self._core
         core.check_alive()
         waking = _checked_tags(tags, self._asleep)
         left = tuple(tag for tag in self._asleep if tag not in waking)
-        # Dropped weights are read as late as possible: update_weights may still bring others.
+        # Dropped weights are read as late as possible, because update_weights may provide others before.
         if not left or ("weights" in waking and self.sleep_level == 1):
             core.executor.restore_weights()
         if not left and core.scheduler.block_manager.pinned:
-            core.executor.check_weights()  # before the prefixes are computed with them
+            core.executor.check_weights()  # the pinned prefixes are recomputed with these weights
         if "kv_cache" in waking:
             core.executor.restore_pool()
         self._set_asleep(left)
@@ -112,12 +115,18 @@ class Sleeping(EngineFeature):
             self._forget_prefixes(None)
 
     def _set_asleep(self, tags: tuple[str, ...]) -> None:
+        """Sets the parts that are asleep, and pauses or resumes the engine accordingly."""
         self._asleep = tags
         reason = f"the engine sleeps ({', '.join(tags)}); wake_up() wakes it"
         self._core.pause_reason = reason if tags else None
 
 
 def _checked_tags(tags: Iterable[str] | None, asleep: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the tags to wake up.
+
+    Raises:
+        ValueError: If a tag is unknown or already awake, or nothing is asleep.
+    """
     if tags is None:
         check(bool(asleep), "wake_up()", [], "called while something sleeps")
         return asleep

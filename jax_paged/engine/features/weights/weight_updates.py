@@ -1,4 +1,4 @@
-"""New weights for a running engine, and what becomes of everything that the old weights have computed."""
+"""Weight updates of a running engine, and their effect on requests and cached prefixes."""
 
 import uuid
 from typing import TYPE_CHECKING, Literal
@@ -14,11 +14,11 @@ Running = Literal["error", "recompute", "keep"]
 
 
 class WeightUpdates(EngineFeature):
-    """Methods of LLMEngine that replace its weights between two steps."""
+    """Methods of LLMEngine that replace the weights between two steps."""
 
     @property
     def weight_version(self) -> str:
-        """The name of the weights that draw tokens now: what update_weights was told, or how often it ran."""
+        """The name of the current weights, from the last update; by default the number of updates."""
         return self._core.weight_version
 
     def update_weights(
@@ -28,24 +28,26 @@ class WeightUpdates(EngineFeature):
         running: Running = "error",
         weight_version: str | None = None,
     ) -> None:
-        """Serves other weights from now on; nothing is compiled, and no cached prefix of older ones is hit.
+        """Replaces the weights. Nothing is compiled, and prefixes that older weights computed are not reused.
+
+        Pinned prefixes are recomputed with the new weights. While requests are running, pinned prefixes are
+        an error.
 
         Args:
-            weights: A model, its nnx.State, tensors by the names of a checkpoint (a mapping or pairs), or a
-                folder or hub id; names, shapes and types are those of the model that is served. Arrays on
-                the device are shared: a program that they are donated to takes them away.
-            running: What becomes of running requests. With "error" there must be none; "recompute" computes
-                all their tokens again, those they have drawn included; "keep" goes on from the keys and
-                values of the older weights, which no other request is given. While the engine sleeps it means
-                nothing: requests that were kept are computed again when it wakes up.
-            weight_version: A name for outputs to carry; None counts the updates.
-
-        Pinned prefixes are computed again, under their names; while requests run they are an error.
+            weights: A model, its nnx.State, tensors by checkpoint name (a mapping or pairs), a folder, or a
+                hub id. Names, shapes and dtypes must match the served model. JAX arrays are shared with the
+                caller and must not be donated to other programs.
+            running: What happens to running requests. "error" raises an error if there are any. "recompute"
+                recomputes all their tokens, including output tokens. "keep" continues with the keys and
+                values of the old weights, which are not shared with other requests. Ignored while the engine
+                is asleep: requests that were kept are recomputed at wake-up.
+            weight_version: Name of the weights, reported with outputs; None for the number of updates.
 
         Raises:
-            ValueError: If the weights do not fit, and nothing has changed then; or if pinned prefixes can't
-                be computed again.
-            RuntimeError: If requests run, or prefixes are pinned, that must not be; nothing has changed.
+            ValueError: If the weights do not fit; nothing has changed then. Also if a pinned prefix can't be
+                recomputed.
+            RuntimeError: If running requests or pinned prefixes do not allow the update. Nothing has changed
+                then.
         """
         core, version = self._core, weight_version
         core.check_alive()
@@ -59,11 +61,12 @@ class WeightUpdates(EngineFeature):
         core.executor.update_weights(weights)
         core.num_weight_updates += 1
         core.weight_version = str(core.num_weight_updates) if version is None else version
-        if core.pause_reason is None:  # an engine that sleeps does so when it wakes up
+        if core.pause_reason is None:  # a sleeping engine does this at wake-up
             self._forget_prefixes(uuid.uuid4().hex if running == "keep" else None)
 
 
 def _check_running(core: EngineCore, running: Running) -> None:
+    """Raises RuntimeError if running requests or pinned prefixes do not allow a weight update."""
     if running == "error":
         raise RuntimeError(
             "requests are running; finish or abort them, or pass running='recompute' or 'keep'"
@@ -74,10 +77,10 @@ def _check_running(core: EngineCore, running: Running) -> None:
 
 
 def check_can_recompute(core: EngineCore) -> None:
-    """Checks that running requests can lose all that they have computed, and compute it again.
+    """Checks that running requests can drop everything that they have computed, and compute it again.
 
     Raises:
-        RuntimeError: If they can't; the message lists every reason.
+        RuntimeError: If they can't. The message lists every reason.
     """
     problems = _pinned(core)
     if core.planned is not None:
@@ -96,11 +99,13 @@ def check_can_recompute(core: EngineCore) -> None:
 
 
 def _pinned(core: EngineCore) -> list[str]:
+    """Returns an error message about pinned prefixes, as a list; empty if no prefix is pinned."""
     names = ", ".join(map(repr, core.scheduler.block_manager.pinned))
     what = "unpin them, or let all requests finish, so that they can be computed again"
     return [f"the prefixes {names} are pinned: {what}"] if names else []
 
 
 def _raise(problems: list[str]) -> None:
+    """Raises RuntimeError with all problems, if there are any."""
     if problems:
         raise RuntimeError("\n".join(problems))

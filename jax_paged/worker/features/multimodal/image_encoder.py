@@ -1,4 +1,4 @@
-"""The encoder of images: it runs before the step that first needs one, and what it returns is kept."""
+"""Image encoder: runs before the first step that needs an image, and caches the resulting vectors."""
 
 import collections
 import dataclasses
@@ -24,17 +24,22 @@ from jax_paged.worker.input_batch import InputBatch
 
 _LOGGER = logging.getLogger(__name__)
 
-# Tiles that are encoded together.
+# Batch sizes of the programs that encode tiles.
 NUM_TILES = (1, 4)
-# Patches of the smallest program. The sizes of the others double; each is rounded up to whole squares.
+# Size of the smallest program that encodes patches. Sizes double from there. Each is rounded up to a multiple
+# of the patches per token.
 MIN_PATCHES = 256
-# Characters of an error message that a request ends with; XLA may list all buffers.
+# Maximum length of an encoding error in a request's error message (characters). XLA may list all buffers.
 _MAX_ERROR = 300
 
 
 @dataclasses.dataclass(frozen=True)
 class EncodeImagesProgram(Program):
-    """Encodes so many tiles, as encode_images does; returns float32 [tiles, tokens, E]."""
+    """Program that encodes tiles with the model's `encode_images`; returns float32 [tiles, tokens, E].
+
+    Args:
+        num_tiles: Number of tiles.
+    """
 
     num_tiles: int
 
@@ -42,6 +47,7 @@ class EncodeImagesProgram(Program):
         return f"images {self.num_tiles}"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces the program; see Program."""
         spec, n = context.features.image_spec, self.num_tiles
         assert isinstance(spec, ImageSpec), "only a model that cuts images into tiles has it"
 
@@ -59,7 +65,11 @@ class EncodeImagesProgram(Program):
 
 @dataclasses.dataclass(frozen=True)
 class EncodePatchesProgram(Program):
-    """Encodes an image of up to so many patches, as encode_images does; returns float32 [tokens, numbers]."""
+    """Program that encodes one image with the model's `encode_images`; returns float32 [tokens, numbers].
+
+    Args:
+        num_patches: Maximum number of patches of the image.
+    """
 
     num_patches: int
 
@@ -67,6 +77,7 @@ class EncodePatchesProgram(Program):
         return f"image of {self.num_patches}"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces the program; see Program."""
         spec = context.features.image_spec
         assert isinstance(spec, PatchSpec), "only a model that cuts images into patches has it"
 
@@ -81,10 +92,10 @@ class EncodePatchesProgram(Program):
 
 
 def plan_images(spec: ImageSpec | PatchSpec, max_model_len: int) -> list[Program]:
-    """Returns the programs that encode images, the largest last.
+    """Returns the programs that encode images, in ascending order of size.
 
     Args:
-        spec: How prompts have images.
+        spec: Image format of the model.
         max_model_len: Maximum tokens of a prompt.
     """
     if isinstance(spec, ImageSpec):
@@ -97,14 +108,14 @@ def plan_images(spec: ImageSpec | PatchSpec, max_model_len: int) -> list[Program
 
 
 def check_images(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -> None:
-    """Checks arguments that a model with or without images rules out; reads no weights.
+    """Checks arguments that are only allowed with, or without, a model that reads images; reads no weights.
 
     Args:
-        args: Of the engine.
-        loaded: A model in memory in place of args.model.
+        args: Engine arguments.
+        loaded: A model in memory that replaces args.model; None for args.model.
 
     Raises:
-        ValueError: If an argument is ruled out.
+        ValueError: If an argument is not allowed.
     """
     if loaded is None:
         config = read_config(resolve_model_dir(args.model), args.hf_overrides or {})
@@ -125,26 +136,26 @@ def check_images(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -
 
 
 def check_images_can_be_encoded(spec: ImageSpec | PatchSpec, context: TraceContext) -> None:
-    """Traces the smallest program that encodes images; computes nothing.
+    """Traces the smallest program that encodes images, without running it.
 
     Raises:
-        ValueError: If the shapes of the model's configuration do not fit together.
+        ValueError: If the shapes in the model's configuration are inconsistent.
     """
     program = plan_images(spec, context.max_model_len)[0]
     try:
         program.trace(context)
-    except Exception as error:  # of whichever layer does not fit
+    except Exception as error:  # any layer may raise an error
         raise ValueError(
             f"the model can't encode images: {_shown(error)}. Check vision_config of its config.json"
         ) from error
 
 
 def _padded(num_patches: int, square: int) -> int:
-    """Returns the number of patches of the smallest program that holds `num_patches`.
+    """Returns the number of patches of the smallest program that can encode an image.
 
     Args:
-        num_patches: Patches of an image.
-        square: Patches that become one token: every program has a multiple of them.
+        num_patches: Patches of the image.
+        square: Patches per token. The size of every program is a multiple of this.
     """
     size = max(MIN_PATCHES, 1 << (num_patches - 1).bit_length())
     return -(-size // square) * square
@@ -153,6 +164,7 @@ def _padded(num_patches: int, square: int) -> int:
 def _encode_patches(
     run: Callable[..., Any], weights: list[Array], image: Patches
 ) -> Float[np.ndarray, "n e"]:
+    """Encodes an image that is cut into patches; returns one vector per token."""
     n, num_tokens = len(image.pixels), image.grid[0] * image.grid[1]
     pixels = np.pad(image.pixels, ((0, _padded(n, n // num_tokens) - n), (0, 0)))
     args = pixels, image.scale, image.offset, np.array(image.grid, np.int32)
@@ -161,16 +173,17 @@ def _encode_patches(
 
 
 def _shown(error: Exception) -> str:
+    """Returns the message of an error, shortened if it is long."""
     text = str(error) or repr(error)
     return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]}..."
 
 
 class ImageEncoder:
-    """Encodes what a step needs of images, each of their tiles once.
+    """Encoder of the images that a step needs, with a least-recently-used cache of their vectors.
 
     Args:
-        max_bytes: Of the vectors that are kept; those used last stay.
-        batch_invariant: Whether the vectors of a tile may not depend on how many are encoded with it.
+        max_bytes: Maximum size of the cached vectors (bytes).
+        batch_invariant: Whether the vectors of a tile must not depend on the number of tiles encoded with it.
     """
 
     def __init__(self, max_bytes: int, *, batch_invariant: bool = False) -> None:
@@ -186,17 +199,17 @@ class ImageEncoder:
         output: SchedulerOutput,
         batch: InputBatch,
     ) -> dict[int, str]:
-        """Gives the batch slots of a step the vectors of all tokens that it computes.
+        """Encodes the images that a step needs, and adds their vectors to the state of its sequences.
 
         Args:
             run: Runs a program.
-            weights: Of the model.
+            weights: The model's weights.
             output: The step.
-            batch: The batch slots; updated.
+            batch: State of the batch slots; updated.
 
         Returns:
-            Error messages by the batch slots of sequences that an image could not be encoded for: they have
-            to end. What the step computes for them means nothing.
+            Error messages by batch slot, for sequences whose image could not be encoded. These sequences must
+            end, and their results of the step are invalid.
         """
         needed = batch.features.missing_stand_ins(output)
         if not needed:
@@ -220,14 +233,14 @@ class ImageEncoder:
         return errors
 
     def clear(self) -> None:
-        """Forgets all vectors: they were made with other weights."""
+        """Drops all cached vectors, because the weights have changed."""
         self._kept.clear()
         self._num_bytes = 0
 
     def _encoded(
         self, run: Callable[..., Any], weights: list[Array], images: list[Tile] | list[Patches]
     ) -> list[Float[np.ndarray, "n e"] | Exception]:
-        """Returns the vectors of each image or tile, or the error that its encoding has failed with."""
+        """Returns, for each image or tile, its vectors or the error that occurred."""
         size = 1 if isinstance(next(iter(images), None), Patches) else self._sizes[-1]
         groups = [images[i : i + size] for i in range(0, len(images), size)]
         return [result for group in groups for result in self._encoded_group(run, weights, group)]
@@ -237,24 +250,26 @@ class ImageEncoder:
     ) -> list[Float[np.ndarray, "n e"] | Exception]:
         try:
             if isinstance(group[0], Patches):
-                return [_encode_patches(run, weights, group[0])]  # each is a group of its own
+                return [_encode_patches(run, weights, group[0])]  # a group contains a single image of patches
             return [*self._encode_tiles(run, weights, group)]
-        except Exception as error:  # whatever XLA raises, such as for lack of memory
+        except Exception as error:  # any error of XLA, such as out of memory
             if len(group) == 1:
                 return [error]
-        # The images may be of several requests: those that can be encoded alone are.
+        # The images may belong to several requests. They are encoded again one by one, so that only the
+        # requests with a failing image end.
         return [result for image in group for result in self._encoded_group(run, weights, [image])]
 
     def _encode_tiles(
         self, run: Callable[..., Any], weights: list[Array], tiles: Sequence[Any]
     ) -> list[Float[np.ndarray, "n e"]]:
         size = next(n for n in self._sizes if n >= len(tiles))
-        # Padded with the last one, whose vectors are dropped.
+        # Padded with copies of the last tile, whose results are dropped.
         columns = zip(*tiles, *[tiles[-1]] * (size - len(tiles)), strict=True)
         out = np.asarray(run(EncodeImagesProgram(size), weights, *map(np.stack, columns)))
         return [x.copy() for x in out[: len(tiles)]]
 
     def _keep(self, found: dict[str, np.ndarray]) -> None:
+        """Adds vectors to the cache. Evicts the least recently used ones if the cache is too large."""
         for digest, vectors in found.items():
             if digest not in self._kept:
                 self._num_bytes += vectors.nbytes

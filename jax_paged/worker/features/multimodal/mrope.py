@@ -1,4 +1,4 @@
-"""M-RoPE: the rotary positions of prompts with images, whose tokens stand in rows and columns.
+"""M-RoPE: rotary positions with three axes (time, row, column) for prompts with images.
 
 Source: Wang et al., Qwen2-VL, 2024.
 """
@@ -11,15 +11,25 @@ from jax_paged.worker.input_batch import InputBatch
 
 
 def mrope_positions(stand_ins: tuple[StandIn, ...]) -> tuple[Int[np.ndarray, "3 n"], int]:
-    """Returns the positions up to the end of the last image, and how far those behind stand from the text's.
+    """Returns the M-RoPE positions up to the end of the last image, and the offset of later positions.
 
-    A token of text has the same position along all axes. An image begins where a token in its place would
-    stand; each of its tokens has that position, and those that are as many further on as rows and columns are
-    before it. What follows comes behind the largest. A position thus depends on nothing that follows it, and
-    the keys of cached blocks stay right.
+    A text token has the same position on all three axes. An image starts at the position p that a text token
+    in its place would have. Its token in row r and column c has the position (p, p + r, p + c). Text after
+    the image continues at p + max(rows, columns). With two text tokens, an image of 2 x 3 tokens, and more
+    text:
+
+        token     0  1 | 2  3  4  5  6  7 | 8  9
+        time      0  1 | 2  2  2  2  2  2 | 5  6
+        row       0  1 | 2  2  2  3  3  3 | 5  6
+        column    0  1 | 2  3  4  2  3  4 | 5  6
+
+    A position depends on earlier tokens only, so the keys in cached blocks stay valid.
 
     Args:
         stand_ins: The images of a prompt, in order; at least one.
+
+    Returns:
+        int32 [3, n], and the number to add to the index of a later token to get its position (-3 above).
     """
     positions, offset = np.tile(np.arange(stand_ins[-1].stop, dtype=np.int32), (3, 1)), 0
     for image in stand_ins:
@@ -39,16 +49,16 @@ def fill_mrope(
     token_batch_slots: Int[np.ndarray, " t"],
     positions: Int[np.ndarray, " t"],
 ) -> None:
-    """Fills the rotary positions of token rows.
+    """Fills the field `mrope_positions` of the packed buffer.
 
     Args:
-        filled: The field mrope_positions.
-        batch: The batch slots.
-        token_batch_slots: The batch slot of each token row.
-        positions: The position of each token in its sequence.
+        filled: The field, without padding.
+        batch: State of the batch slots.
+        token_batch_slots: Batch slot of each token row.
+        positions: Index of each token in its sequence.
     """
     filled[:] = positions + batch.features.mrope_offsets[token_batch_slots]
-    is_known = positions < batch.features.mrope_stops[token_batch_slots]  # none in steps that decode
+    is_known = positions < batch.features.mrope_stops[token_batch_slots]  # always False in decode steps
     for batch_slot in np.unique(token_batch_slots[is_known]).tolist():
         rows = np.flatnonzero(is_known & (token_batch_slots == batch_slot))
         filled[:, rows] = batch.features.mrope[batch_slot][:, positions[rows]]

@@ -1,4 +1,4 @@
-"""The device side of an engine whose model reads whole texts and has no cache: programs by length, batch."""
+"""Model runner for encoder-only models, which compute whole texts in one step and have no KV cache."""
 
 import collections
 import dataclasses
@@ -35,21 +35,26 @@ from jax_paged.worker.loading.resolve_config import ModelFacts, resolve_config
 from jax_paged.worker.loading.weights import ServedWeights, load
 from jax_paged.worker.sampling.sampler import SamplerOptions
 
-# Nobody takes one: they are there so that the scheduler, which keeps a share free, finds some.
+# Number of KV blocks that the scheduler sees. Texts do not use them. The scheduler needs some because it
+# keeps a share of its blocks free.
 _NUM_BLOCKS = 16
-# The least that texts are padded to; larger sizes double.
+# Smallest padded length (tokens). Each larger one is twice as long as the one before.
 _MIN_LENGTH = 16
-# Texts of a program: no row is padding, as a batch is split into these.
+# Numbers of texts per program. Batches are split into these sizes, so that no text is padding.
 _BATCH_SIZES = (64, 16, 4, 1)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class EncodeTextsProgram(Program):
-    """Pools B texts of up to N tokens.
+    """Program that encodes and pools B texts of up to N tokens.
 
-    Its arguments are weights, int32 tokens [B, N], and int32 [3, B]: how many tokens each text has, where
-    its second text begins, and of which token the hidden state is taken, -1 for the mean. It returns
-    float32 [B, P], and the hidden states [B, N, E].
+    Its arguments are the weights, int32 tokens [B, N], and int32 [3, B]: the number of tokens of each text,
+    the start of its second text, and the token whose hidden state is taken (-1 for the mean of all). It
+    returns the pooled values, float32 [B, P], and the hidden states [B, N, E].
+
+    Args:
+        num_tokens: Padded length of the texts, N (tokens).
+        num_texts: Number of texts, B.
     """
 
     num_tokens: int
@@ -59,6 +64,8 @@ class EncodeTextsProgram(Program):
         return f"encode {self.num_tokens}x{self.num_texts}"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces the program; see Program."""
+
         def encode(weights: list[Array], tokens: Array, texts: Array) -> tuple[Array, Array]:
             model: Any = context.merge(weights)
             lens, second_texts, places = texts
@@ -77,13 +84,13 @@ class EncodeTextsProgram(Program):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _PendingBatch:
-    """Texts that the device works on.
+    """A batch of texts that the device is computing.
 
     Args:
-        rows: Their indices among the step's rows.
-        kinds: What is kept of each, as SamplingParams.pooling has it.
-        pooled: Of EncodeTextsProgram.
-        hidden: Of EncodeTextsProgram.
+        rows: Indices of the texts in SchedulerOutput.scheduled.
+        kinds: SamplingParams.pooling of each text.
+        pooled: Pooled values, from EncodeTextsProgram.
+        hidden: Hidden states, from EncodeTextsProgram.
     """
 
     rows: list[int]
@@ -93,17 +100,18 @@ class _PendingBatch:
 
 
 class EncoderRunner:
-    """Runs the steps of one scheduler, whose rows are whole texts, on one device.
+    """Model runner for an encoder-only model on one device. Each scheduled sequence is a whole text.
 
-    It has what LocalExecutor asks of a ModelRunner. A step draws no tokens: those in its result mean nothing.
+    It has the interface of ModelRunner that LocalExecutor uses. A step draws no tokens: the tokens in its
+    result are placeholders.
 
     Args:
-        args: Model and limits.
-        loaded: A model in memory to serve, in place of args.model; its weights stay the caller's.
-        first_device: The first of its devices, among those that JAX sees.
+        args: Engine arguments.
+        loaded: A model in memory to serve instead of args.model; the caller keeps its weights.
+        first_device: Index of the device in JAX's list of devices.
 
     Raises:
-        ValueError: If the model can't be loaded or a limit does not fit it.
+        ValueError: If the model can't be loaded, or an argument does not fit it.
     """
 
     def __init__(
@@ -152,7 +160,7 @@ class EncoderRunner:
         weakref.finalize(self, self.compiled.abandon).atexit = False
 
     def dispatch(self, output: SchedulerOutput) -> None:
-        """Begins a step: texts of about the same length are computed together."""
+        """Starts a step. Texts of similar length are computed together."""
         if output.step_id == 0:
             self._texts.clear()
         for seq_id in output.released_seq_ids:
@@ -171,7 +179,7 @@ class EncoderRunner:
         self._pending.append((output, batches))
 
     def result(self) -> ModelRunnerOutput:
-        """Waits for the oldest step that was dispatched, and returns its result."""
+        """Waits for the oldest dispatched step, and returns its result."""
         output, batches = self._pending.popleft()
         captured: dict[int, dict[str, np.ndarray]] = {}
         for batch in batches:
@@ -192,20 +200,20 @@ class EncoderRunner:
         )
 
     def check_weights(self) -> None:
-        """Raises RuntimeError if the caller's model has other weights than those that are served."""
+        """Raises RuntimeError if the caller has replaced the weights of the model in memory."""
         self.served.check()
 
     def forget_images(self) -> None:
-        """Does nothing, as texts have no images."""
+        """Does nothing, because texts contain no images."""
 
     def allocate(self) -> None:
-        """Does nothing, as there is no pool."""
+        """Does nothing, because there is no KV cache."""
 
     def free(self) -> None:
-        """Does nothing, as there is no pool."""
+        """Does nothing, because there is no KV cache."""
 
     def close(self) -> None:
-        """Frees the weights, unless they are the caller's; the runner is done."""
+        """Frees the weights, unless they belong to the caller. The runner can't be used afterwards."""
         self.compiled.stop()
         self.served.close()
         self._pending.clear()
@@ -214,6 +222,13 @@ class EncoderRunner:
     def _encode(
         self, rows: list[int], scheduled: Sequence[ScheduledSequence], program: EncodeTextsProgram
     ) -> _PendingBatch:
+        """Starts computing a batch of texts.
+
+        Args:
+            rows: Indices of the texts in `scheduled`.
+            scheduled: The scheduled sequences of the step.
+            program: The program for this number and length of texts.
+        """
         tokens = np.zeros((len(rows), program.num_tokens), np.int32)
         texts, kinds = np.zeros((3, len(rows)), np.int32), []
         for j, i in enumerate(rows):
@@ -229,6 +244,7 @@ class EncoderRunner:
 
 
 def _check_arguments(args: EngineArgs) -> None:
+    """Raises ValueError if the arguments ask for several devices."""
     allowed = "1 because an encoder runs on one device"
     check(args.tensor_parallel_size == 1, "tensor_parallel_size", args.tensor_parallel_size, allowed)
     num_stages = args.pipeline_parallel_size
@@ -242,7 +258,7 @@ def _resolve_config(
     platform: str,
     matmul_backend: str,
 ) -> EngineConfig:
-    """Returns the settings of an engine whose texts are computed in one step, and which caches nothing."""
+    """Returns the configuration of an engine that computes each text in one step and caches nothing."""
     facts = ModelFacts(
         architecture=loaded.architecture,
         dtype=str(loaded.dtype),
@@ -273,7 +289,7 @@ def _resolve_config(
 
 
 def is_encoder(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -> bool:
-    """Returns whether the model that an engine serves is one for EncoderRunner; reads no weights."""
+    """Returns whether the engine's model is an encoder-only model; reads no weights."""
     if loaded is not None:
         model = loaded.model if isinstance(loaded, LoadedModel) else loaded
         return isinstance(model, EncoderModel)
@@ -282,10 +298,10 @@ def is_encoder(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -> 
 
 
 def check_encoder_parts(args: EngineArgs, parts: CallerParts) -> None:
-    """Checks that nothing is asked of an encoder that only models that draw tokens have.
+    """Checks that no feature is requested that only generative models support.
 
     Raises:
-        ValueError: If something is.
+        ValueError: If such a feature is requested.
     """
     own: dict[str, Any] = {
         "hooks": list(parts.hooks) or None,
@@ -301,7 +317,7 @@ def check_encoder_parts(args: EngineArgs, parts: CallerParts) -> None:
 
 
 def plan_texts(max_model_len: int, max_num_batched_tokens: int) -> list[EncodeTextsProgram]:
-    """Returns the programs for the few lengths and batches that texts are padded to, in ascending order."""
+    """Returns the programs for all padded lengths and batch sizes, in ascending order."""
     lengths = [_MIN_LENGTH]
     while lengths[-1] < max_model_len:
         lengths.append(2 * lengths[-1])

@@ -1,4 +1,4 @@
-"""Pooled hidden states of texts: computed from what a step leaves of all its token rows."""
+"""Pooling of texts from the hidden states of a step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,15 +19,20 @@ from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.compilation.programs import Program, TraceContext
 from jax_paged.worker.input_batch import InputBatch
 
-# What is captured of a row, by name: its sum of hidden states, or all of them.
+# Names of the captured arrays of a scheduled sequence: its pooled hidden state, or all hidden states.
 POOLED, HIDDEN = "pooled", "hidden"
 
 
 def pooling_of(args: EngineArgs, loaded: LoadedModel, *, is_own: bool) -> PoolingSpec | None:
-    """Returns what the model that an engine serves makes of texts; None if it only draws tokens.
+    """Returns how the engine's model pools texts; None if it only generates tokens.
+
+    Args:
+        args: Engine arguments.
+        loaded: The model.
+        is_own: Whether the model was loaded from args.model, and not brought by the caller.
 
     Raises:
-        ValueError: If it can't be what the arguments ask for.
+        ValueError: If the model does not support what the arguments ask for.
     """
     folder = resolve_model_dir(args.model) if is_own else None
     overrides = args.hf_overrides or {}
@@ -45,10 +50,11 @@ def pooling_of(args: EngineArgs, loaded: LoadedModel, *, is_own: bool) -> Poolin
 
 @dataclasses.dataclass(frozen=True)
 class PoolProgram(Program):
-    """Weighted sums of hidden states, and the logits of classes that a classifier makes of them.
+    """Program that computes weighted sums of hidden states, and class logits from them for a classifier.
 
-    Its arguments are weights, the hidden states of a mixed step, and int32 [2, T]: of each token row the sum
-    that it is added to (S for none), and the bits of its weight. It returns float32 [S, P].
+    Its arguments are the weights, the hidden states of a mixed step, and int32 [2, T]: for each token row,
+    the index of the sum that it belongs to (S for none) and the bits of its float32 weight. It returns
+    float32 [S, P].
 
     Args:
         hidden_size: Columns of the hidden states.
@@ -61,6 +67,8 @@ class PoolProgram(Program):
         return "pool"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces the program; see Program."""
+
         def compute(weights: list[Array], hidden: Array, packed: Array) -> Array:
             sums = weighted_sums(hidden, packed, context.max_num_seqs)
             return finish(context.merge(weights), sums, context)
@@ -74,14 +82,20 @@ class PoolProgram(Program):
 def weighted_sums(
     hidden: Float[Array, "t e"], packed: Int[Array, "2 t"], num_sums: int
 ) -> Float[Array, "s e"]:
-    """Returns sums of rows, in float32; a row that belongs to none may hold anything."""
+    """Returns weighted sums of hidden states in float32. Rows with weight 0 may contain any values, even NaN.
+
+    Args:
+        hidden: Hidden states of all token rows.
+        packed: For each token row, the index of its sum and the bits of its weight, as for PoolProgram.
+        num_sums: Number of sums, S.
+    """
     weights = lax.bitcast_convert_type(packed[1], jnp.float32)[:, None]
     rows = jnp.where(weights == 0, 0, hidden.astype(jnp.float32) * weights)
     return jnp.zeros((num_sums, hidden.shape[1])).at[packed[0]].add(rows, mode="drop")
 
 
 def finish(model: LanguageModel, sums: Float[Array, "s e"], context: TraceContext) -> Float[Array, "s p"]:
-    """Returns what pooled hidden states become: embeddings as they are, or logits of classes."""
+    """Converts pooled hidden states into the model's result: unchanged embeddings, or class logits."""
     spec = context.features.pooling
     if spec is None or not spec.label_tokens:
         return model.pooled(sums)
@@ -91,13 +105,14 @@ def finish(model: LanguageModel, sums: Float[Array, "s e"], context: TraceContex
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PendingPooled:
-    """Pooled hidden states that the device computes for rows of a step.
+    """Pooled hidden states that the device is computing for the scheduled sequences of a step.
 
     Args:
-        places: By the row's index, the sum that is its.
-        whole: By the row's index, its first token row, and how many there are, of those that get all.
-        sums: Of PoolProgram; None if no row has a sum.
-        hidden: Hidden states of the step; None if no row gets all.
+        places: Index in `sums`, by index of the scheduled sequence.
+        whole: First token row and number of token rows, by index of the scheduled sequence, for sequences
+            whose hidden states are all returned.
+        sums: Result of PoolProgram; None if no sequence needs a sum.
+        hidden: Hidden states of the step; None if no sequence needs all of them.
     """
 
     places: dict[int, int]
@@ -106,7 +121,7 @@ class PendingPooled:
     hidden: Array | None
 
     def read(self) -> dict[int, dict[str, np.ndarray]]:
-        """Waits for them; returns them by the row's index and by name."""
+        """Waits for the results; returns them by index of the scheduled sequence and by name."""
         sums, hidden = np.asarray(self.sums), np.asarray(self.hidden)
         rows = {i: {POOLED: sums[place]} for i, place in self.places.items()}
         return rows | {i: {HIDDEN: hidden[a : a + n].astype(np.float32)} for i, (a, n) in self.whole.items()}
@@ -114,10 +129,10 @@ class PendingPooled:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlannedPooling:
-    """What is pooled of a step.
+    """The pooling of one step.
 
     Args:
-        packed: Of PoolProgram.
+        packed: Argument of PoolProgram.
         places: As in PendingPooled.
         whole: As in PendingPooled.
     """
@@ -127,7 +142,13 @@ class PlannedPooling:
     whole: dict[int, tuple[int, int]]
 
     def begin(self, run: Callable[..., Any], weights: list[Array], hidden: Array) -> PendingPooled:
-        """Starts computing it; the arguments are those of prompt_logprobs.begin."""
+        """Starts computing the pooled hidden states.
+
+        Args:
+            run: Runs a program.
+            weights: The model's weights.
+            hidden: Hidden states of the step.
+        """
         sums = None
         if self.places:
             sums = run(PoolProgram(hidden.shape[1]), weights, hidden, self.packed)
@@ -136,7 +157,13 @@ class PlannedPooling:
 
 
 def plan_pooling(output: SchedulerOutput, batch: InputBatch, context: TraceContext) -> PlannedPooling | None:
-    """Returns what is pooled of a step, by the requests that are in `batch`; None for nothing."""
+    """Returns the pooling of a step; None if no scheduled sequence is pooled.
+
+    Args:
+        output: The step.
+        batch: State of the batch slots.
+        context: The limits of the engine.
+    """
     if not batch.features.pooling:
         return None
     packed = np.zeros((2, context.max_num_batched_tokens), np.int32)

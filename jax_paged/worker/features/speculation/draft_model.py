@@ -1,9 +1,13 @@
-"""A smaller model that drafts tokens, inside the step that verifies them.
+"""Draft model: a smaller model that drafts tokens inside the step in which the target model verifies them.
 
-    the known token -> draft model, k + 1 passes: k drafts, keys and values of all -> model: verifies k drafts
+To draft k tokens, the draft model runs k + 1 passes with one token per sequence: the last known token, then
+each draft token. The first k passes draw a draft token each. The last pass only stores the keys and values of
+the last draft token. Then the target model verifies all k draft tokens in one pass.
 
-Its keys and values lie in arrays of their own, behind the model's, under the same block tables: what is
-shared, copied or swapped of one is so of the other. Every step runs it on the tokens that the model computes.
+The list of KV cache arrays contains the arrays of the target model, followed by the arrays of the draft
+model. Both use the same block tables, so blocks of both models are shared, copied and swapped together. In
+steps without drafts, the draft model computes the same tokens as the target model, so that its KV cache is
+complete.
 """
 
 import dataclasses
@@ -25,11 +29,12 @@ from jax_paged.worker.sampling.sampler import SamplerOptions, SamplingBatch
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DraftModel:
-    """A Drafter that is a model of its own.
+    """A Drafter that is a complete model.
 
     Args:
-        model: Without its weights, which lie behind all others.
-        layout: Of its arrays of the pool, which lie behind the model's.
+        model: The draft model without its weights, which are the last ones in the list of all weights.
+        layout: Layout of its KV cache arrays, which are the last ones in the list of all arrays.
+        paths: Empty, because the draft model does not read outputs of the target model.
     """
 
     model: FlatModel[LanguageModel]
@@ -37,6 +42,7 @@ class DraftModel:
     paths: tuple[str, ...] = ()
 
     def states(self, num_batch_slots: int) -> list[tuple[tuple[int, ...], Any]]:
+        """Returns an empty list, because a draft model keeps no state besides its KV cache."""
         return []
 
     def draft(
@@ -48,12 +54,14 @@ class DraftModel:
         batch: SamplingBatch,
         options: SamplerOptions,
     ) -> tuple[Int[Array, " t"], list[Array]]:
+        """Draws draft tokens with the draft model; see Drafter.draft."""
         metadata = traced.metadata
         num_drafts, num_rows = num_drafts_of(metadata), jnp.arange(metadata.query_start_loc.shape[0])
 
         def one_pass(
             i: Array, at: Array, is_live: Array, token_ids: Array, kv_cache: list[Array]
         ) -> tuple[Array, list[Array]]:
+            """Runs the draft model on one token of each sequence."""
             moved = dataclasses.replace(
                 metadata,
                 positions=metadata.positions.at[at].get(mode="fill", fill_value=0),
@@ -82,11 +90,13 @@ class DraftModel:
         *,
         has_drafted: bool,
     ) -> tuple[list[Array], list[Array]]:
+        """Computes the tokens of a step without drafts, to fill the KV cache; see Drafter.follow."""
         if not has_drafted:
             _, kv_cache = self._run(traced.weights, tokens, kv_cache, traced.metadata)
         return kv_cache, states
 
     def _merge(self, weights: list[Array]) -> LanguageModel:
+        """Returns the draft model with its weights."""
         return self.model.merge(weights[len(weights) - self.model.num_weights :])
 
     def _run(
@@ -96,7 +106,7 @@ class DraftModel:
         kv_cache: list[Array],
         metadata: AttentionMetadata,
     ) -> tuple[Array, list[Array]]:
-        """Computes tokens; returns their hidden states, and the whole pool, of which its own part is new."""
+        """Computes tokens; returns their hidden states, and all KV cache arrays with its own ones updated."""
         first = len(kv_cache) - self.layout.num_pools
         metadata = dataclasses.replace(metadata, places=self.layout.places, attend=None)
         hidden, own = self._merge(weights).paged(tokens, kv_cache[first:], metadata)
@@ -104,10 +114,16 @@ class DraftModel:
 
 
 def check_draft(draft: LoadedModel, model: LoadedModel, max_model_len: int | None, name: str) -> None:
-    """Checks that a model can draft for another.
+    """Checks that a model can draft for another one.
+
+    Args:
+        draft: The draft model.
+        model: The target model.
+        max_model_len: max_model_len of the engine; None to use the target model's.
+        name: Name of the draft model, for error messages.
 
     Raises:
-        ValueError: If it can't; the message names all that is wrong.
+        ValueError: If it can't. The message lists every reason.
     """
     problems = []
     for ok, what in (
@@ -130,10 +146,15 @@ def check_draft(draft: LoadedModel, model: LoadedModel, max_model_len: int | Non
 
 
 def check_groups(draft: KVCacheLayout, model: KVCacheLayout, name: str) -> None:
-    """Checks that two models share block tables.
+    """Checks that two models can use the same block tables.
+
+    Args:
+        draft: Cache layout of the draft model.
+        model: Cache layout of the target model.
+        name: Name of the draft model, for error messages.
 
     Raises:
-        ValueError: If they don't.
+        ValueError: If they can't.
     """
     allowed = f"one with the cache groups of the served model, {model.groups}, instead of {draft.groups}"
     check(draft.groups == model.groups, "speculative_config['model']", name, allowed)

@@ -1,7 +1,8 @@
-"""What drafts tokens on the device: a protocol, and how drafts are drawn in the step that verifies them.
+"""The protocol of drafters on the device, and the loop that draws draft tokens.
 
-It draws with the seeds, positions and parameters that the model draws with: where their distributions are
-alike, they draw the same token, at any temperature.
+Draft tokens are drawn with the same seeds, positions and sampling parameters as the tokens of the target
+model. If the distributions of drafter and target model are equal, both therefore draw the same token, at any
+temperature.
 """
 
 import dataclasses
@@ -18,14 +19,15 @@ from jax_paged.worker.sampling.sampler import SamplerOptions, SamplingBatch
 
 
 class TracedModels(NamedTuple):
-    """What a step is traced with, as those see it who draft for its model.
+    """Models and inputs of a traced step, as drafters use them.
 
     Args:
-        weights: Of all models; those of the one that drafts come last.
-        target: The model that is drafted for.
-        metadata: Of its pass; in steps that verify, the token rows are the rows of logits.
-        batch_slots: int32 [B], of the rows; a row that is not used, or computes nothing, has one that is not
-            there.
+        weights: Weights of all models; the drafter's weights are last.
+        target: The target model.
+        metadata: Attention metadata of the target model's pass. In steps that verify drafts, each token row
+            has a logits row.
+        batch_slots: int32 [B], the batch slot of each sequence; out of range for unused sequences and
+            sequences that compute nothing.
     """
 
     weights: list[Array]
@@ -35,11 +37,11 @@ class TracedModels(NamedTuple):
 
 
 class LastRows(NamedTuple):
-    """Where sequences go on after a step.
+    """The last computed and accepted token of each sequence of a step.
 
     Args:
-        batch_slots: int32 [n], each batch slot once at most; those that are not there are padding.
-        rows: int32 [n], the token row of the last token that a sequence has computed, and that counts.
+        batch_slots: int32 [n], batch slots, each at most once; out of range for padding.
+        rows: int32 [n], token row of this token.
     """
 
     batch_slots: Int[Array, " n"]
@@ -47,20 +49,23 @@ class LastRows(NamedTuple):
 
 
 class Drafter(Protocol):
-    """What drafts tokens on the device."""
+    """Protocol of drafters that run on the device."""
 
     @property
     def layout(self) -> KVCacheLayout:
-        """Of its arrays of the pool, which lie behind the model's, under the same block tables."""
+        """The layout of the drafter's KV cache arrays.
+
+        These arrays follow the target model's arrays and use the same block tables.
+        """
         ...
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The modules of the model whose outputs it reads."""
+        """The paths of the target model's modules whose outputs the drafter reads."""
         ...
 
     def states(self, num_batch_slots: int) -> list[tuple[tuple[int, ...], Any]]:
-        """Returns shapes and types of what it keeps by batch slot; they begin as zeros."""
+        """Returns shapes and dtypes of the arrays that the drafter keeps by batch slot, initially zeros."""
         ...
 
     def draft(
@@ -72,18 +77,19 @@ class Drafter(Protocol):
         batch: SamplingBatch,
         options: SamplerOptions,
     ) -> tuple[Int[Array, " t"], list[Array]]:
-        """Puts drafts behind the first token of every row, ahead of the model's pass.
+        """Draws draft tokens, before the target model's pass.
 
         Args:
             traced: The step.
-            tokens: Of all token rows; those behind the first of a row are replaced.
-            kv_cache: The pool.
-            states: What it keeps by batch slot.
-            batch: Of the rows of logits; a padding row has no effects.
-            options: Of the sampler.
+            tokens: The tokens of all token rows. Those after the first one of each sequence are replaced by
+                draft tokens.
+            kv_cache: All KV cache arrays.
+            states: The drafter's arrays by batch slot.
+            batch: Sampling parameters of the logits rows; without effect for padding.
+            options: Options of the sampler.
 
         Returns:
-            The tokens, and the pool.
+            The tokens, and the KV cache arrays.
         """
         ...
 
@@ -98,28 +104,25 @@ class Drafter(Protocol):
         *,
         has_drafted: bool,
     ) -> tuple[list[Array], list[Array]]:
-        """Takes in what the model has computed.
+        """Processes the outputs of the target model's pass.
 
         Args:
             traced: The step.
-            tokens: Of all token rows.
-            outputs: Of the modules at `paths`.
-            kv_cache: The pool.
-            states: What it keeps by batch slot.
-            last: Where sequences go on.
-            has_drafted: Whether it drafted in this step.
+            tokens: The tokens of all token rows.
+            outputs: Outputs of the modules in `paths`.
+            kv_cache: All KV cache arrays.
+            states: The drafter's arrays by batch slot.
+            last: The last computed and accepted token of each sequence.
+            has_drafted: Whether `draft` was called in this step.
 
         Returns:
-            The pool and the states.
+            The KV cache arrays and the states.
         """
         ...
 
 
 class OnePass[T](Protocol):
-    """A pass of what drafts: (number of the pass, token rows, whether they count, tokens, what passes carry).
-
-    It returns the logits of what follows the tokens, and what the next pass carries.
-    """
+    """One pass of a drafter, with at most one token per sequence."""
 
     def __call__(
         self,
@@ -129,7 +132,17 @@ class OnePass[T](Protocol):
         tokens: Int[Array, " b"],
         carry: T,
         /,
-    ) -> tuple[Float[Array, "b v"], T]: ...
+    ) -> tuple[Float[Array, "b v"], T]:
+        """Returns the logits after the given tokens, and the carry of the next pass.
+
+        Args:
+            i: Number of the pass, from 0.
+            at: Token row of each sequence's token; out of range if the sequence is not live.
+            is_live: Whether each sequence takes part in the pass.
+            tokens: The token of each sequence.
+            carry: The carry of the previous pass.
+        """
+        ...
 
 
 def draw_drafts[T](
@@ -142,19 +155,19 @@ def draw_drafts[T](
     *,
     sees_last: bool,
 ) -> tuple[Int[Array, " t"], T]:
-    """Draws the drafts of all rows, one after the other.
+    """Draws the draft tokens of all sequences, one pass after the other.
 
     Args:
-        metadata: Of the step that verifies: its token rows are the rows of logits.
-        tokens: Of all token rows; those behind the first of a row are replaced.
-        batch: Of the rows of logits.
-        options: Of the sampler.
-        one_pass: What a pass computes.
-        carry: What the first pass gets.
-        sees_last: Whether there is a pass for the last draft, too, which draws nothing.
+        metadata: Attention metadata of the step, in which each token row has a logits row.
+        tokens: The tokens of all token rows. Those after the first one of each sequence are replaced.
+        batch: Sampling parameters of the logits rows.
+        options: Options of the sampler.
+        one_pass: Computes one pass.
+        carry: The carry of the first pass.
+        sees_last: Whether to run one more pass for the last draft token, without drawing a token.
 
     Returns:
-        The tokens, and what the last pass has left.
+        The tokens, and the carry of the last pass.
     """
     first, num_tokens = metadata.query_start_loc[:-1], tokens.shape[0]
     num_drafts = num_drafts_of(metadata)
@@ -174,14 +187,14 @@ def draw_drafts[T](
 
 
 def num_drafts_of(metadata: AttentionMetadata) -> Int[Array, " b"]:
-    """Returns the drafts of each row of a step that verifies; -1 of rows that are not used."""
+    """Returns the number of drafts of each sequence of a verification step; -1 for unused sequences."""
     return metadata.query_start_loc[1:] - metadata.query_start_loc[:-1] - 1
 
 
 def _rows_of(
     batch: SamplingBatch, rows: Int[Array, " b"], tokens: Int[Array, " t"], num_drafts: Int[Array, ""]
 ) -> SamplingBatch:
-    """Returns the parameters of some rows of logits, behind so many drafts each."""
+    """Returns the sampling parameters of the given logits rows, each of which follows `num_drafts` drafts."""
     shared = ("token_counts", "drafts")
     values = {
         field.name: getattr(batch, field.name)[rows]

@@ -1,16 +1,21 @@
-"""A head of EAGLE-3 that drafts tokens, inside the step that verifies them.
+"""EAGLE-3 drafter: a head with one layer that drafts tokens inside the step that verifies them.
 
-    position        n - 2       n - 1            n                n + 1
-    token           x           x                x_n, known       -
-    entry at it     known       (x_n, g_(n-1))   (d_1, h_0)       (d_2, h_1)
-                                -> h_0, d_1      -> h_1, d_2      -> h_2, d_3
+The head's input at position p is a pair: the embedding of token p + 1, and the feature g_p, which is computed
+from hidden states of the target model at position p. Its output h_p is used to draw token p + 2. It also
+replaces the feature g_(p+1) while that is not known. The head stores one entry, a key and a value, in the KV
+slot of position p. If x_n is the last known token, drafting works as follows:
 
-The entry at a position, its key and its value in the slot of that position, is made of the token behind it
-and of the feature g of the model at it. Every step writes the entries of the tokens that the model has
-computed, each at the position before its token; they take the place of those that drafting has made of its
-own hidden states h. Of a sequence's last token the feature is kept by batch slot, until the token behind is
-known. It is lost with the batch slot, and its entry, which other sequences may share, is made of zeros then:
-that may cost accepted drafts, and nothing else.
+    position of the entry    n - 1              n                n + 1
+    input                    (x_n, g_(n-1))     (d_1, h_(n-1))   (d_2, h_n)
+    output                   h_(n-1)            h_n              h_(n+1)
+    draft token              d_1                d_2              d_3
+
+After the target model's pass, the entries for all tokens of the step are computed from the true features.
+They overwrite the entries that drafting has computed from outputs of the head.
+
+The feature of the last token of each sequence is kept by batch slot until the next token is known. It is lost
+with the batch slot. The entry that needs it is then computed from zeros, even if it is in a block that other
+sequences share. This may lower the acceptance rate but never affects the output.
 """
 
 import dataclasses
@@ -32,13 +37,13 @@ from jax_paged.worker.sampling.sampler import SamplerOptions, SamplingBatch
 
 
 class _Rows(NamedTuple):
-    """Where token rows stand: the row of their sequence, and the position and slot of the entry before each.
+    """The sequence of each token row, and the location of the head's entry that belongs to its token.
 
     Args:
-        seq: int32 [T]; B in padding.
-        positions: int32 [T], -1 of the first token of a text.
-        places: int32 [T], how many slots of the sequence stand before that of the entry; negative where there
-            is none.
+        seq: int32 [T], index of the sequence; B in padding.
+        positions: int32 [T], position of the entry, which is one before the token; -1 for the first token of
+            a text.
+        places: int32 [T], slot of the entry within the sequence's block table; negative if there is none.
     """
 
     seq: Int[Array, " t"]
@@ -48,15 +53,15 @@ class _Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EagleDrafter:
-    """A Drafter that continues the hidden states of the model.
+    """A Drafter that continues the hidden states of the target model with an EAGLE-3 head.
 
     Args:
-        head: Without its weights, which lie behind all others.
-        layout: Of its array of the pool.
-        paths: The modules of the model whose outputs it reads.
-        size: Of a feature.
-        dtype: Of a feature.
-        window: Tokens that its layer attends to; None for all.
+        head: The head without its weights, which are the last ones in the list of all weights.
+        layout: Layout of its KV cache array.
+        paths: Paths of the target model's modules whose outputs it reads.
+        size: Size of a feature.
+        dtype: Dtype of a feature.
+        window: Sliding window of its layer (tokens); None for full attention.
     """
 
     head: FlatModel[EagleHead]
@@ -68,11 +73,11 @@ class EagleDrafter:
 
     @property
     def group(self) -> int:
-        """The cache group whose block tables it uses."""
+        """The index of the cache group whose block tables it uses."""
         return self.layout.places[0].group
 
     def states(self, num_batch_slots: int) -> list[tuple[tuple[int, ...], Any]]:
-        """The feature of each sequence's last token, and the position of that."""
+        """Returns shapes and dtypes of the kept arrays: features of the last tokens, and their positions."""
         return [((num_batch_slots, self.size), self.dtype), ((num_batch_slots,), jnp.int32)]
 
     def draft(
@@ -84,15 +89,17 @@ class EagleDrafter:
         batch: SamplingBatch,
         options: SamplerOptions,
     ) -> tuple[Int[Array, " t"], list[Array]]:
+        """Draws draft tokens with the head; see Drafter.draft."""
         metadata, head = traced.metadata, self._merge(traced.weights)
         first, rows = metadata.query_start_loc[:-1], self._rows(metadata)
         seqs = jnp.arange(first.shape[0])
-        # Those of rows that are not used are never live.
+        # Values of unused sequences are arbitrary: `is_live` is always False for them.
         positions, places = (x.at[first].get(mode="clip") for x in (rows.positions, rows.places))
 
         def one_pass(
             i: Array, at: Array, is_live: Array, token_ids: Array, carry: tuple[Array, Array]
         ) -> tuple[Array, tuple[Array, Array]]:
+            """Runs the head on one token of each sequence."""
             pool, features = carry
             is_live &= places >= 0
             slots = _each_once(self._slots(metadata, pool, seqs, jnp.where(is_live, places + i, -1)), pool)
@@ -128,6 +135,7 @@ class EagleDrafter:
         *,
         has_drafted: bool,
     ) -> tuple[list[Array], list[Array]]:
+        """Computes the entries of the step's tokens, and keeps the last features; see Drafter.follow."""
         metadata, head, pool = traced.metadata, self._merge(traced.weights), kv_cache[-1]
         rows = self._rows(metadata)
         context = head.context(jnp.maximum(rows.positions, 0), _never, metadata.grid)
@@ -149,16 +157,18 @@ class EagleDrafter:
         return [*kv_cache[:-1], pool], [kept_features, kept_positions]
 
     def _merge(self, weights: list[Array]) -> EagleHead:
+        """Returns the head with its weights."""
         return self.head.merge(weights[len(weights) - self.head.num_weights :])
 
     def _embed(
         self, head: EagleHead, traced: TracedModels, tokens: Int[Array, " t"], context: ForwardContext
     ) -> Float[Array, "t e"]:
+        """Returns the embeddings of tokens, from the head's or the target model's embedding table."""
         assert isinstance(traced.target, LlamaForCausalLM), "load_head has checked it"
         return head.embed(tokens, traced.target.embed_tokens, context)
 
     def _context(self, head: EagleHead, metadata: AttentionMetadata, pools: list[Array]) -> ForwardContext:
-        """Returns the context of a pass that writes to `pools`, a list of one."""
+        """Returns the context of a forward pass of the head that updates `pools`, a list with one array."""
         cache = PagedKVCache([head.kv_cache_spec(self.window)], pools, metadata)
 
         def attend(layer: int, q: Array, k: Any, v: Any, **options: Any) -> Array:
@@ -169,15 +179,16 @@ class EagleDrafter:
     def _kept(
         self, traced: TracedModels, states: list[Array], positions: Int[Array, " b"]
     ) -> Float[Array, "b e"]:
-        """Returns the features at the positions before the first tokens of rows; zeros where not known.
+        """Returns the kept features that belong to the given positions; zeros for other positions.
 
-        A new sequence may get one that the last in its batch slot has left at the same position: it is as
-        wrong as zeros, and as harmless.
+        A new sequence may get the feature of the batch slot's previous sequence, if the position is the same.
+        Like zeros, this only affects the acceptance rate.
         """
         features, kept_positions = (x.at[traced.batch_slots].get(mode="fill", fill_value=0) for x in states)
         return jnp.where((kept_positions == positions)[:, None], features, 0)
 
     def _rows(self, metadata: AttentionMetadata) -> _Rows:
+        """Returns the sequence of each token row and the location of its entry."""
         lens, num_rows = metadata.context_lens[self.group], metadata.positions.shape[0]
         rows, stops = jnp.arange(num_rows), metadata.query_start_loc[1:]
         seq = rows if metadata.is_decode else jnp.sum(rows[:, None] >= stops, axis=1)
@@ -188,7 +199,15 @@ class EagleDrafter:
     def _slots(
         self, metadata: AttentionMetadata, pool: Array, seq: Int[Array, " t"], places: Int[Array, " t"]
     ) -> Int[Array, " t"]:
-        """Returns the slots at places of sequences; one that is not there where the place is not."""
+        """Returns KV slots.
+
+        Args:
+            metadata: Attention metadata of the step.
+            pool: The head's KV cache array.
+            seq: Sequence of each entry.
+            places: Slot of each entry within the sequence's block table. Negative values yield a slot that
+                does not exist.
+        """
         size = pool.shape[3]
         at = jnp.maximum(places, 0)
         tables = metadata.block_tables[self.group]
@@ -197,14 +216,15 @@ class EagleDrafter:
 
 
 def _no_slot(pool: Array) -> int:
-    """Returns a slot that is not written."""
+    """Returns a slot that does not exist, so that nothing is written to it."""
     return pool.shape[0] * pool.shape[3]
 
 
 def _each_once(slots: Int[Array, " b"], pool: Array) -> Int[Array, " b"]:
-    """Returns slots of the first rows of sequences, those that another one before has got replaced.
+    """Returns the given slots, with repeated ones replaced by a slot that does not exist.
 
-    Sequences that share a block, whose last entry depends on the token behind it, would all write that.
+    The first tokens of sequences that share a block may write to the same slot: the last entry of a shared
+    block depends on the token after the block, which differs between the sequences.
     """
     index = jnp.arange(slots.shape[0])
     is_taken = jnp.any((slots[:, None] == slots) & (index[:, None] > index), axis=1)
@@ -212,9 +232,10 @@ def _each_once(slots: Int[Array, " b"], pool: Array) -> Int[Array, " b"]:
 
 
 def _finite(rows: Float[Array, "t e"]) -> Float[Array, "t e"]:
-    """Returns rows, zeros where a value is not finite: of a request that ends, or of padding."""
+    """Replaces rows with non-finite values by zeros. They are padding or belong to requests that end."""
     return jnp.where(jnp.all(jnp.isfinite(rows), axis=1, keepdims=True), rows, 0)
 
 
 def _never(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
+    """Raises AssertionError, because computing keys and values needs no attention."""
     raise AssertionError("keys and values need no attention")

@@ -1,4 +1,4 @@
-"""What drafts for the model of an engine: loaded, and checked against that model."""
+"""Loading of drafters, and checks against the served model."""
 
 import dataclasses
 
@@ -29,25 +29,29 @@ def load_drafter(
     *,
     packs: bool,
 ) -> tuple[Drafter, list[Array]]:
-    """Loads what drafts on the device, in the type of the model that is served; returns it and its weights.
+    """Loads a draft model or an EAGLE-3 head, in the dtype of the served model.
 
     Args:
-        args: Of the engine.
-        speculative: Names a draft model or an EAGLE head.
-        loaded: The model that is served.
-        layout: Of its pool.
+        args: Engine arguments.
+        speculative: The configuration, which names a draft model or an EAGLE-3 head.
+        loaded: The served model.
+        layout: Cache layout of the served model.
         grid: The devices that share the weights.
-        packs: Whether oneDNN multiplies.
+        packs: Whether weights are packed for oneDNN.
+
+    Returns:
+        The drafter and its weights.
 
     Raises:
-        ValueError: If it can't be loaded, or does not fit the model.
+        ValueError: If the drafter can't be loaded, or does not fit the served model.
     """
     name = speculative.model
     assert name is not None, "n-grams are found on the host"
     if speculative.kind == "eagle3":
         head = load_head(resolve_model_dir(name), loaded, grid)
         window, group = _widest(layout)
-        # An entry stands one place before its token: what has left the window of that may be gone.
+        # An entry is stored one position before its token. With the full window, it would attend to one
+        # position that has already left the served model's window, and whose block may be freed.
         window = None if window is None else max(1, window - 1)
         own = plan_layout([head.kv_cache_spec(window)], layout.dtype, grid.num_devices)
         own = dataclasses.replace(own, groups=layout.groups, places=(Place(0, group),))
@@ -68,7 +72,10 @@ def load_drafter(
 
 
 def _widest(layout: KVCacheLayout) -> tuple[int | None, int]:
-    """Returns the window and the index of the cache group whose layers see most of a text."""
+    """Returns the window and the index of the self-attention cache group with the largest window.
+
+    The window is None for full attention.
+    """
     for group, found in enumerate(layout.groups):
         if found.window is None and not found.is_cross:
             return None, group

@@ -1,4 +1,4 @@
-"""Drafts in a traced step: they are proposed, verified, and the drafter observes what the model computes."""
+"""Speculative decoding in a traced step: the drafter is called, and draft tokens are accepted."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from jax_paged.worker.sampling.sampler import SamplerOptions
 
 
 def drafts_before(step: TracedStep, tokens: Int[Array, " t"], vocab_size: int) -> Int[Array, "l k"]:
-    """Returns the drafts that precede each logits row, padded with vocab_size."""
+    """Returns the draft tokens that precede each logits row, the latest first, padded with `vocab_size`."""
     back, fields = jnp.arange(step.bucket.num_drafts), step.fields
     rows = jnp.maximum(fields["logits_rows"][:, None] - back, 0)
     return jnp.where(back < fields["num_drafts"][:, None], tokens.at[rows].get(mode="clip"), vocab_size)
@@ -23,11 +23,17 @@ def drafts_before(step: TracedStep, tokens: Int[Array, " t"], vocab_size: int) -
 def accept(
     step: TracedStep, tokens: Int[Array, " t"], drawn: Int[Array, " l"], count_slots: Int[Array, " l"]
 ) -> DrawnTokens:
-    """Returns the batch slots that take and count drawn tokens: those of the logits rows that count.
+    """Returns the batch slots that receive and count the drawn tokens.
 
-    A logits row counts if every draft before it was drawn in its place. The logits rows of one sequence are
-    neighbours, so the row before that of a draft has drawn the token that the draft is compared with. A
-    sequence goes on from the last of its rows that count.
+    A logits row counts if every draft before it is equal to the token that was drawn in its place. The logits
+    rows of a sequence are consecutive, so a draft is compared with the token drawn from the previous logits
+    row. A sequence continues after the last of its logits rows that count.
+
+    Args:
+        step: The step.
+        tokens: The tokens of all token rows, including drafts.
+        drawn: The token drawn from each logits row.
+        count_slots: The batch slot in whose token counts each drawn token is counted if it is accepted.
     """
     fields, num_batch_slots = step.fields, step.context.max_num_seqs
     behind = fields["num_drafts"]
@@ -46,7 +52,7 @@ def accept(
 def propose(
     drafter: Drafter, step: TracedStep, tokens: Int[Array, " t"], state: StepState[Array]
 ) -> tuple[Int[Array, " t"], StepState[Array]]:
-    """Puts drafts after the first token of every row; returns the tokens and the state."""
+    """Calls the drafter; returns the tokens with its drafts, and the state."""
     drafts = drafts_before(step, tokens, state.token_counts.shape[1])
     batch = step.sampling_batch(state.token_counts, drafts)
     traced = _traced_models(step, step.context.merge(step.weights), step.metadata())
@@ -65,7 +71,7 @@ def observe(
     rows: DrawnTokens,
     state: StepState[Array],
 ) -> StepState[Array]:
-    """Lets the drafter read what the model has computed; returns the state."""
+    """Passes the outputs of the model's pass to the drafter; returns the state."""
     has_drafted, fields = step.bucket.num_drafts > 0, step.fields
     last = LastRows(fields["batch_slots"], fields["query_start_loc"][1:] - 1)
     if has_drafted:
@@ -83,6 +89,6 @@ def observe(
 
 
 def _traced_models(step: TracedStep, model: LanguageModel, metadata: AttentionMetadata) -> TracedModels:
-    # The drafter reads a text, whose positions are those of its tokens.
+    # The drafter uses the index of a token in its sequence as its position, also in prompts with images.
     metadata = dataclasses.replace(metadata, mrope_positions=None)
     return TracedModels(step.weights, model, metadata, step.fields["batch_slots"])

@@ -1,4 +1,4 @@
-"""Hooks of modules: which modules they fit, and the transfer of the values that they capture to the host."""
+"""Hooks: a check of the hooked modules, and the transfer of captured values to the host."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,17 @@ from jax_paged.worker.input_batch import InputBatch
 
 
 def check_order(model: LanguageModel, hooks: Sequence[Hook], grid: DeviceGrid) -> None:
-    """Checks that devices have the output of hooked modules in its own order.
+    """Checks that the output columns of hooked modules are in the model's order on the devices.
+
+    On several devices, the columns of some projections are reordered (see DeviceGrid.columns).
+
+    Args:
+        model: The model.
+        hooks: The hooks.
+        grid: The devices.
 
     Raises:
-        ValueError: If one is in the order of the devices.
+        ValueError: If the columns of a hooked module are reordered.
     """
     for hook in hooks:
         module = {".".join(map(str, path)): m for path, m in nnx.iter_modules(model)}.get(hook.path)
@@ -35,22 +42,23 @@ def check_order(model: LanguageModel, hooks: Sequence[Hook], grid: DeviceGrid) -
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PendingCaptures:
-    """Captured values of a step, while the device computes them.
+    """Captured values of a step that the device is computing.
 
     Args:
         arrays: StepResult.captured.
-        rows: By the index of each row with hooks that capture: its first token row, the number of its token
-            rows, and the names of these hooks.
+        rows: First token row, number of token rows, and names of the capturing hooks, by index of the
+            scheduled sequence.
     """
 
     arrays: Mapping[str, Array]
     rows: dict[int, tuple[int, int, list[str]]]
 
     def read(self, num_live: Sequence[int] | None) -> dict[int, dict[str, np.ndarray]]:
-        """Waits for the values; returns them by row and name.
+        """Waits for the values; returns them by index of the scheduled sequence and by name.
 
         Args:
-            num_live: How many decode steps each row took part in, if a step did several; None otherwise.
+            num_live: Number of decode steps that each sequence took part in, for multi-step decoding; None
+                for other steps.
         """
         if not self.rows:
             return {}
@@ -67,7 +75,14 @@ class PendingCaptures:
 def plan_captures(
     output: SchedulerOutput, batch: InputBatch, names: frozenset[str], captured: Mapping[str, Array]
 ) -> PendingCaptures | None:
-    """Returns the captured values of a step; None if it captures none."""
+    """Returns the captured values of a step; None if the engine has no hooks that capture.
+
+    Args:
+        output: The step.
+        batch: State of the batch slots.
+        names: Names of the hooks that capture.
+        captured: StepResult.captured.
+    """
     if not captured:
         return None
     rows, first = dict[int, tuple[int, int, list[str]]](), 0

@@ -1,7 +1,8 @@
-"""Python functions that change the logits of a request, one token at a time: vLLM's old logits processors.
+"""Per-request logits processors that are Python functions, as in vLLM's V0 engine.
 
-The step draws as always; then the rows of such requests are computed again from their hidden states, pass the
-functions on the host, and are drawn anew. Each token waits for the host twice.
+The step draws tokens as usual. Then the logits of requests with such functions are recomputed from the hidden
+states of the step, transferred to the host, changed by the functions, and a token is drawn from them on the
+device. Each token therefore waits for the host twice.
 """
 
 import dataclasses
@@ -27,7 +28,10 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class RowLogitsProgram(Program):
-    """The logits float32 [1, V] of one token row, of weights and the hidden states of a mixed step.
+    """Program that computes the logits of one token row, float32 [1, V].
+
+    Its arguments are the weights, the hidden states of a mixed step, and the index of the token row, int32
+    [1].
 
     Args:
         hidden_size: Columns of the hidden states.
@@ -39,6 +43,8 @@ class RowLogitsProgram(Program):
         return "row logits"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces the program; see Program."""
+
         def compute(weights: list[Array], hidden: Array, row: Array) -> Array:
             return context.logits(context.merge(weights), hidden[row])
 
@@ -49,16 +55,19 @@ class RowLogitsProgram(Program):
 
 @dataclasses.dataclass(frozen=True)
 class RedrawProgram(Program):
-    """Draws from one row of changed logits; what it returns is what StepProgram says of a row.
+    """Program that draws a token from changed logits.
 
-    Its arguments are the model's logits, the changed ones, a row of `sampling`, the position, and rows of
-    bias_ids, bias_values and token_mask.
+    Its arguments are the model's logits, the changed logits, one row of the field `sampling`, the position,
+    and one row each of bias_ids, bias_values and token_mask. It returns int32 [4, 1] and [1, 1 + 2N], in the
+    format of StepResult.tokens and StepResult.details.
     """
 
     def __str__(self) -> str:
         return "redraw"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces the program; see Program."""
+
         def draw(
             logits: Array, processed: Array, sampling: Array, position: Array, *rows: Array
         ) -> tuple[Array, Array]:
@@ -86,18 +95,19 @@ def redraw(
     fields: dict[str, np.ndarray],
     inputs: DeviceInputs[Any],
 ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Draws the tokens of requests with functions of their own.
+    """Draws the tokens of requests with Python logits processors again.
 
     Args:
-        compiled: Gets the programs when they are needed first.
-        weights: Of the model.
-        hidden: The hidden states of the step, which is a mixed one.
-        batch: The batch slots.
-        fields: Of the step's buffer.
-        inputs: Of the step.
+        compiled: Receives the programs when they are first needed.
+        weights: The model's weights.
+        hidden: Hidden states of the step, which is a mixed step.
+        batch: State of the batch slots.
+        fields: Fields of the step's packed buffer.
+        inputs: Device inputs of the step.
 
     Returns:
-        By row of logits, what StepProgram returns of it: int32 [4] and [1 + 2N].
+        By logits row, a column of StepResult.tokens, int32 [4], and a row of StepResult.details, int32
+        [1 + 2N].
     """
     redrawn, run = {}, compiled.run
     row_logits, drawing = RowLogitsProgram(hidden.shape[1]), RedrawProgram()
@@ -121,7 +131,7 @@ def redraw(
 def _applied(
     functions: list[LogitsFunction], prompt: list[int], output: list[int], logits: np.ndarray
 ) -> np.ndarray:
-    """Returns the logits after all functions; NaN, which ends the request alone, if one of them fails."""
+    """Returns the logits after all functions. If a function fails, returns NaN, which ends the request."""
     shape = logits.shape
     try:
         for function in functions:

@@ -1,10 +1,8 @@
-"""Functions of a user that change logits, traced into the step.
+"""Logits processors: JAX functions of the user that change logits and are traced into the step.
 
-LogitsProcessor("name", fn, num_args, state)
-
-fn(logits [V], state, extra_args) -> (logits [V], state)
-logits -> processors, in order -> bias, penalties, mask, temperature, ... (sampler.py)
-rows of requests that did not ask for a processor keep their logits, to the bit
+A LogitsProcessor has a function fn(logits [V], state, extra_args), which returns new logits and a new state.
+The processors are applied in order, before bias, penalties, token masks and temperature (see sampler.py).
+Requests that do not name a processor keep bitwise equal logits.
 """
 
 import dataclasses
@@ -20,17 +18,18 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.errors import ArgumentError
 
-# In the column of a processor: it is off for a row, goes on from the batch slot's state, or begins.
+# Values of a processor's first column: it is off, it continues with the state of the batch slot, or it begins
+# with its initial state.
 OFF, ON, BEGINS = 0.0, 1.0, 2.0
 
 
 class ExtraArgs(NamedTuple):
-    """What a processor is told of the row whose logits it gets.
+    """Arguments of a processor for one logits row.
 
     Args:
-        values: float32 [num_args], what the request says in SamplingParams.extra_args.
-        token_id: int32, the token before the one to choose.
-        position: int32, where in its sequence the token to choose will stand.
+        values: float32 [num_args], from SamplingParams.extra_args of the request.
+        token_id: int32, the token before the one to be drawn.
+        position: int32, position in the sequence of the token to be drawn.
     """
 
     values: Float[Array, " n"]
@@ -40,15 +39,15 @@ class ExtraArgs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LogitsProcessor:
-    """Changes the logits of the requests that ask for it by name, one row at a time.
+    """A JAX function that changes the logits of the requests that name it, one logits row at a time.
 
     Args:
-        name: What requests call it.
-        fn: fn(logits, state, extra_args) returns new logits and the new state. logits is float32 [V],
-            extra_args an ExtraArgs. It is traced once per program, and called once per token that is drawn,
-            in order.
-        num_args: How many numbers a request hands to `fn`.
-        state: What each sequence begins with: a pytree of arrays. It stays on the device, once per batch
+        name: Name in SamplingParams.extra_args.
+        fn: fn(logits, state, extra_args) returns new logits and a new state. `logits` is float32 [V],
+            `extra_args` is an ExtraArgs. The function is traced once per program, and called once per drawn
+            token, in order.
+        num_args: Number of arguments in SamplingParams.extra_args.
+        state: Initial state of each sequence, a pytree of arrays. The states stay on the device, by batch
             slot.
     """
 
@@ -66,26 +65,27 @@ class LogitsProcessor:
 
     @property
     def has_state(self) -> bool:
-        """Whether anything is kept from token to token."""
+        """Whether the processor keeps a state."""
         return bool(jax.tree.leaves(self.state))
 
 
 def num_columns(processors: Sequence[LogitsProcessor]) -> int:
-    """Returns how many numbers say which processors are on for a row, and with which arguments."""
+    """Returns the number of columns of processor_args: for each processor, its mode and its arguments."""
     return sum(1 + processor.num_args for processor in processors)
 
 
 def state_shapes(processors: Sequence[LogitsProcessor], num_batch_slots: int) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes of all leaves of the states, [S, ...]."""
+    """Returns the shapes of all leaves of the states, each [S, ...]."""
     leaves = [_array(leaf) for p in processors for leaf in jax.tree.leaves(p.state)]
     return [jax.ShapeDtypeStruct((num_batch_slots, *leaf.shape), leaf.dtype) for leaf in leaves]
 
 
 def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
-    """Traces processors without computing anything.
+    """Checks processors by tracing them, without running them.
 
     Raises:
-        ValueError: If one returns something else than it should, or two have one name.
+        ValueError: If a result has another structure, shape or dtype than required, or if names are not
+            unique.
     """
     names = [processor.name for processor in processors]
     if len(set(names)) < len(names):
@@ -102,14 +102,15 @@ def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> 
 
 
 def _array(leaf: Any) -> Array:
-    """Returns a leaf of a state as an array; of 32 bits, if the user's program made it of 64 bits."""
+    """Returns a leaf of a state as an array. 64-bit values are converted to 32 bits."""
     array = jnp.asarray(leaf)
     dtype = jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
-    # Extended types, such as that of random keys, have one form only.
+    # Extended dtypes, for example of random keys, need no conversion.
     return array.astype(dtype) if isinstance(dtype, np.dtype) else array
 
 
 def _like(ours: Any, theirs: Any) -> bool:
+    """Returns whether two pytrees have the same structure, shapes and dtypes."""
     same = jax.tree.structure(ours) == jax.tree.structure(theirs)
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=False)
     return same and all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
@@ -124,16 +125,16 @@ def process(
     token_ids: Int[Array, " b"],
     positions: Int[Array, " b"],
 ) -> tuple[Float[Array, "b v"], list[Array]]:
-    """Applies processors to the rows that they are on for.
+    """Applies processors to the logits rows of the requests that use them.
 
     Args:
-        processors: In this order.
+        processors: The processors, in order.
         logits: float32.
-        states: All leaves, [S, ...].
-        columns: For each row and each processor, OFF, ON or BEGINS, and its arguments.
-        batch_slots: int32, of each row; one that is out of range has none.
-        token_ids: int32, the last token of each row.
-        positions: int32, those of the tokens to choose.
+        states: All leaves of the states, each [S, ...].
+        columns: OFF, ON or BEGINS, and the arguments, of each processor, by logits row.
+        batch_slots: int32, batch slot of each logits row; out of range for rows without one.
+        token_ids: int32, the last token before each logits row.
+        positions: int32, positions of the tokens to be drawn.
 
     Returns:
         The new logits and states.
@@ -171,4 +172,5 @@ def process(
 
 
 def _wide(is_on: Array, row: Array) -> Array:
+    """Returns a mask of rows in a shape that broadcasts over the dimensions of `row`."""
     return is_on.reshape(-1, *[1] * row.ndim)

@@ -1,4 +1,4 @@
-"""The states of logits processors while their sequences have no batch slot."""
+"""States of logits processors: storage while a sequence has no batch slot, and initialization."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from jax_paged.worker.input_batch import InputBatch
 
 
 class KeptStates:
-    """Keeps states of preempted sequences in host memory, by the ids that they had in their batch slots."""
+    """Processor states of preempted sequences, in host memory, by the sequence id before the preemption."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, list[np.ndarray]] = {}
@@ -24,20 +24,20 @@ class KeptStates:
         states: list[Array],
         place: Callable[..., tuple[Array, ...]],
     ) -> list[Array]:
-        """Keeps the states of sequences that are preempted, and brings back those of resumed ones.
+        """Saves the states of preempted sequences, and restores the states of resumed sequences.
 
         Args:
             output: The step.
-            batch: The batch slots, which have taken in the step.
-            states: [S, ...] each, as the steps before have left them.
+            batch: State of the batch slots, already updated for the step.
+            states: The device arrays, each [S, ...], after the previous steps.
             place: Copies host arrays to all devices.
 
         Returns:
-            The states, those of resumed sequences in their new batch slots.
+            The device arrays, with the states of resumed sequences in their new batch slots.
         """
         if output.step_id == 0:
             self._by_id.clear()
-            batch.features.released_processors.clear()  # of another scheduler
+            batch.features.released_processors.clear()  # they belong to a previous scheduler
         for seq_id in output.ended_seq_ids:
             self._by_id.pop(seq_id, None)
         released = batch.features.released_processors
@@ -53,7 +53,7 @@ class KeptStates:
         self._on_host = [np.array(leaf) for leaf in states]
 
     def restore(self, states: list[Array], place: Callable[..., tuple[Array, ...]]) -> list[Array]:
-        """Returns the states that `free` has copied, or else the given ones."""
+        """Returns the states that `free` has copied, or `states` if nothing was copied."""
         return list(place(*self._on_host)) if self._on_host else states
 
     def _bring_back(
@@ -63,6 +63,7 @@ class KeptStates:
         states: list[Array],
         place: Callable[..., tuple[Array, ...]],
     ) -> list[Array]:
+        """Restores the states of resumed sequences. It has the same arguments as `move`."""
         back = [new for new in output.new_sequences if new.former_id in self._by_id]
         if not back:
             return states
@@ -75,12 +76,14 @@ class KeptStates:
 
 
 def fill_processor_args(filled: np.ndarray, batch: InputBatch, batch_slots: np.ndarray) -> None:
-    """Fills the field processor_args for drawn rows; the processors of new sequences begin.
+    """Fills the field `processor_args` of the packed buffer for the logits rows that tokens are drawn from.
+
+    Processors of a sequence begin with their initial state when its first token is drawn.
 
     Args:
-        filled: int32 [L, P], bits of float32.
-        batch: The batch slots; those of `batch slots` are not new any more.
-        batch_slots: The batch slot of each drawn row.
+        filled: The field, int32 [L, P], bits of float32.
+        batch: State of the batch slots. The given batch slots are removed from `new_slots`.
+        batch_slots: Batch slot of each logits row that a token is drawn from.
     """
     features = batch.features
     args = features.processor_args[batch_slots]
