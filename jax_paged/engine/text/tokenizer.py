@@ -242,7 +242,7 @@ def _checked_variables(template_kwargs: dict[str, Any] | None) -> dict[str, Any]
 
 
 def _processor_template(folder: Path) -> Any:
-    """Returns the template in chat_template.json, a file of older multimodal models; None without the file."""
+    """Returns the template in chat_template.json (older multimodal models); None without the file."""
     file = folder / "chat_template.json"
     return json.loads(file.read_text(encoding="utf-8"))["chat_template"] if file.is_file() else None
 
