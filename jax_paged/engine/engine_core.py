@@ -46,12 +46,13 @@ class StepFeatures:
 
 
 class EngineCore:
-    """Runs the unfinished requests of an engine step by step. InputProcessor has checked the requests before.
+    """Runs the unfinished requests of an engine step by step.
 
-    `advance` schedules and dispatches steps until `max_in_flight` steps are in flight. It then waits for the
-    result of the oldest one and processes it: the scheduler accepts the new tokens, the requests append them
-    to their outputs, and sequences end at stop strings. With async scheduling two steps are in flight, so the
-    device computes the second one while the host processes the result of the first.
+    The requests have been checked by InputProcessor. `advance` schedules and dispatches steps until
+    `max_in_flight` steps are in flight. It then waits for the result of the oldest one and processes it: the
+    scheduler accepts the new tokens, the requests append them to their outputs, and sequences end at stop
+    strings. With async scheduling two steps are in flight, so the device computes the second one while the
+    host processes the result of the first.
 
     An error in the middle of a step may leave scheduler and requests inconsistent. It is stored in `failure`,
     and no step runs after it.
@@ -264,8 +265,8 @@ class EngineCore:
     def plan(self) -> SchedulerOutput:
         """Schedules the next step without running it. Replaces a planned step that has not run.
 
-        A replaced step runs without its rows, because the executor needs its other contents, such as copies
-        of blocks.
+        A replaced step is still dispatched, but without its rows: the executor needs its other contents, such
+        as copies of blocks.
         """
         self.settle()
         with self._unfinished_step():

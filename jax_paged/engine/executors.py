@@ -45,7 +45,8 @@ def make_executor(args: EngineArgs) -> "Executor":
 class Executors:
     """Makes the executors of all engines, in the order of the engines.
 
-    The engines of a pipeline share devices, so the executors of all but the first one refer to the first.
+    The engines of a pipeline share devices: the executor of each later engine refers to the executor of the
+    first engine.
 
     Args:
         **custom_parts: Arguments of LocalExecutor that customize steps: loaded, hooks, attend, sampler and

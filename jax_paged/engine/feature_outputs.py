@@ -27,8 +27,8 @@ class FeatureOutputs:
         # A copy, because the user may change the list in an output.
         self._encoder_token_ids = list(group.encoder_token_ids) or None
         self._tokenizer = settings.tokenizer
-        # Captured arrays by the index of the sequence: name of the hook, first position, and the rows from
-        # there on.
+        # By the index of the sequence: name of the hook, first position, and the captured rows from that
+        # position on.
         self._captured: dict[int, list[tuple[str, int, np.ndarray]]] = {}
         self._pooled: np.ndarray | None = None
 
@@ -40,8 +40,8 @@ class FeatureOutputs:
         """Adds the arrays that hooks captured in a step for one sequence.
 
         Positions that are computed again, such as after a preemption, get the new values. The array "pooled"
-        holds one chunk's share of the pooled hidden states, so the shares of all chunks of a prompt are added
-        up.
+        is the contribution of one chunk of the prompt to the pooled hidden states; the contributions of all
+        chunks are added up.
 
         Args:
             seq: The sequence.

@@ -64,7 +64,7 @@ class CheckedRequest:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt's token ids; for an encoder-decoder model, those of the decoder prompt."""
+        """The token ids of the prompt; for an encoder-decoder model, the token ids of the decoder prompt."""
         return self.request.prompt_token_ids
 
     def with_params(self, params: SamplingParams) -> "CheckedRequest":
@@ -139,7 +139,7 @@ class InputProcessor:
 
     @property
     def default_params(self) -> SamplingParams:
-        """A copy of the sampling parameters of requests that are passed without parameters."""
+        """A copy of the default sampling parameters, which requests without parameters use."""
         return self._default_params.clone()
 
     def check(
@@ -200,7 +200,7 @@ class InputProcessor:
     def _with_features(
         self, checked: CheckedRequest, inputs: _Inputs, decoder: TokenizedPrompt
     ) -> CheckedRequest:
-        """Returns the request with what features add: beams, encoder, adapter, vectors, images, grammar."""
+        """Returns the request with the data of features: beams, encoder, adapter, vectors, images, grammar."""
         beams, encoder, adapter, max_tokens = None, inputs.encoder, inputs.adapter, checked.params.max_tokens
         if isinstance(inputs.params, BeamSearchParams):
             assert max_tokens is not None, "it was filled in"
@@ -286,8 +286,7 @@ class InputProcessor:
     def _params_of_beams(self, beams: BeamSearchParams) -> SamplingParams:
         """Returns the sampling parameters that a beam search runs with.
 
-        They are those of a greedy request that reports the 2 * beam_width most likely tokens at each
-        position.
+        The request is greedy and reports the 2 * beam_width most likely tokens at each position.
         """
         beams = dataclasses.replace(beams)
         beams.validate()
@@ -304,7 +303,7 @@ class InputProcessor:
     def _resolve(self, params: SamplingParams) -> None:
         """Fills in derived parameters: prefix cache use, arguments of user functions, bad word tokens.
 
-        `_resolve_logprobs` replaces -1 as the number of log-probabilities later, where the number is checked.
+        `_resolve_logprobs` later checks the numbers of log-probabilities and replaces -1.
         """
         if params.uses_features:
             self._resolve_user_functions(params)
@@ -493,7 +492,7 @@ def _resolved_args(
 
 
 def tokenizations(word: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Returns all token sequences that a word can have, depending on the text in front of it.
+    """Returns the token sequences that a tokenizer may produce for a word, depending on the text before it.
 
     A tokenizer may encode a word differently at the start of a text, after a space, at the start of a line
     and after punctuation. A sequence that ends with a shorter one from the list is left out: if the shorter

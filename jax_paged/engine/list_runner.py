@@ -88,14 +88,14 @@ class ListRunner:
 def _steps_of(
     engine: LLMEngine, requests: dict[str, CheckedRequest], is_over: Callable[[], bool]
 ) -> Generator[_Step]:
-    """Runs requests on one engine until they or `is_over` end the run; yields the result of each step.
+    """Runs requests on one engine to their end; yields the result of each step.
 
     No other thread can use the engine meanwhile. None of the requests is left in the engine afterwards.
 
     Args:
         engine: The engine.
         requests: The requests, by id.
-        is_over: Called before each step; True ends the run.
+        is_over: Called before each step. If it returns True, the run stops early.
     """
     left, added = len(requests), list[str]()
     with engine.exclusive(is_over) as is_held:
@@ -118,7 +118,7 @@ def _steps_of(
 
 
 def _side_by_side(runs: Sequence[Generator[_Step]], failed: threading.Event) -> Generator[_Step]:
-    """Yields the step results of several runs. Each run has a thread of its own.
+    """Executes several runs in parallel, each in its own thread; yields the step results of all of them.
 
     The first error of a run is raised after all runs have ended.
 

@@ -38,9 +38,8 @@ class LLMEngine(composition.EngineFeatures):
 
     Args:
         args: Model and limits.
-        executor: Runs the steps. A function is called with the arguments of the engine and returns an
-            executor. None makes the executor that the arguments specify. The engine closes the executor, even
-            if the engine can't be made.
+        executor: The executor that runs the steps, or a function that makes it from `args`. None makes the
+            executor that `args` specify. The engine closes the executor, even if the engine can't be made.
         scheduler: A subclass of Scheduler that is used in its place, or a function that returns the sort key
             of a new request (a SequenceGroup). Requests with lower keys are served first and may preempt
             others.

@@ -83,9 +83,9 @@ def _extended_salt(request: Request) -> str:
 def _continued(request: Request, prior_outputs: tuple[PriorOutput, ...]) -> list[Sequence]:
     """Returns the sequences of a request that another engine has begun.
 
-    The prior output tokens are computed again, like those of a preempted request. Each random draw depends
-    only on the seed and the position, and prior tokens count as output. So the sequences continue as they
-    would have in the other engine.
+    The prior output tokens are computed again, as after a preemption. Each random draw depends only on the
+    seed and the position, and prior tokens count as output. So the sequences continue as they would have in
+    the other engine.
     """
     return [
         Sequence(

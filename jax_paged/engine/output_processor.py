@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 
 class RequestState:
-    """Outputs of one request, as samples or beams.
+    """Outputs of one running request: samples or beams.
+
+    EngineCore adds new tokens after each step. `next_output`, `output` and `take_delta` return the outputs as
+    a RequestOutput.
 
     Args:
         group: The request; read-only.
@@ -96,7 +99,7 @@ class RequestState:
         """Returns a state restored from the result of `values`.
 
         Args:
-            group: The request, restored before.
+            group: The restored request.
             values: The result of `values`.
             tokenizer: The engine's tokenizer; None if it has none.
             grammar: The compiled grammar of the request; None without one.
@@ -124,7 +127,7 @@ class RequestState:
         """Returns the state of a fork that continues this request. Both requests have a single sequence.
 
         Args:
-            group: The fork.
+            group: The new request.
         """
         state = RequestState(group, self.prompt, self._settings, self._encoder_prompt)
         state.adapter = self.adapter
@@ -199,7 +202,7 @@ class RequestState:
     def give_up(self) -> None:
         """Marks the request as finished with its current text.
 
-        It decodes no text that was held back, because decoding may have caused the error that ends the
+        Text that was held back is not decoded, because decoding may have caused the error that ended the
         request.
         """
         self.is_finished = True
@@ -265,7 +268,7 @@ class RequestState:
             outputs = [s.take_delta(i) for i, s in enumerate(samples)]
         else:
             outputs = [s.output(i, is_last=self.is_finished) for i, s in enumerate(samples)]
-        # Only the first sample exists before the prompt is computed. The others are still empty, too.
+        # Before the prompt is computed, only the first sample exists. Outputs of the other samples are empty.
         missing = range(len(outputs), self.group.sampling_params.n) if outputs else ()
         return outputs + [_empty_like(outputs[0], i) for i in missing]
 
@@ -279,7 +282,7 @@ def _is_plain(group: SequenceGroup) -> bool:
 
 
 def outputs_of(states: Iterable[RequestState]) -> list[RequestOutput]:
-    """Returns the outputs that a step returns for the requests that it has changed."""
+    """Returns the outputs of requests that a step has changed, as their output_kind specifies."""
     outputs = (state.next_output() for state in states)
     return [output for output in outputs if output is not None]
 

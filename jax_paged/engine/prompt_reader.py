@@ -28,7 +28,7 @@ class TokenizedPrompt:
         token_ids: Token ids. Positions that have vectors instead of tokens contain PLACEHOLDER.
         cache_salt: The cache salt that was passed with the prompt; None if there was none.
         embeds: Vectors in place of the first tokens; None without vectors.
-        stand_ins: Images in the prompt, as data in place of tokens.
+        stand_ins: Data in place of other tokens, such as images.
     """
 
     text: str | None
@@ -79,7 +79,7 @@ class PromptReader:
                 more than max_model_len tokens is rejected without being tokenized.
 
         Raises:
-            ValueError: If the prompt has none of these forms, or does not fit the model.
+            ValueError: If the form of the prompt is not valid, or the prompt does not fit the model.
         """
         max_len = None if is_truncated else self._config.max_model_len
         is_special = isinstance(prompt, dict) and not SPECIAL_KEYS.isdisjoint(prompt)
@@ -95,7 +95,8 @@ class PromptReader:
             return TokenizedPrompt(None, self._checked_ids("prompt", prompt))
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         names = {"prompt", "prompt_token_ids", "cache_salt"}
-        others = "multi_modal_data", "mm_processor_kwargs"  # keys of vLLM's prompts, empty for text models
+        # Keys of vLLM's prompts. A text model accepts them only if they have no value.
+        others = "multi_modal_data", "mm_processor_kwargs"
         empty = {name for name in others if prompt.get(name) in (None, {})}
         ok = prompt.keys() <= names | empty and (text is not None or token_ids is not None)
         allowed = 'a dict with "prompt", "prompt_token_ids" or both, and optionally "cache_salt"'

@@ -68,7 +68,10 @@ class SampleState:
         self._num_chars_taken = 0
 
     def restarted(self, seq: Sequence, group: SequenceGroup) -> "SampleState":
-        """Returns the state of a sequence that continues after the first tokens of this one."""
+        """Returns the state of a sequence whose output is the beginning of this one.
+
+        The text of the sequence is decoded again.
+        """
         state = SampleState(seq, group, self._settings)
         if self._logprobs is not None:
             state._logprobs = self._logprobs[: len(seq.output_token_ids)]
@@ -78,7 +81,10 @@ class SampleState:
         return state
 
     def continue_from(self, prior: PriorOutput) -> None:
-        """Adds a prior output that another engine has begun. An output that has ended gets no text."""
+        """Adds a prior output that another engine has begun.
+
+        If the output has ended, its text is not decoded, because the caller already has it.
+        """
         if self._logprobs is not None:
             self._logprobs += prior.logprobs or ()
         self.is_finished = prior.finish_reason is not None
@@ -89,7 +95,7 @@ class SampleState:
     def rolled_back(self) -> "SampleState":
         """Returns the state of the sequence after it has lost its last tokens.
 
-        The text and tokens that are left and were part of an earlier delta are not returned again.
+        The next delta does not repeat text and tokens of earlier deltas.
         """
         state = self.restarted(self.seq, self._group)
         detokenizer = state._detokenizer
@@ -99,7 +105,10 @@ class SampleState:
 
     @functools.cached_property
     def matcher(self) -> "Matcher | None":
-        """The grammar matcher, created in the state before the first output token; None without a grammar."""
+        """The grammar matcher of the output; None without a grammar.
+
+        It is created in the state before the first output token. Its method `follow` advances it.
+        """
         if self._settings.grammar is None:
             return None
         ignores_eos = self._group.sampling_params.ignore_eos
@@ -178,7 +187,7 @@ class SampleState:
         """Returns the whole output so far.
 
         Args:
-            index: Index of the output among those of the request.
+            index: Index of the output in the request.
             is_last: Whether the request has finished. If so, the output has its own lists; if not, it has
                 snapshots of lists that still grow.
         """
@@ -198,7 +207,7 @@ class SampleState:
         """Returns the part of the output that is new since the last call.
 
         Args:
-            index: Index of the output among those of the request.
+            index: Index of the output in the request.
         """
         first_token, first_char = self._num_tokens_taken, self._num_chars_taken
         detokenizer, logprobs = self._detokenizer, self._logprobs

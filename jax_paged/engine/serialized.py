@@ -85,6 +85,7 @@ class Serialized:
     _calls: CallLock
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Makes an object with its own lock."""
         self = super().__new__(cls)
         self._calls = CallLock()
         return self

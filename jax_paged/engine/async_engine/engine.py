@@ -45,7 +45,7 @@ class AsyncLLMEngine(RequestMethods):
 
     Methods of this class put calls into a queue. Between two steps the thread takes all calls from the queue
     and executes them, so only this thread changes the state of requests. After a step it delivers the new
-    outputs to the event loops of the streams. The methods that run requests are those of RequestMethods.
+    outputs to the event loops of the streams. RequestMethods defines the methods that run requests.
 
     Args:
         args: Model and limits.

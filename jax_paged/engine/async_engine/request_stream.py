@@ -12,10 +12,10 @@ from jax_paged.outputs import RequestOutput
 class RequestStream:
     """The outputs of one request as an asynchronous iterator.
 
-    Each output is a delta: its text, token ids and logprobs contain only what is new since the previous
-    output. Deltas that arrive while the consumer is busy are merged into one. The engine also merges deltas
-    for 1.5 ms times the number of streams, at most 0.1 s. For beam searches and for requests with best_of >
-    n, only the last output has completions.
+    Each output is a delta: its text, token ids and logprobs contain only the part after the previous output.
+    Deltas that arrive while the consumer is busy are merged into one. The engine also merges deltas for 1.5
+    ms times the number of streams, at most 0.1 s. For beam searches and for requests with best_of > n, only
+    the last output has completions.
 
     A stream must be iterated to the end or aborted, in the event loop in which it was made. Instead of
     iterating, a consumer may call `take` after each call of `on_ready`, which avoids waking a task.
@@ -145,7 +145,7 @@ def put_all(items: list[tuple[RequestStream, RequestOutput | Exception]]) -> Non
 
 
 def run_for[T](done: Future[T], function: Callable[[], T]) -> None:
-    """Sets the result or error of a function as that of a future. Does not run it for a canceled future."""
+    """Runs a function and gives its result or error to a future. Does nothing if the future is canceled."""
     if done.set_running_or_notify_cancel():
         try:
             done.set_result(function())

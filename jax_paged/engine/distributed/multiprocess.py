@@ -43,7 +43,7 @@ class MultiprocessExecutor:
 
     Args:
         args: Model and limits.
-        engine: Index of the engine among those of a pipeline.
+        engine: Index of the engine in its pipeline.
         beside: The executor of the pipeline's first engine, whose workers are shared; None for the first
             engine.
 
@@ -70,7 +70,7 @@ class MultiprocessExecutor:
 
     @property
     def config(self) -> EngineConfig:
-        """The settings of the engine, including those that follow from the model and the devices."""
+        """The settings of the engine, completed for the model and the devices."""
         return self._config
 
     @property
@@ -214,7 +214,7 @@ def follow(args: EngineArgs, launch: Launch) -> NoReturn:
     """Runs the worker of a process that is not the first, until the first process ends. Does not return.
 
     Args:
-        args: Model and limits; equal to those of the first process.
+        args: Model and limits; equal in all processes.
         launch: The launcher's information about this process.
 
     Raises:

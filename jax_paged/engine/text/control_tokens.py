@@ -89,7 +89,7 @@ class ControlTokens:
         whole, marked = self._backend.encode_batch([clean, text], add_special_tokens=False)
         own = self._found(text, marked)
         if [i for i, *_ in own] == [i for i, *_ in self._found(clean, whole)]:
-            return whole.ids  # without marks there are no other control tokens
+            return whole.ids  # removing the marks creates no control tokens
         ids, end_of_last = [], 0
         for token_id, begin, end in own:
             ids += [*self._encode_text(text[end_of_last:begin], mark), token_id]

@@ -1,4 +1,4 @@
-"""Incremental detokenization, with characters that span several tokens and with stop strings."""
+"""Detokenizer: converts the tokens of an output to text as they arrive, and cuts it off at stop strings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +30,7 @@ class Detokenizer:
         prompt_token_ids: The prompt. The text of the first output token may depend on it (leading spaces).
         stop: Strings that end the output; None for none. The text is cut off before the stop string.
         skip_special_tokens: Whether to leave special tokens out of the text.
-        min_tokens: Stop strings are ignored in the first `min_tokens` output tokens.
+        min_tokens: Number of output tokens, from the first one on, in which stop strings are ignored.
         include_stop: Whether the text is cut off after the stop string instead of before it.
     """
 
@@ -53,7 +53,8 @@ class Detokenizer:
         self._include_stop = include_stop
         self._num_tokens = 0
         self._finished = False
-        # `text` ends with `_context_text`. The text of the tokens in `_pending` is not part of `text` yet.
+        # `_context_text` is the text of the tokens in `_context`. It belongs to the prompt or is part of
+        # `text`. The text of the tokens in `_pending` is not part of `text` yet.
         self._context = list(prompt_token_ids[-_MAX_CONTEXT:])
         self._context_text = self._decode(self._context)
         self._pending: list[int] = []

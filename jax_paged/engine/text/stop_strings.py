@@ -1,4 +1,7 @@
-"""Search for stop strings in a growing text, in one pass. Its cost does not depend on how many there are."""
+"""StopStrings: finds stop strings in a growing text, in one pass.
+
+The cost of a character does not depend on the number of stop strings.
+"""
 
 from collections import deque
 from collections.abc import Sequence

@@ -166,7 +166,10 @@ class TextCodec:
 
     @functools.cached_property
     def _anchor(self) -> tuple[list[int], int]:
-        """Token ids in front of which a single token is decoded, and the length of their text."""
+        """Token ids that precede a single token when it is decoded, and the length of their text.
+
+        Some decoders strip the first space of a text, so a token must not be decoded alone.
+        """
         for piece in ("a", "▁a"):
             token_id = self._backend.token_to_id(piece)
             if token_id is not None:

@@ -82,8 +82,8 @@ class Tokenizer(TextCodec):
             from transformers import AutoTokenizer
 
         try:
-            # The tokenizers library can't run mistral-common's tokenizers. Without them, transformers
-            # converts tekken.json.
+            # The tokenizers library can't run mistral-common's tokenizers. With mistral_format=False,
+            # transformers converts tekken.json instead.
             loaded = AutoTokenizer.from_pretrained(self.name, trust_remote_code=False, mistral_format=False)
         except Exception as error:
             cause = _missing_packages(self.name) or error

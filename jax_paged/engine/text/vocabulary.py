@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 
 # Normalizers that delete no characters, with the largest number of characters that they combine into one.
 _NORMALIZERS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
-# Pre-tokenizers that delete no characters (_KEEP_ALL), and those that delete only white space.
+# Pre-tokenizers that delete no characters (_KEEP_ALL), and pre-tokenizers that delete only white space.
 _KEEP_ALL = frozenset({"ByteLevel", "Digits", "FixedLength", "Metaspace", "UnicodeScripts"})
 _DELETE_SPACE = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
@@ -115,9 +115,9 @@ def _flat(settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _num_joined(normalizer: dict[str, Any]) -> int | None:
-    """Returns the maximum number of characters that a normalizer combines into one.
+    """Returns the maximum number of characters that a normalizer combines into one; None for no maximum.
 
-    None means that the normalizer may delete characters.
+    A normalizer that may delete characters has no maximum either.
     """
     if normalizer["type"] != "Replace":
         return _NORMALIZERS.get(normalizer["type"])
