@@ -46,7 +46,7 @@ class StepFeatures:
 
 
 class EngineCore:
-    """Runs the unfinished requests of an engine step by step.
+    """Core of an engine, which runs its unfinished requests step by step.
 
     The requests have been checked by InputProcessor. `advance` schedules and dispatches steps until
     `max_in_flight` steps are in flight. It then waits for the result of the oldest one and processes it: the

@@ -2,11 +2,11 @@
 
 
 class EngineDeadError(RuntimeError):
-    """The engine has failed, was stopped, or is closed. The name is vLLM's."""
+    """Error of an engine that has failed, was stopped, or is closed. The name is vLLM's."""
 
 
 class EngineAsleepError(ValueError):
-    """The engine sleeps, or is about to, and accepts no requests until it is woken up."""
+    """Error of an engine that sleeps, or is about to, and accepts no requests until it is woken up."""
 
 
 # Errors that a valid request may receive because the engine is not running.

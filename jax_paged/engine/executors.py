@@ -43,7 +43,7 @@ def make_executor(args: EngineArgs) -> "Executor":
 
 
 class Executors:
-    """Makes the executors of all engines, in the order of the engines.
+    """Factory of the executors of all engines, which are made in the order of the engines.
 
     The engines of a pipeline share devices: the executor of each later engine refers to the executor of the
     first engine.

@@ -95,7 +95,9 @@ _WORD_CONTEXTS = (" ", "\n", "(")
 
 
 class InputProcessor:
-    """Tokenizes and checks requests. Does not change the engine; methods may be called from any thread.
+    """Validation and tokenization of requests, before the engine adds them.
+
+    The methods do not change the state of the engine and may be called from any thread.
 
     Args:
         config: Settings of the engine, with the limits of the model and the KV cache.
@@ -200,7 +202,7 @@ class InputProcessor:
     def _with_features(
         self, checked: CheckedRequest, inputs: _Inputs, decoder: TokenizedPrompt
     ) -> CheckedRequest:
-        """Returns the request with the data of features: beams, encoder, adapter, vectors, images, grammar."""
+        """Returns the request with data of features: beams, encoder, adapter, vectors, images, grammar."""
         beams, encoder, adapter, max_tokens = None, inputs.encoder, inputs.adapter, checked.params.max_tokens
         if isinstance(inputs.params, BeamSearchParams):
             assert max_tokens is not None, "it was filled in"
@@ -208,8 +210,7 @@ class InputProcessor:
         features = RequestFeatures(
             beam_params=beams,
             encoder_token_ids=encoder.token_ids if encoder else [],
-            # An adapter that is only a soft prompt needs no adapter slot, because its vectors are part of the
-            # prompt.
+            # An adapter that is only a soft prompt needs no adapter slot: its vectors belong to the prompt.
             adapter=adapter.key if adapter and adapter.pairs else "",
             prompt_embeds=decoder.embeds,
             stand_ins=decoder.stand_ins,

@@ -16,17 +16,15 @@ from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.replicas.placement import Placement
 from jax_paged.outputs import RequestOutput
 
-# A list takes as long as its slowest engine. So a prefix stays on its engine only if no other engine has less
-# work.
+# A list takes as long as its slowest engine, so a prefix stays on its engine only if no other has less work.
 _MAX_LAG = 0
 
-# Result of a step: the number of requests that got tokens, and the outputs of requests that have ended, by
-# id.
+# Result of a step: the number of requests that got tokens, and the outputs of ended requests, by id.
 _Step = tuple[int, dict[str, RequestOutput]]
 
 
 class ListRunner:
-    """Runs lists of requests to their end and shows a progress bar.
+    """Runner of lists of requests, with a progress bar.
 
     Args:
         engines: The engines. Each of them runs a share of every list; several engines run in a thread each.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class LLMEngine(composition.EngineFeatures):
-    """Runs requests together. Each `step` computes one batch and returns the outputs that changed.
+    """Engine that runs requests together. Each `step` computes one batch and returns the changed outputs.
 
     This class contains the methods that run requests. Features add the other methods; engine/composition.py
     lists them.

@@ -95,8 +95,7 @@ def _continued(request: Request, prior_outputs: tuple[PriorOutput, ...]) -> list
             list(prior.token_ids),
             SequenceStatus.WAITING if prior.finish_reason is None else _ENDED[prior.finish_reason],
             stop_reason=prior.stop_reason,
-            # The log-probabilities are known only if the request asks for them. Nothing reads these sums, so
-            # they are 0.
+            # Log-probabilities are known only if the request asks for them. Nothing reads these sums.
             cumulative_logprobs=[0.0] * len(prior.token_ids),
             stand_ins=request.stand_ins,
         )

@@ -53,7 +53,7 @@ SPECIAL_KEYS = frozenset({"prompt_embeds", "encoder_prompt", "decoder_prompt"})
 
 
 class PromptReader:
-    """Tokenizes and checks prompts of all forms. Methods may be called from any thread.
+    """Reader of prompts, which tokenizes and checks them. Methods may be called from any thread.
 
     Args:
         config: Settings of the engine, with the limits of the model.
@@ -134,8 +134,8 @@ class PromptReader:
         check(bool(token_ids), "prompt_token_ids", token_ids, "at least one token id")
         vocab_size, checked = self._config.vocab_size, []
         for i, token_id in enumerate(token_ids):
-            # This loop checks token ids inline. One function call per token id would be slow for long prompts
-            # (100,000 tokens).
+            # Token ids are checked inline, because a function call for each of them would be slow in a long
+            # prompt.
             if type(token_id) is not int or not 0 <= token_id < vocab_size:
                 if isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool):
                     token_id = int(token_id)  # a NumPy integer

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from jax_paged.worker.executor import Executor
 
 _LOGGER = logging.getLogger(__name__)
-# Minimum time between two deliveries of tokens (seconds), per stream with new tokens: 96 ms for 64 streams. A
-# delivery takes the server and the client 30 us per stream on CPU cores that the model may need.
+# Minimum time between two deliveries of tokens (seconds), per stream with new tokens: 96 ms for 64 streams.
+# Delivering the tokens of a stream takes 30 us of CPU time in the server and the client, which the model may
+# need.
 _SECONDS_PER_STREAM = 0.0015
 _LONGEST_TURN_S = 0.1
-# Interval (seconds) at which a coroutine that waits for the engine's thread checks whether the engine has
-# stopped.
+# Interval (seconds) at which a coroutine that waits for a result checks whether the engine has stopped.
 _LOOK_S = 0.5
 
 
@@ -50,8 +50,8 @@ class AsyncLLMEngine(RequestMethods):
     Args:
         args: Model and limits.
         executor: Runs the steps; see LLMEngine.
-        replica: Index of this engine among several. Its streams have it as an attribute, and its thread as
-            part of the name.
+        replica: Index of this engine among several. It is part of the thread's name and an attribute of the
+            streams.
 
     Raises:
         ValueError: If the model or a setting can't be used.
@@ -68,14 +68,14 @@ class AsyncLLMEngine(RequestMethods):
         self.step_began: float | None = None  # time.monotonic() when the running step began
         self._streams: dict[str, RequestStream] = {}  # only the engine's thread changes it
         self._submitted: set[RequestStream] = set()  # not yet taken by the engine's thread
-        self._held: dict[RequestStream, RequestState] = {}  # tokens not yet delivered
+        self._held: dict[RequestStream, RequestState] = {}  # streams with new tokens
         self._last_delivery = -math.inf
         # Level and mode of a sleep that waits for running requests, and the future that is done when the
         # engine sleeps.
         self._falling_asleep: tuple[int, Mode, Future[None]] | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # The thread and the executor refer to this object only weakly, so that it can be collected. The
-        # thread then ends.
+        # The thread and the executor refer to this object only weakly, so that it can be garbage-collected.
+        # That ends the thread.
         this: weakref.ref[AsyncLLMEngine] = weakref.ref(self)
         self._thread = threading.Thread(
             target=_run, args=(this, self._calls), name=f"engine {replica}", daemon=True
@@ -100,8 +100,8 @@ class AsyncLLMEngine(RequestMethods):
     def load(self) -> tuple[int, int]:
         """The number of waiting requests and the number of running requests.
 
-        Requests that the thread has not taken from the queue yet are waiting. Requests that are swapped out
-        are running.
+        Submitted requests that are still in the queue of the thread count as waiting, and requests that are
+        swapped out count as running.
         """
         queues = self.engine.scheduler.queues
         num_waiting = len(self._submitted) + len(queues.waiting)
@@ -148,7 +148,7 @@ class AsyncLLMEngine(RequestMethods):
         return Done()
 
     def close(self) -> None:
-        """Ends the thread after its current step, then all requests. Frees the weights and the KV cache."""
+        """Stops the thread after its current step, ends all requests, and frees weights and KV cache."""
         self._calls.put(None)
         self._thread.join()
         self.engine.close()
@@ -336,7 +336,7 @@ def _run(this: "weakref.ref[AsyncLLMEngine]", calls: "queue.SimpleQueue[Callable
     """Steps an engine until it is closed, or until nothing else refers to it.
 
     Args:
-        this: The engine. The thread does not refer to it otherwise between two turns.
+        this: Weak reference to the engine. The thread has no other reference to it between two turns.
         calls: The queue of calls for the engine's thread. None ends the engine.
     """
     waited: list[Callable[[], None] | None] = []

@@ -101,7 +101,7 @@ class RequestStream:
 
 
 class CumulativeOutputs:
-    """Converts the deltas of a request to outputs that each contain everything so far.
+    """Converter of a request's deltas to outputs that each contain everything so far.
 
     The cost of an output is proportional to its delta, except for the text, which is copied. Lists in outputs
     are snapshots of lists that grow here. The last output has its own lists.
@@ -120,7 +120,7 @@ class CumulativeOutputs:
 
 
 class Done(Coroutine[Any, Any, None]):
-    """A finished coroutine. Unlike one of an `async def`, it causes no warning if it is never awaited."""
+    """Finished coroutine, which (unlike an `async def`) causes no warning if it is never awaited."""
 
     def send(self, value: Any) -> NoReturn:
         """Raises StopIteration, because the coroutine has finished."""
@@ -154,7 +154,7 @@ def run_for[T](done: Future[T], function: Callable[[], T]) -> None:
 
 
 def deliver(items: list[tuple[RequestStream, RequestOutput | Exception]]) -> None:
-    """Adds outputs and errors to streams, from any thread.
+    """Adds outputs and errors to their streams. May be called in any thread.
 
     There is only one call per event loop, because waking a loop is expensive.
     """

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from jax_paged.core.request import SequenceGroup
 
-# Upper bounds (seconds) of the intervals for the time between two tokens. The last interval has no upper
-# bound.
+# Upper bounds (seconds) of the intervals for the time between two tokens. The last interval has none.
 INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
 
 
@@ -49,7 +48,7 @@ class _Progress:
 
 
 class EngineStatistics:
-    """Counts the steps and tokens of an engine. One thread counts. The counters never decrease.
+    """Counters of the steps and tokens of an engine. Only one thread may count. No counter decreases.
 
     Attributes:
         num_steps: Number of steps whose results have been processed.

@@ -38,9 +38,9 @@ _KILLING_S = 5.0
 class RayExecutor(MultiprocessExecutor):
     """Executor that runs steps in actors of Ray.
 
-    Each actor takes the same number of GPUs on one host, and as many as possible. If the cluster has no GPUs,
-    each actor takes one CPU core. Ray finds the hosts, starts the actors and reports lost actors. Steps are
-    sent over separate connections.
+    All actors have the same number of GPUs, as many as possible; the GPUs of one actor are on one host. If
+    the cluster has no GPUs, each actor has one CPU core. Ray finds the hosts, starts the actors and reports
+    lost actors. Steps are sent over separate connections.
 
     Args:
         args: Model and limits.
@@ -149,7 +149,7 @@ class WorkerActor:
         with self._listener:
             while (connection := _accepted(self._listener, secret)) is None:
                 pass
-        # The listener is closed, so other workers can use its port to connect to this one.
+        # The listener is closed now. If this is the first worker, the other workers connect to its port.
         connection.sendall(b".")
         from jax_paged.worker.distributed.process import main
 

@@ -124,7 +124,7 @@ class WorkerTeam:
         self._failing = threading.Lock()
 
     def begin(self, workers: Sequence[StartedWorker]) -> None:
-        """Starts to receive the replies of workers that have been started. The first worker is first."""
+        """Sets the workers, in the order of their ranks, and starts to receive replies of the first one."""
         self.workers = workers
         threading.Thread(target=self._read, args=(workers[0].channel,), daemon=True).start()
 

@@ -32,7 +32,7 @@ def make_replicas[E: _Closable](num: int, make: Callable[[int], E]) -> tuple[E, 
 
 
 class Placement:
-    """Chooses the replica that runs each request.
+    """Choice of the replica that runs each request.
 
     Requests of the same conversation run on the same replica, so that they find their prefix in its cache,
     unless this replica has too much to do. Requests without a seed get one here, from one generator for all
@@ -42,8 +42,8 @@ class Placement:
     Args:
         num_replicas: Number of replicas. Their indices are 0, 1, ...
         seeds: Generator of seeds for requests without a seed.
-        max_lag: How much more work the replica of a conversation may have than the least loaded one; see
-            ReplicaRouter.
+        max_lag: Maximum load that the replica of a conversation may have in excess of the least loaded
+            replica; see ReplicaRouter.
     """
 
     def __init__(self, num_replicas: int, seeds: random.Random, max_lag: int) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ReplicatedEngine(RequestMethods):
-    """Distributes requests over several engines.
+    """Several engines with the interface of one, among which requests are distributed.
 
     All requests of a conversation run on the same engine. If that engine has too much to do, or if the prompt
     is too short to identify a conversation, the request runs on the least loaded engine.

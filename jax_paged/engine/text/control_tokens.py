@@ -17,8 +17,7 @@ import tokenizers
 
 from jax_paged.errors import ArgumentError
 
-# Private-use characters, which rarely occur in text. The first one that the messages do not contain is the
-# mark.
+# Private-use characters, which are rare in text. The first one that the messages do not contain is the mark.
 _MARKS = tuple(map(chr, range(0xF0000, 0xF0100)))
 
 

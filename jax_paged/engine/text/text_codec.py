@@ -16,7 +16,7 @@ _SHORT_TEXT = 2048
 
 
 class TextCodec:
-    """Converts text to token ids and back. Thread-safe.
+    """Converter between text and token ids. Thread-safe.
 
     Args:
         backend: The tokenizer. Its padding and truncation are turned off.
@@ -49,8 +49,7 @@ class TextCodec:
         check_unicode(text)
         if len(text) <= _SHORT_TEXT:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        # Unlike encode, encode_batch_fast lets other Python threads run meanwhile. 100,000 characters take 80
-        # ms.
+        # Unlike encode, encode_batch_fast lets other Python threads run. 100,000 characters take 80 ms.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 

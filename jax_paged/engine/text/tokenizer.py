@@ -32,8 +32,7 @@ _SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.mo
 _SENTENCEPIECE_START = b"\n"
 # Modules that transformers needs to read a SentencePiece model, and the packages that contain them.
 _SENTENCEPIECE_PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
-# Matches chat templates that take the content of a message as a list of parts: they name the part type
-# "image".
+# Matches chat templates that take a message's content as a list of parts: they name the part type "image".
 _ABOUT_IMAGES = re.compile("""["']image["']""")
 # Arguments of transformers' apply_chat_template that change the type or the format of its result.
 _FORM_SETTINGS = (
