@@ -77,7 +77,7 @@ class RequestState:
         self.is_finished = self.group.is_finished
 
     def values(self) -> dict[str, Any]:
-        """Returns the state as JSON values. The group is not included."""
+        """Returns the state as JSON-compatible values. The group is not included."""
         logprobs = self._prompt_logprobs
         return {
             "prompt": self.prompt,

@@ -159,7 +159,7 @@ class SampleState:
         return self._detokenizer.finish() if self._detokenizer else None
 
     def values(self) -> dict[str, Any]:
-        """Returns the state as JSON values."""
+        """Returns the state as JSON-compatible values."""
         return {
             "is_finished": self.is_finished,
             "logprobs": self._logprobs and [logprob_values(entry) for entry in self._logprobs],
@@ -258,7 +258,7 @@ def logprob_dict(
 
 
 def logprob_values(entry: TokenLogprobDict) -> list[list[Any]]:
-    """Returns the log-probabilities of one position as JSON values."""
+    """Returns the log-probabilities of one position as JSON-compatible values."""
     return [[token_id, x.logprob, x.rank, x.decoded_token] for token_id, x in entry.items()]
 
 

@@ -75,7 +75,7 @@ class Detokenizer:
         return not (self.text or self._pending or any(map(self._adds_text, self._context)))
 
     def values(self) -> dict[str, Any]:
-        """Returns the state as JSON values."""
+        """Returns the state as JSON-compatible values."""
         return {name: getattr(self, name) for name in _VALUES}
 
     def restore(self, values: dict[str, Any]) -> None:
