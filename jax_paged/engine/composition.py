@@ -1,7 +1,7 @@
-"""The composition of an engine: its parts, and every feature. The table of contents of this package.
+"""Composition of an engine: builds its parts and connects every feature to them.
 
-No other module of the package imports a feature at run time. A feature consists of its own files and its
-lines here. Its class is a base of EngineFeatures if the feature adds methods to LLMEngine.
+This module is the only one of the package that imports features at run time. A feature consists of its own
+files and its lines here. If it adds methods to LLMEngine, its class is a base class of EngineFeatures.
 """
 
 import dataclasses
@@ -44,10 +44,10 @@ from jax_paged.models.checkpoint import resolve_model_dir
 if TYPE_CHECKING:
     from jax_paged.worker.executor import Executor
 
-# Besides the functions of this module, features that are used without an engine's parts.
+# Names of features that other modules import from here, in addition to the functions of this module.
 __all__ = ["EngineState", "begin_with_passing_backends", "check_invariance", "conversation"]
 
-# A custom scheduler: a class in place of Scheduler, or the key that its requests are ordered by.
+# A custom scheduler: a subclass of Scheduler, or a function that returns the sort key of a request.
 CustomScheduler = type[Scheduler] | Callable[[SequenceGroup], Any]
 
 
@@ -63,7 +63,7 @@ class EngineFeatures(
     Recordings,
     Snapshots,
 ):
-    """The methods of LLMEngine for everything besides running requests."""
+    """The methods of LLMEngine that features add."""
 
 
 def make_core(
@@ -83,7 +83,7 @@ def make_input_processor(config: EngineConfig, tokenizer: Tokenizer | None) -> I
     """Makes the input processor of an engine, which checks requests.
 
     Raises:
-        ValueError: If the model's sampling defaults can't be used.
+        ValueError: If the model's sampling defaults are not valid.
     """
     if tokenizer is not None and config.pooling is not None and config.pooling.text.lower_case:
         tokenizer.lower_texts()
@@ -104,13 +104,16 @@ def read_special(
     prompt: Any,
     tokenize: Callable[[Any], TokenizedPrompt],
 ) -> tuple[TokenizedPrompt | None, TokenizedPrompt]:
-    """Reads a prompt with a feature, or of a model with one; see PromptReader.
+    """Reads a prompt that uses a feature, or a prompt of an encoder-decoder or multimodal model.
 
     Args:
-        config: The engine's settings.
-        images: Reads the images of prompts; None if the model reads text alone.
-        prompt: In any form.
-        tokenize: Tokenizes text, and checks token ids.
+        config: The settings of the engine.
+        images: Reads images in prompts; None if the model takes only text.
+        prompt: The prompt, in any form.
+        tokenize: Tokenizes text prompts and checks token ids.
+
+    Returns:
+        The encoder prompt (None without an encoder) and the decoder prompt.
     """
     if isinstance(prompt, dict) and "prompt_embeds" in prompt:
         return None, read_embeds(prompt, config)
@@ -120,7 +123,12 @@ def read_special(
 
 
 def make_scheduler(config: EngineConfig, custom: CustomScheduler | None = None) -> Scheduler:
-    """Makes a scheduler over an empty pool, the custom one if there is one."""
+    """Makes a scheduler with an empty KV cache.
+
+    Args:
+        config: The settings of the engine.
+        custom: The custom scheduler; None for the default one.
+    """
     make, policy = custom if isinstance(custom, type) else Scheduler, config.scheduling_policy
     if custom is not None and not isinstance(custom, type):
         check(policy == "fcfs", "scheduling_policy", policy, "'fcfs' with a scheduler key, which replaces it")
@@ -151,16 +159,19 @@ def make_scheduler(config: EngineConfig, custom: CustomScheduler | None = None) 
 
 
 def make_tokenizer(args: EngineArgs) -> Tokenizer | None:
-    """Makes the tokenizer that the arguments ask for; None if they ask for none.
+    """Makes the tokenizer that the arguments specify; returns None if they specify none.
 
     Raises:
-        ValueError: If it can't be loaded.
+        ValueError: If the tokenizer can't be loaded.
     """
     return None if args.skip_tokenizer_init else Tokenizer(tokenizer_name(args))
 
 
 def tokenizer_name(args: EngineArgs) -> str:
-    """Returns the tokenizer's folder, or its own hub id, of which transformers loads no weights."""
+    """Returns the folder of the tokenizer, or its hub id if `args.tokenizer` is a hub id.
+
+    For a hub id, transformers downloads only the tokenizer's files and no weights.
+    """
     name = args.tokenizer
     if name is None or name == "pagelet" or Path(name).expanduser().is_dir():
         return str(resolve_model_dir(name or args.model))
@@ -168,7 +179,7 @@ def tokenizer_name(args: EngineArgs) -> str:
 
 
 def with_end_token(config: EngineConfig, tokenizer: Tokenizer | None) -> EngineConfig:
-    """Adds the tokenizer's end token to the model's; one beyond the vocabulary can never be drawn."""
+    """Adds the tokenizer's end token to the model's end tokens, unless it lies outside the vocabulary."""
     token_id = tokenizer and tokenizer.eos_token_id
     if token_id is None or token_id >= config.vocab_size:
         return config

@@ -1,4 +1,4 @@
-"""The core of an engine: schedules steps, keeps the executor busy, and gives requests their tokens."""
+"""The core of an engine: schedules steps, dispatches them to the executor and processes their results."""
 
 import collections
 import contextlib
@@ -31,13 +31,13 @@ Requests = Mapping[str, RequestState]
 
 @dataclasses.dataclass(frozen=True)
 class StepFeatures:
-    """The functions that features add to a step; each is called only for a step that needs it.
+    """Functions through which features take part in a step. Each is called only for steps that need it.
 
     Args:
         with_adapters: Adds the weights of the LoRA adapters that a step loads.
         with_token_masks: Adds the token masks of requests with structured output.
-        forced_tokens: Yields the tokens that grammars force after new tokens: request id, index of the
-            sequence, token ids.
+        forced_tokens: Yields the tokens that grammars force after new tokens, as (request id, index of the
+            sequence, token ids).
     """
 
     with_adapters: Callable[[SchedulerOutput, Requests], SchedulerOutput]
@@ -46,30 +46,38 @@ class StepFeatures:
 
 
 class EngineCore:
-    """Runs the unfinished requests of an engine step by step; the requests are checked before.
+    """Core of an engine, which runs its unfinished requests step by step.
+
+    The requests have been checked by InputProcessor. `advance` schedules and dispatches steps until
+    `max_in_flight` steps are in flight. It then waits for the result of the oldest one and processes it: the
+    scheduler accepts the new tokens, the requests append them to their outputs, and sequences end at stop
+    strings. With async scheduling two steps are in flight, so the device computes the second one while the
+    host processes the result of the first.
+
+    An error in the middle of a step may leave scheduler and requests inconsistent. It is stored in `failure`,
+    and no step runs after it.
 
     Args:
-        config: The engine's settings.
+        config: The settings of the engine.
         tokenizer: Decodes outputs; None leaves their texts empty.
         executor: Computes the steps.
         make_scheduler: Makes the scheduler.
-        features: What features add to steps.
-        seed: Determines the seeds of requests that bring none.
+        features: The functions through which features take part in a step.
+        seed: Seed of the generator that gives seeds to requests without one.
 
     Attributes:
-        max_in_flight: Steps that the executor works on at a time. A second step keeps it busy while the host
-            processes the results of the first.
+        max_in_flight: Maximum number of dispatched steps whose results have not been processed.
         requests: The unfinished requests, by id.
-        observers: Functions called after each step with the scheduler and the step.
-        planned: A step that is scheduled and not dispatched; None if there is none.
+        observers: Functions that are called after each step with the scheduler and the step.
+        planned: A step that is scheduled but not dispatched; None if there is none.
         changed: Requests that have changed since `advance` or `run_planned` last returned, in order.
-        is_closed: True if the engine is closed, or about to be.
-        failure: The error that stopped a step half-way; no step may run after it.
+        is_closed: True if the engine is closed or about to be closed.
+        failure: The error that interrupted a step; no step may run after it. None if there was none.
         num_shared_tokens: Sum of num_shared_tokens of all ModelRunnerOutputs.
-        weight_version: Name of the weights that draw tokens now.
+        weight_version: Name of the current weights.
         num_weight_updates: Number of weight updates so far.
         pause_reason: Why no step may run now (see sleeping.py); None if steps may run.
-        seeds: Generator of the seeds of requests that bring none.
+        seeds: Generator of seeds for requests without a seed.
         num_names: Number of names of pinned prefixes and forks made so far.
     """
 
@@ -105,7 +113,7 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step has anything to do, if only to wait for what the device still works on."""
+        """Whether a step has work to do: unfinished requests, steps in flight or requests to return."""
         return self.scheduler.has_unfinished or self._is_busy or bool(self.changed)
 
     @property
@@ -116,8 +124,8 @@ class EngineCore:
         """Checks that the engine can run requests.
 
         Raises:
-            EngineDeadError: If it is closed or has failed.
-            EngineAsleepError: If it sleeps.
+            EngineDeadError: If the engine is closed or has failed.
+            EngineAsleepError: If the engine sleeps.
             RuntimeError: If a model in memory has other weights than the engine.
         """
         self.check_alive()
@@ -141,17 +149,17 @@ class EngineCore:
         """Checks that the model has no recurrent layers, which keep a state of each sequence.
 
         Args:
-            method: The method of LLMEngine that such a model does not have.
-            why: Why a state is in the way.
+            method: The method of LLMEngine that does not support recurrent layers.
+            why: The reason, for the error message.
 
         Raises:
-            ValueError: If it has.
+            ValueError: If the model has recurrent layers.
         """
         allowed = f"one whose layers keep no state of each sequence, for {method} ({why})"
         check(not self.config.state_slots[0], "model", self.config.architecture, allowed)
 
     def new_seed(self) -> int:
-        """Returns the seed of the next request that brings none."""
+        """Returns the seed of the next request without a seed."""
         return self.seeds.getrandbits(63)
 
     def new_name(self, prefix: str) -> str:
@@ -160,19 +168,19 @@ class EngineCore:
         return f"{prefix}-{self.num_names - 1}"
 
     def add(self, request_id: str, request: CheckedRequest, arrival_time: float | None = None) -> None:
-        """Puts a request into the queue.
+        """Adds a request to the waiting queue.
 
-        If a custom scheduler or its key function raises an error, the request is not in the queue.
+        The request is not added if a custom scheduler or its key function raises an error.
 
         Args:
-            request_id: No unfinished request has the same.
-            request: The request.
-            arrival_time: In the engine's clock (seconds); None takes now.
+            request_id: The id of the request. Must differ from the ids of all unfinished requests.
+            request: The checked request.
+            arrival_time: Time of arrival, in the engine's clock (seconds); None means now.
         """
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         state = request_state(request_id, request, arrival_time, self.new_seed, self.tokenizer)
         if request.prior_outputs:
-            state.take_delta()  # the caller has these outputs
+            state.take_delta()  # the caller already has the prior outputs
         with deferred_interrupt():
             try:
                 self.scheduler.add(state.group)
@@ -182,9 +190,9 @@ class EngineCore:
             self.requests[request_id] = state
 
     def run_to_end(self, requests: Mapping[str, CheckedRequest]) -> list[RequestState]:
-        """Runs requests of an engine without other requests to their end; returns their states.
+        """Runs requests to their end and returns their states. The engine must have no other requests.
 
-        No request is left in the engine, whatever happens.
+        None of the requests is left in the engine afterwards, even if an error is raised.
         """
         states: list[RequestState] = []
         try:
@@ -199,19 +207,20 @@ class EngineCore:
         return states
 
     def end(self, request_ids: Iterable[str]) -> None:
-        """Aborts those of the requests that have not ended, and waits until the device is done with them.
+        """Aborts the given requests that are unfinished, and waits for steps in flight if no others remain.
 
-        An engine that has failed or was closed computes nothing more; its requests only end.
+        If the engine has failed, requests are aborted without waiting. If it is closed, this does nothing.
         """
         if self.is_closed:
             return
         with deferred_interrupt(), contextlib.ExitStack() as stack:
             stack.callback(lambda: self.failure is not None or self.drain())
-            for request_id in request_ids:  # each of them, even if aborting another raises an error
+            # The stack calls abort for each request, even if abort raises an error for another one.
+            for request_id in request_ids:
                 stack.callback(self.abort, request_id)
 
     def abort(self, request_id: str) -> RequestState | None:
-        """Ends a request now, also after a failure; returns its state, None if there is none."""
+        """Aborts a request, even after a failure. Returns its state; None if there is no such request."""
         with deferred_interrupt():
             return self._abort(request_id)
 
@@ -228,7 +237,7 @@ class EngineCore:
             if self.failure is None:
                 self.failure = error
                 raise
-            # Nothing can be expected of a scheduler whose step was left half done.
+            # The scheduler may be inconsistent after an incomplete step, so its errors are ignored here.
             for seq in state.group.unfinished:
                 seq.status = SequenceStatus.FINISHED_ABORTED
         finally:
@@ -238,7 +247,10 @@ class EngineCore:
         return state
 
     def advance(self) -> list[RequestState]:
-        """Runs one step, the planned one if there is one; returns the requests that got a token or ended."""
+        """Runs one step: the planned one if there is one. Returns the requests that got tokens or ended.
+
+        If no request is unfinished, it only returns the requests that changed earlier.
+        """
         with self._unfinished_step():
             in_flight, most = self._in_flight, self.max_in_flight
             if self.planned is not None:
@@ -251,7 +263,11 @@ class EngineCore:
             return self.take_changed()
 
     def plan(self) -> SchedulerOutput:
-        """Schedules a step and does not run it; a planned step that has not run is dropped."""
+        """Schedules the next step without running it. Replaces a planned step that has not run.
+
+        A replaced step is still dispatched, but without its rows: the executor needs its other contents, such
+        as copies of blocks.
+        """
         self.settle()
         with self._unfinished_step():
             if self.planned is not None:
@@ -260,20 +276,25 @@ class EngineCore:
             return self.planned
 
     def run_planned(self, rows: list[int] | None) -> list[RequestState]:
-        """Runs the planned step; returns what `advance` does.
+        """Runs the planned step. Returns the requests that got tokens or ended.
 
         Args:
-            rows: As Scheduler.edit takes them; None runs the step as it was scheduled.
+            rows: Indices of the rows to run, in this order (see Scheduler.edit); None runs the step
+                unchanged.
         """
         with self._unfinished_step():
             self._run_planned(rows)
             return self.take_changed()
 
     def run_draft(self, request_id: str, token_ids: list[int]) -> ModelRunnerOutput | None:
-        """Runs a step of Scheduler.schedule_draft; what it changes is returned with the next step.
+        """Runs one step that verifies draft tokens for a request. The next step returns what changed.
+
+        Args:
+            request_id: The request.
+            token_ids: The draft tokens.
 
         Returns:
-            Its result; None if there are no blocks for it.
+            The result of the step; None if there are not enough free blocks.
         """
         self.settle()
         with self._unfinished_step():
@@ -286,13 +307,17 @@ class EngineCore:
             return result
 
     def settle(self) -> None:
-        """Takes in the results of all steps in flight; what they change is returned with the next step."""
+        """Waits for all steps in flight and processes their results. The next step returns what changed."""
         with self._unfinished_step():
             while self._in_flight:
                 self._process_result(self._in_flight.popleft(), self.executor.result())
 
     def drain(self) -> bool:
-        """Waits for what the device still computes for requests that have ended; returns if no others run."""
+        """Waits for all steps in flight if no request is unfinished; does not wait otherwise.
+
+        Returns:
+            True if the engine has nothing left to do.
+        """
         while self._is_busy and not self.scheduler.has_unfinished:
             if self.planned is not None:
                 self._dispatch(self.planned)
@@ -300,7 +325,7 @@ class EngineCore:
         return not self.has_unfinished
 
     def finish_all(self) -> None:
-        """Runs all requests to their ends; what that changes is returned with the next step."""
+        """Runs all requests to their end. The next step returns what changed."""
         changed: dict[RequestState, None] = {}
         while self.has_unfinished:
             changed |= dict.fromkeys(self.advance())
@@ -308,7 +333,7 @@ class EngineCore:
 
     @contextlib.contextmanager
     def _unfinished_step(self) -> Iterator[None]:
-        """Keeps Ctrl-C until the end of the step, and notes what stops one half-way."""
+        """Delays Ctrl-C until the end of the block, and stores an error that interrupts the step."""
         with deferred_interrupt():
             try:
                 yield
@@ -337,12 +362,18 @@ class EngineCore:
         self._process_result(self._in_flight.popleft(), self.executor.result())
 
     def take_changed(self) -> list[RequestState]:
-        """Returns the requests that have changed since this was last called."""
+        """Returns the requests that have changed since the last call."""
         changed = list(self.changed)
         self.changed.clear()
         return changed
 
     def _process_result(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Processes the result of a step.
+
+        The scheduler accepts the tokens first. The requests then append them to their outputs, which may end
+        sequences at a stop string or at the end of a grammar. Requests whose sequences have all ended are
+        removed.
+        """
         now = time.monotonic()
         self.num_shared_tokens += result.num_shared_tokens
         update = self.scheduler.update(output, result, now)
@@ -373,7 +404,7 @@ class EngineCore:
             observe(self.scheduler, output)
 
     def _finish_ended(self, state: RequestState, now: float) -> None:
-        """Finishes the outputs whose sequences have ended; forgets a request that has ended as a whole."""
+        """Completes the outputs of ended sequences. Removes the request if all sequences have ended."""
         for seq, stop in state.finish():
             if seq.status is not SequenceStatus.FINISHED_ABORTED:
                 self.scheduler.finish(state.group, seq, SequenceStatus.FINISHED_STOPPED, now, stop)

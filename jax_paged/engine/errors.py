@@ -1,20 +1,23 @@
-"""The errors of an engine that runs no more, or not now."""
+"""Errors of an engine that can't run requests, permanently or at the moment."""
 
 
 class EngineDeadError(RuntimeError):
-    """The engine has failed, was stopped, or is closed; the name is vLLM's."""
+    """Error of an engine that has failed, was stopped, or is closed. The name is vLLM's."""
 
 
 class EngineAsleepError(ValueError):
-    """The engine sleeps, or is about to, and takes nothing to run until it is woken."""
+    """Error of an engine that sleeps, or is about to, and accepts no requests until it is woken up."""
 
 
-# What a request may be told in place of an output, through no fault of its own.
+# Errors that a valid request may receive because the engine is not running.
 NOT_RUNNING = (EngineDeadError, EngineAsleepError)
 
 
 def stopped_by(error: BaseException | None) -> EngineDeadError:
-    """Returns an error of its own for each who asks an engine that an error has stopped."""
+    """Returns a new EngineDeadError for an engine that has stopped because of `error`.
+
+    Each caller gets its own error object, because raising one changes its traceback.
+    """
     if isinstance(error, EngineDeadError):
         return EngineDeadError(str(error))
     stopped = EngineDeadError(f"the engine has stopped: {str(error) or repr(error)}")

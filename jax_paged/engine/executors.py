@@ -1,4 +1,4 @@
-"""Executors of engines: which one the arguments ask for, and the check of its kernels."""
+"""Creation of the executors that the engine arguments specify, and the check of attention kernels."""
 
 import importlib.util
 from collections.abc import Callable
@@ -17,11 +17,14 @@ MakeExecutor = Callable[[EngineArgs], "Executor"]
 
 
 def make_executor(args: EngineArgs) -> "Executor":
-    """Returns the executor that the arguments ask for, of one engine: one of this process imports JAX.
+    """Returns the executor that the arguments specify for a single engine.
+
+    An executor whose devices belong to this process imports JAX.
 
     Raises:
-        ValueError: If the model can't be loaded or a limit does not fit it.
-        SystemExit: If a launcher has started this process to follow another, and that has ended.
+        ValueError: If the model can't be loaded, or a limit does not fit it.
+        SystemExit: If a launcher has started this process as a follower of the first one, and the first one
+            has ended.
     """
     backend = args.distributed_executor_backend
     if backend == "mp":
@@ -40,29 +43,34 @@ def make_executor(args: EngineArgs) -> "Executor":
 
 
 class Executors:
-    """Makes the executors of all engines, in the order of the engines.
+    """Factory of the executors of all engines, which are made in the order of the engines.
+
+    The engines of a pipeline share devices: the executor of each later engine refers to the executor of the
+    first engine.
 
     Args:
-        **custom_parts: The arguments of LocalExecutor that change steps: loaded, hooks, attend, sampler and
-            logits_processors. With any of them the devices are those of this process.
+        **custom_parts: Arguments of LocalExecutor that customize steps: loaded, hooks, attend, sampler and
+            logits_processors. With any of them, the executors use the devices of this process.
     """
 
     def __init__(self, **custom_parts: Any) -> None:
         self._custom_parts = custom_parts
-        self._first: Any = None  # of the engines that share devices with the next one
+        self._first: Any = None  # first executor of the current pipeline
 
     def make(self, engine: int, args: EngineArgs) -> "Executor":
-        """Makes the executor of an engine; may be called again for the last one, with other arguments.
+        """Makes the executor of an engine. May be called again for the last engine, with other arguments.
 
-        One of this process imports JAX. The engines of a pipeline have the same devices.
+        An executor whose devices belong to this process imports JAX. The engines of a pipeline share the same
+        devices.
 
         Args:
-            engine: Its index.
+            engine: Index of the engine.
             args: Model and limits.
 
         Raises:
-            ValueError: As make_executor.
-            SystemExit: As make_executor.
+            ValueError: If the model can't be loaded, or a limit does not fit it.
+            SystemExit: If a launcher has started this process as a follower of the first one, and the first
+                one has ended.
         """
         num_stages = args.pipeline_parallel_size
         if args.distributed_executor_backend == "uni" or self._custom_parts:
@@ -82,27 +90,29 @@ class Executors:
 
 
 def check_alone(args: EngineArgs, allowed: str) -> None:
-    """Checks that there is one engine.
+    """Checks that the arguments specify a single engine.
 
     Args:
-        args: Say how many.
-        allowed: The allowed values, for the message.
+        args: The arguments.
+        allowed: The allowed values, for the error message.
 
     Raises:
-        ValueError: If there are several.
+        ValueError: If they specify several engines.
     """
     for name in ("data_parallel_size", "pipeline_parallel_size"):
         check(getattr(args, name) == 1, name, getattr(args, name), allowed)
 
 
 def check_kernels(args: EngineArgs) -> tuple[str, bool]:
-    """Checks kernels with the shapes of a model on this machine, and keeps the verdict, which `auto` goes by.
+    """Checks attention kernels on this machine with the shapes of a model, and stores the verdict.
+
+    Engines with attention_backend="auto" use the stored verdict.
 
     Args:
-        args: Name the model and the backend; "auto" stands for "pallas" here.
+        args: Arguments that name the model and the attention backend; "auto" checks "pallas".
 
     Returns:
-        What was found, as a table, and whether the kernels have passed.
+        The results as a table, and whether the kernels have passed.
 
     Raises:
         ValueError: If there is no such model.

@@ -8,7 +8,7 @@ from jax_paged.engine.text.tokenizer import Tokenizer
 
 
 class EngineFeature(Serialized):
-    """Methods that a feature adds to LLMEngine, which inherits from every feature in composition.py.
+    """Base class of features that add methods to LLMEngine. LLMEngine inherits from all of them.
 
     Attributes:
         args: The arguments that the engine was made from.
@@ -22,5 +22,5 @@ class EngineFeature(Serialized):
     _core: EngineCore
 
     def _forget_prefixes(self, kept_salt: str | None) -> None:
-        """Drops all cached prefixes, as Scheduler.forget_prefixes does."""
+        """Empties the prefix cache; see Scheduler.forget_prefixes."""
         self._core.scheduler.forget_prefixes(kept_salt)

@@ -1,4 +1,4 @@
-"""What features add to the outputs of a request: beams, captured arrays and the encoder's prompt.
+"""Additions of features to the outputs of a request: beams, captured arrays and the encoder prompt.
 
 A plain request has no FeatureOutputs.
 """
@@ -13,32 +13,40 @@ from jax_paged.outputs import CompletionOutput, RequestOutput
 
 
 class FeatureOutputs:
-    """The outputs that features add to those of a request's samples.
+    """The additions of features to the outputs of one request.
 
     Args:
-        group: The request; only read.
-        encoder_prompt: The text that an encoder reads; None if there is none.
-        settings: How the outputs become text.
+        group: The request; read-only.
+        encoder_prompt: Text of the encoder prompt; None if there is none.
+        settings: Conversion of outputs to text.
     """
 
     def __init__(self, group: SequenceGroup, encoder_prompt: str | None, settings: OutputSettings) -> None:
         self._group = group
         self._encoder_prompt = encoder_prompt
-        self._encoder_token_ids = list(group.encoder_token_ids) or None  # the user may change this list
+        # A copy, because the user may change the list in an output.
+        self._encoder_token_ids = list(group.encoder_token_ids) or None
         self._tokenizer = settings.tokenizer
-        # By the sequence's index: the hook's name, the first position, and what it captured from there on.
+        # By the index of the sequence: name of the hook, first position, and the captured rows from that
+        # position on.
         self._captured: dict[int, list[tuple[str, int, np.ndarray]]] = {}
         self._pooled: np.ndarray | None = None
 
     def begin_fork(self, other: "FeatureOutputs") -> None:
-        """Takes over what was captured of another request, which this one is a fork of."""
+        """Copies the captured arrays of the request that this one is forked from."""
         self._captured = {0: list(other._captured.get(0, ()))}
 
     def add_captured(self, seq: Sequence, start: int, arrays: dict[str, np.ndarray]) -> None:
-        """Takes what hooks captured of the tokens of a sequence at positions start and on, by name.
+        """Adds the arrays that hooks captured in a step for one sequence.
 
-        What is computed again, after a preemption or other tokens, replaces what was there. Parts of a mean
-        are added up.
+        Positions that are computed again, such as after a preemption, get the new values. The array "pooled"
+        is the contribution of one chunk of the prompt to the pooled hidden states; the contributions of all
+        chunks are added up.
+
+        Args:
+            seq: The sequence.
+            start: Position of the first token.
+            arrays: Captured arrays by the name of the hook, [tokens, ...].
         """
         pooled = arrays.pop("pooled", None)
         if pooled is not None:
@@ -46,7 +54,7 @@ class FeatureOutputs:
         self._captured.setdefault(seq.index, []).extend((name, start, x) for name, x in arrays.items())
 
     def add_to(self, output: RequestOutput, sequences: Iterable[Sequence]) -> None:
-        """Adds the encoder's prompt, and to a finished request its beams, or what was captured and pooled.
+        """Adds the encoder prompt to an output; to a finished one also beams, captured and pooled arrays.
 
         Args:
             output: The output of the request.
@@ -60,12 +68,12 @@ class FeatureOutputs:
             output.outputs = self._beams()
         if self._captured:
             first, *others = map(self._captured_of, sequences)
-            # Before the prompt is computed there is one sequence; all completions get its captures.
+            # Before the prompt is computed there is only one sequence. All completions then get its arrays.
             others += [first] * (len(output.outputs) - 1 - len(others))
             for completion, captured in zip(output.outputs, (first, *others), strict=True):
                 completion.captured = captured
         if self._group.sampling_params.pooling is not None:
-            output.outputs[0].token_ids = []  # the token that was drawn means nothing
+            output.outputs[0].token_ids = []  # a pooling request draws a meaningless token
             if self._pooled is not None:
                 output.outputs[0].captured["pooled"] = self._pooled
 
@@ -84,7 +92,11 @@ class FeatureOutputs:
         ]
 
     def _captured_of(self, seq: Sequence) -> dict[str, np.ndarray]:
-        """Returns what hooks captured of a sequence, which shares the prompt with the first one."""
+        """Returns the captured arrays of a sequence, [computed tokens, ...], by the name of the hook.
+
+        The rows of the prompt come from the first sequence, which has computed it for all sequences. Rows
+        that were not captured are NaN.
+        """
         prompt_len, num_rows = len(seq.prompt_token_ids), len(seq) - 1
         result: dict[str, np.ndarray] = {}
         for index in dict.fromkeys((0, seq.index)):

@@ -1,4 +1,4 @@
-"""Prompts and parameters as users pass them -> requests that the engine can run. Needs no JAX."""
+"""Conversion of prompts and parameters into checked requests that the engine can run. Needs no JAX."""
 
 import dataclasses
 import warnings
@@ -27,24 +27,26 @@ if TYPE_CHECKING:
     from jax_paged.engine.features.structured_output.grammars import Grammar, Grammars
     from jax_paged.models.features.lora.adapter_files import Adapter
 
-# Parameters of a request; None takes the model's defaults.
+# Parameters of a request; None means the model's default sampling parameters.
 RequestParams = SamplingParams | BeamSearchParams | PoolingParams | None
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckedRequest:
-    """A prompt and parameters that the engine can run.
+    """A request that has been checked: prompt, parameters and everything that was prepared for the engine.
 
     Args:
-        request: The request, without an id. Of its parameters, max_tokens is filled in, -1 is resolved, and
-            bad_words are token ids too.
-        prompt: The text of the prompt; None if it came without one.
-        stop: The stop strings of the parameters, prepared; None if there are none.
-        encoder_prompt: The text for the encoder; None if there is none.
-        grammar: The compiled structured_outputs of the parameters; None if there are none.
-        adapter: The adapter of its lora_request; None if there is none.
-        prior_outputs: Outputs that another engine has begun, each with a token or more; empty if it is new.
+        request: The request, without an id. Its sampling parameters are complete: max_tokens is set, -1 as
+            the number of log-probabilities is replaced by the vocabulary size, and bad_words are also token
+            ids.
+        prompt: Text of the prompt; None if the prompt was passed as token ids.
+        stop: Automaton of the stop strings; None without stop strings.
+        encoder_prompt: Text of the encoder prompt; None if there is none.
+        grammar: Compiled grammar of the structured output; None without one.
+        adapter: The LoRA adapter; None without one.
+        prior_outputs: Outputs of a request that another engine has begun, at least one of them with tokens;
+            empty for a new request.
     """
 
     request: Request
@@ -57,12 +59,12 @@ class CheckedRequest:
 
     @property
     def params(self) -> SamplingParams:
-        """The engine's copy of the sampling parameters."""
+        """The sampling parameters. This is the engine's own copy."""
         return self.request.sampling_params
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt's tokens; for an encoder-decoder model, those of the decoder."""
+        """The token ids of the prompt; for an encoder-decoder model, the token ids of the decoder prompt."""
         return self.request.prompt_token_ids
 
     def with_params(self, params: SamplingParams) -> "CheckedRequest":
@@ -77,9 +79,9 @@ class _Inputs:
 
     Args:
         params: The parameters that were passed.
-        encoder: The prompt for the encoder; None without an encoder.
-        decoder: The prompt, without the vectors of the adapter.
-        adapter: The adapter; None without an adapter.
+        encoder: The encoder prompt; None without an encoder.
+        decoder: The decoder prompt, without the vectors of a soft prompt.
+        adapter: The LoRA adapter; None without one.
     """
 
     params: RequestParams
@@ -88,23 +90,25 @@ class _Inputs:
     adapter: "Adapter | None"
 
 
-# Text before a word that tokenizers keep apart from it.
+# Text in front of a word that tokenizers encode separately from the word.
 _WORD_CONTEXTS = (" ", "\n", "(")
 
 
 class InputProcessor:
-    """Tokenizes and checks requests. It changes nothing, and may be called from any thread.
+    """Validation and tokenization of requests, before the engine adds them.
+
+    The methods do not change the state of the engine and may be called from any thread.
 
     Args:
-        config: Limits of the model and of the pool.
-        tokenizer: None if prompts come as token ids only.
-        prompts: Reads the prompts.
+        config: Settings of the engine, with the limits of the model and the KV cache.
+        tokenizer: The tokenizer; None if all prompts are token ids.
+        prompts: Reads and tokenizes prompts.
         adapters: The LoRA adapters of the engine.
         grammars: Compiles structured outputs; None without a tokenizer.
         pooling: Checks pooling requests.
 
     Raises:
-        ValueError: If the model's defaults for sampling (its generation_config.json) can't be used.
+        ValueError: If the model's sampling defaults (its generation_config.json) are not valid.
     """
 
     def __init__(
@@ -131,13 +135,13 @@ class InputProcessor:
         self._generates = config.pooling is None or config.pooling.generates
 
     def close(self) -> None:
-        """Ends the compilation of grammars."""
+        """Cancels running compilations of grammars."""
         if self._grammars is not None:
             self._grammars.close()
 
     @property
     def default_params(self) -> SamplingParams:
-        """A copy of the sampling parameters of requests that bring none."""
+        """A copy of the default sampling parameters, which requests without parameters use."""
         return self._default_params.clone()
 
     def check(
@@ -148,11 +152,12 @@ class InputProcessor:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> CheckedRequest:
-        """Tokenizes a prompt and checks all of a request, as LLMEngine.check_request says.
+        """Tokenizes a prompt and checks the request; LLMEngine.check_request describes the arguments.
 
         Raises:
-            ValueError: If the engine can't run the request; the message lists the problems of the prompt, of
-                the parameters and of the other arguments together.
+            ValueError: If the engine can't run the request. One message reports the problems of the prompt,
+                the parameters and the other arguments. Their combinations are checked only if there are no
+                such problems.
         """
         cache_salt, priority = plain(cache_salt), plain(priority)
         problems = Problems()
@@ -177,7 +182,7 @@ class InputProcessor:
         checked = CheckedRequest(
             request=Request("", decoder.token_ids, checked_params, salt, priority),
             prompt=decoder.text,
-            # Prepared here because the engine's thread must not wait for it.
+            # The stop strings are prepared here so that the engine's thread does not spend time on it.
             stop=StopStrings(checked_params.stop_strings) if checked_params.stop_strings else None,
         )
         if not is_plain or checked_params.structured_outputs is not None:
@@ -186,14 +191,18 @@ class InputProcessor:
         return checked
 
     def _truncate(self, num_tokens: int, params: SamplingParams, token_ids: list[int]) -> None:
-        """Keeps the last tokens of a prompt, all that fit if -1; pooled prompts are truncated already."""
+        """Truncates a prompt in place to its last `num_tokens` tokens.
+
+        -1 keeps as many tokens as leave room for one output token. Does nothing for pooling requests, whose
+        prompts are already truncated.
+        """
         if params.pooling is None:
             del token_ids[: -(self._config.max_model_len - 1 if num_tokens == -1 else num_tokens)]
 
     def _with_features(
         self, checked: CheckedRequest, inputs: _Inputs, decoder: TokenizedPrompt
     ) -> CheckedRequest:
-        """Returns a request with everything that a request for plain text does not have."""
+        """Returns the request with data of features: beams, encoder, adapter, vectors, images, grammar."""
         beams, encoder, adapter, max_tokens = None, inputs.encoder, inputs.adapter, checked.params.max_tokens
         if isinstance(inputs.params, BeamSearchParams):
             assert max_tokens is not None, "it was filled in"
@@ -201,7 +210,7 @@ class InputProcessor:
         features = RequestFeatures(
             beam_params=beams,
             encoder_token_ids=encoder.token_ids if encoder else [],
-            # A soft prompt has no key: it is vectors alone.
+            # An adapter that is only a soft prompt needs no adapter slot: its vectors belong to the prompt.
             adapter=adapter.key if adapter and adapter.pairs else "",
             prompt_embeds=decoder.embeds,
             stand_ins=decoder.stand_ins,
@@ -216,10 +225,10 @@ class InputProcessor:
         )
 
     def grammar_of(self, params: SamplingParams) -> "Grammar | None":
-        """Returns the compiled structured_outputs of a request; None if there are none.
+        """Returns the compiled grammar of a request's structured output; None without structured output.
 
         Raises:
-            ValueError: If they can't be used.
+            ValueError: If the grammar can't be compiled, or there is no tokenizer.
         """
         structured_outputs = params.structured_outputs
         if structured_outputs is not None and self._grammars is None:
@@ -233,10 +242,10 @@ class InputProcessor:
         if priority and self._config.scheduling_policy != "priority":
             raise ArgumentError("priority", priority, "0 with scheduling_policy='fcfs'")
 
-    # The prompt.
+    # Prompts.
 
     def _read(self, prompt: Prompt, params: RequestParams) -> tuple[TokenizedPrompt | None, TokenizedPrompt]:
-        """Returns what an encoder reads, None without one, and the decoder's prompt."""
+        """Returns the encoder prompt (None without an encoder) and the decoder prompt."""
         if _is_sampling(params):
             is_truncated = (params or self._default_params).truncate_prompt_tokens is not None
         else:
@@ -244,14 +253,17 @@ class InputProcessor:
         return self._prompts.read(prompt, is_truncated=is_truncated)
 
     def _prepared(self, prompt: Prompt, params: RequestParams) -> tuple[Prompt, bool]:
-        """Returns a prompt that is not sampled from as it is read, and whether it is truncated."""
+        """Returns the prompt of a pooling request or beam search, and whether it is truncated.
+
+        Pooling models may add a default prompt in front of the text.
+        """
         is_pooled = isinstance(params, PoolingParams)
         return self.pooling.prepared(prompt, params) if is_pooled else (prompt, False)
 
-    # The parameters.
+    # Parameters.
 
     def _checked_params(self, params: RequestParams) -> SamplingParams:
-        """Returns a checked copy of a request's parameters, as the sampling parameters that it runs with."""
+        """Returns the sampling parameters that a request runs with: a copy that is complete and checked."""
         if not (_is_sampling(params) and self._generates):
             return self._special_params(params)
         params = (self._default_params if params is None else params).clone()
@@ -273,7 +285,10 @@ class InputProcessor:
         return self._params_of_beams(params)
 
     def _params_of_beams(self, beams: BeamSearchParams) -> SamplingParams:
-        """Returns the sampling parameters under which a beam search runs."""
+        """Returns the sampling parameters that a beam search runs with.
+
+        The request is greedy and reports the 2 * beam_width most likely tokens at each position.
+        """
         beams = dataclasses.replace(beams)
         beams.validate()
         high = min(self._config.max_logprobs // 2, self._max_seqs)
@@ -287,7 +302,10 @@ class InputProcessor:
         )
 
     def _resolve(self, params: SamplingParams) -> None:
-        """Replaces what stands for something else; -1 of logprobs is replaced where it is checked."""
+        """Fills in derived parameters: prefix cache use, arguments of user functions, bad word tokens.
+
+        `_resolve_logprobs` later checks the numbers of log-probabilities and replaces -1.
+        """
         if params.uses_features:
             self._resolve_user_functions(params)
         else:
@@ -302,7 +320,11 @@ class InputProcessor:
             params.bad_words_token_ids = [*(params.bad_words_token_ids or ()), *words]
 
     def _resolve_user_functions(self, params: SamplingParams) -> None:
-        """Checks hooks and logits processors, and converts their arguments."""
+        """Checks hooks and logits processors, and converts their arguments to lists of floats.
+
+        A request whose hooks capture activations does not read the prefix cache, because cached tokens are
+        not computed.
+        """
         config = self._config
         for field, known in (("hook_args", config.hooks), ("extra_args", config.logits_processors)):
             setattr(params, field, _resolved_args(field, getattr(params, field), known))
@@ -316,7 +338,12 @@ class InputProcessor:
             warnings.warn(message, UserWarning, stacklevel=2)
 
     def _resolve_logprobs(self, params: SamplingParams, name: str) -> None:
-        """Checks logprobs or prompt_logprobs, and replaces -1: nothing after this knows of it."""
+        """Checks logprobs or prompt_logprobs, and replaces -1 by the vocabulary size.
+
+        Args:
+            params: The parameters.
+            name: "logprobs" or "prompt_logprobs".
+        """
         value, vocab_size, high = getattr(params, name), self._config.vocab_size, self._config.max_logprobs
         if value == -1:
             if vocab_size > high:
@@ -331,7 +358,7 @@ class InputProcessor:
         check(ok, "pooling", params.pooling, "None with a model that is not pooled")
 
     def _check_limits(self, params: SamplingParams) -> None:
-        """Checks what depends on the model and the engine."""
+        """Checks the limits that depend on the model and the engine."""
         config, problems = self._config, Problems()
         problems.note(params.validate_for_vocab, config.vocab_size)
         num_samples, high = params.best_of or params.n, self._max_seqs
@@ -349,10 +376,16 @@ class InputProcessor:
         problems.note(check, ok, "stop", params.stop, "None because the engine has no tokenizer")
         problems.raise_if_any()
 
-    # Both together.
+    # Prompts and parameters together.
 
     def _combined(self, params: SamplingParams, inputs: _Inputs) -> TokenizedPrompt:
-        """Checks what adapters and vectors in place of tokens exclude; returns the decoder's whole prompt."""
+        """Returns the complete decoder prompt, including the vectors of a soft prompt.
+
+        Also truncates the prompt of a pooling request, in place.
+
+        Raises:
+            ValueError: If features are combined that exclude each other, such as images and truncation.
+        """
         encoder, decoder, adapter = inputs.encoder, inputs.decoder, inputs.adapter
         if adapter is not None and params.pooling is not None:
             raise ArgumentError("lora_request", Text("some"), "None for pooling")
@@ -387,8 +420,13 @@ class InputProcessor:
         return decoder if soft_prompt is None else with_soft_prompt(decoder, soft_prompt)
 
     def _fit_max_tokens(self, num_tokens: int, params: SamplingParams) -> None:
-        """Cuts max_tokens to what max_model_len has room for, and checks that there is room."""
-        pools = params.pooling is not None  # the token that such a request draws is not used
+        """Reduces max_tokens and min_tokens to the room that the prompt leaves within max_model_len.
+
+        Raises:
+            TooLongError: If there is no room for an output token.
+        """
+        # The token that a pooling request draws is not used, so it needs no room.
+        pools = params.pooling is not None
         room = self._config.max_model_len - num_tokens + pools
         if room < 1:
             raise TooLongError(num_tokens, self._config.max_model_len, num_reserved=int(not pools))
@@ -396,13 +434,15 @@ class InputProcessor:
         params.min_tokens = min(params.min_tokens, params.max_tokens)
 
     def _check_length(self, request: Request) -> None:
+        """Raises ValueError if the prompt needs more KV cache blocks than there are."""
         config, n, num_seqs = self._config, len(request.prompt_token_ids), request.max_num_seqs
         encoder_len = 0 if request.features is None else self._checked_encoder_len(request.features)
         needed, usable, size = 0, config.num_blocks - 1, config.block_size
         for group in config.cache_groups:
             needed += blocks_of(group, encoder_len if group.is_cross else n, size)
             if num_seqs > 1 and request.sampling_params.max_tokens != 1 and not group.is_cross:
-                # The sequences share full blocks, and each writes its tokens after those to its own block.
+                # The sequences share the full blocks of the prompt. A partly filled block stays with one
+                # sequence; each other sequence needs its own block for its tokens.
                 needed += num_seqs - (n % size > 0)
         if needed > usable:
             several = f" of {num_seqs} sequences" if num_seqs > 1 else ""
@@ -416,6 +456,7 @@ class InputProcessor:
             raise ArgumentError("prompt", needed, allowed, aspect=aspect, remedy=remedy)
 
     def _checked_encoder_len(self, features: RequestFeatures) -> int:
+        """Returns the number of encoder tokens, or raises TooLongError if it exceeds max_model_len."""
         num_tokens, most = len(features.encoder_token_ids), self._config.max_model_len
         if num_tokens > most:
             raise TooLongError(num_tokens, most, aspect="the number of encoder tokens of")
@@ -429,7 +470,13 @@ def _is_sampling(params: RequestParams) -> TypeGuard[SamplingParams | None]:
 def _resolved_args(
     field: str, given: dict[str, Any] | None, known: Mapping[str, int]
 ) -> dict[str, list[float]] | None:
-    """Checks hook_args or extra_args, and makes lists of floats of its numbers."""
+    """Returns hook_args or extra_args as lists of floats by name; None if there are none.
+
+    Args:
+        field: "hook_args" or "extra_args".
+        given: The arguments that were passed, by the name of the hook or logits processor.
+        known: The number of arguments that each hook or logits processor of the engine expects.
+    """
     resolved: dict[str, list[float]] = {}
     for name, value in (given or {}).items():
         kind = {"hook_args": "hooks", "extra_args": "logits processors"}[field]
@@ -446,15 +493,15 @@ def _resolved_args(
 
 
 def tokenizations(word: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Returns the token sequences with which a tokenizer begins a word, wherever in a text the word stands.
+    """Returns the token sequences that a tokenizer may produce for a word, depending on the text before it.
 
     A tokenizer may encode a word differently at the start of a text, after a space, at the start of a line
-    and after punctuation. A sequence that ends with another one is left out: if the shorter one is banned,
-    the longer one can't be generated.
+    and after punctuation. A sequence that ends with a shorter one from the list is left out: if the shorter
+    sequence can't be generated, the longer one can't either.
 
     Args:
-        word: The word; spaces before it are ignored.
-        tokenizer: Of the model.
+        word: The word; spaces in front of it are ignored.
+        tokenizer: The tokenizer of the model.
 
     Raises:
         ValueError: If the word has no tokens.

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits: it must not stop the engine between two states."""
+"""Delay of Ctrl-C (SIGINT) until the engine is in a consistent state."""
 
 import contextlib
 import signal
@@ -9,12 +9,13 @@ from types import FrameType
 
 @contextlib.contextmanager
 def deferred_interrupt() -> Iterator[threading.Event]:
-    """Holds back Ctrl-C until the block ends, so that it can't stop the engine between two states.
+    """Delays Ctrl-C until the end of the block, so that it can't leave the engine in an inconsistent state.
 
-    Does nothing outside of the main thread, which alone gets signals, or where Ctrl-C has no Python handler.
+    Does nothing outside the main thread, which is the only one that receives signals, and if SIGINT has no
+    Python handler.
 
     Yields:
-        An event that is set once Ctrl-C was pressed.
+        An event that is set when Ctrl-C is pressed.
     """
     pressed = threading.Event()
     previous = signal.getsignal(signal.SIGINT)

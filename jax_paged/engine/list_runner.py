@@ -1,4 +1,4 @@
-"""Runs lists of requests to their end: on one engine, or on several side by side."""
+"""ListRunner: runs lists of requests to their end, on one engine or on several engines in parallel."""
 
 import contextlib
 import itertools
@@ -16,19 +16,19 @@ from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.replicas.placement import Placement
 from jax_paged.outputs import RequestOutput
 
-# A list is as slow as its slowest engine: a prefix is at home where no other engine has fewer requests.
+# A list takes as long as its slowest engine, so a prefix stays on its engine only if no other has less work.
 _MAX_LAG = 0
 
-# What a step has brought: how many requests got tokens, and the outputs of those that have ended.
+# Result of a step: the number of requests that got tokens, and the outputs of ended requests, by id.
 _Step = tuple[int, dict[str, RequestOutput]]
 
 
 class ListRunner:
-    """Runs requests to their end, and shows how far they are.
+    """Runner of lists of requests, with a progress bar.
 
     Args:
-        engines: Each runs a share of every list, in a thread of its own if there are several. The caller
-            closes them.
+        engines: The engines. Each of them runs a share of every list; several engines run in a thread each.
+            The caller closes them.
     """
 
     def __init__(self, engines: Sequence[LLMEngine]) -> None:
@@ -39,14 +39,14 @@ class ListRunner:
     def run(
         self, requests: Sequence[CheckedRequest], use_tqdm: bool | Callable[..., tqdm]
     ) -> list[RequestOutput]:
-        """Runs requests to their end; Ctrl-C (between two steps) or an error ends all of them.
+        """Runs requests to their end. An error, or Ctrl-C between two steps, aborts all of them.
 
         Args:
-            requests: One engine of several can run them if all can.
-            use_tqdm: As LLM.generate takes it.
+            requests: The requests, checked by any of the engines.
+            use_tqdm: Whether to show a progress bar, or a function that makes one and is called like tqdm.
 
         Returns:
-            Their outputs, in their order.
+            The outputs, in the order of the requests.
         """
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         ids = [f"generate-{next(self._request_ids)}" for _ in requests]
@@ -64,7 +64,7 @@ class ListRunner:
                 bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                 bar.update(len(ended))
         if interrupted.is_set() and len(outputs) < len(ids):
-            raise KeyboardInterrupt  # the handler of Ctrl-C has returned, as asyncio's does
+            raise KeyboardInterrupt  # the handler of Ctrl-C did not raise, as with asyncio
         return [outputs[request_id] for request_id in ids]
 
     def _steps(self, requests: dict[str, CheckedRequest], interrupted: threading.Event) -> Generator[_Step]:
@@ -86,9 +86,14 @@ class ListRunner:
 def _steps_of(
     engine: LLMEngine, requests: dict[str, CheckedRequest], is_over: Callable[[], bool]
 ) -> Generator[_Step]:
-    """Runs requests of one engine to their end, or until it is over; yields what each step has brought.
+    """Runs requests on one engine to their end; yields the result of each step.
 
-    No other thread uses the engine meanwhile. However it ends, none of the requests is left in the engine.
+    No other thread can use the engine meanwhile. None of the requests is left in the engine afterwards.
+
+    Args:
+        engine: The engine.
+        requests: The requests, by id.
+        is_over: Called before each step. If it returns True, the run stops early.
     """
     left, added = len(requests), list[str]()
     with engine.exclusive(is_over) as is_held:
@@ -100,23 +105,24 @@ def _steps_of(
                 added.append(request_id)
             while left and not is_over():
                 changed = engine.advance()
-                # Others may have been added to the engine by hand.
+                # The engine may also run requests that the user has added with add_request.
                 own = ((state.group.request_id, state) for state in changed if state.is_finished)
                 ended = {i: state.output() for i, state in own if i in requests}
                 left -= len(ended)
                 yield len(changed), ended
         finally:
-            with contextlib.suppress(EngineDeadError):  # it was closed, and has no requests any more
+            with contextlib.suppress(EngineDeadError):  # a closed engine has no requests
                 engine.end_requests(added)
 
 
 def _side_by_side(runs: Sequence[Generator[_Step]], failed: threading.Event) -> Generator[_Step]:
-    """Yields what several runs do, each in a thread of its own.
+    """Executes several runs in parallel, each in its own thread; yields the step results of all of them.
+
+    The first error of a run is raised after all runs have ended.
 
     Args:
-        runs: End once `failed` is set.
-        failed: Is set when one of them raises an error, or nobody asks for more; then all end, and the first
-            error is raised.
+        runs: The runs; each of them ends after `failed` is set.
+        failed: Set when a run raises an error, or when the caller stops iterating.
     """
     steps: queue.SimpleQueue[_Step | BaseException | None] = queue.SimpleQueue()
 
@@ -125,7 +131,7 @@ def _side_by_side(runs: Sequence[Generator[_Step]], failed: threading.Event) -> 
             for step in run:
                 steps.put(step)
             steps.put(None)
-        except BaseException as error:  # a panic of a library in Rust is no Exception
+        except BaseException as error:  # a panic in a Rust library is not an Exception
             steps.put(error)
 
     threads = [threading.Thread(target=take, args=(run,), name=f"replica {i}") for i, run in enumerate(runs)]

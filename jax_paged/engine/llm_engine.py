@@ -28,19 +28,21 @@ if TYPE_CHECKING:
 
 
 class LLMEngine(composition.EngineFeatures):
-    """Runs requests together: each `step` computes one batch and returns the outputs that grew.
+    """Engine that runs requests together. Each `step` computes one batch and returns the changed outputs.
 
-    The methods here run requests. All others come from the features, which engine/composition.py lists.
+    This class contains the methods that run requests. Features add the other methods; engine/composition.py
+    lists them.
 
-    Any thread may call any method: a call waits until those of other threads have returned. Methods that are
-    safe beside a step, such as `check_request` and `add_lora`, do not wait.
+    Any thread may call any method. A call waits until calls of other threads have returned. Methods that are
+    safe during a step, such as `check_request` and `add_lora`, do not wait.
 
     Args:
         args: Model and limits.
-        executor: Runs the steps, or a function that makes it from arguments. The engine closes it, also if
-            the engine can't be made. None makes the one that the arguments ask for.
-        scheduler: A subclass of Scheduler to take its place; or a function of a new request (a SequenceGroup)
-            that returns its key: requests of lower keys go first, and take the blocks of others.
+        executor: The executor that runs the steps, or a function that makes it from `args`. None makes the
+            executor that `args` specify. The engine closes the executor, even if the engine can't be made.
+        scheduler: A subclass of Scheduler that is used in its place, or a function that returns the sort key
+            of a new request (a SequenceGroup). Requests with lower keys are served first and may preempt
+            others.
 
     Raises:
         ValueError: If the model, its tokenizer or a setting can't be used.
@@ -72,10 +74,13 @@ class LLMEngine(composition.EngineFeatures):
             self._begin(args, executor(args))
 
     def _begin(self, args: EngineArgs, executor: "Executor") -> None:
-        """Makes all that depends on the executor, and closes it on an error; may be called again then.
+        """Makes everything that depends on the executor. Closes the executor if that fails.
+
+        May be called again with another executor after an error.
 
         Raises:
-            NotInvariantError: If batch_invariant was asked for and does not hold.
+            NotInvariantError: If batch_invariant is set, and the check finds outputs that depend on the
+                batch.
         """
         self.args = args
         try:
@@ -90,32 +95,38 @@ class LLMEngine(composition.EngineFeatures):
 
     @property
     def executor(self) -> "Executor":
-        """Computes the steps."""
+        """The executor, which computes the steps."""
         return self._core.executor
 
     @property
     def scheduler(self) -> Scheduler:
-        """Decides what each step computes, and owns the blocks."""
+        """The scheduler, which decides what each step computes and owns the KV cache blocks."""
         return self._core.scheduler
 
     @property
     def observers(self) -> list[Callable[[Scheduler, SchedulerOutput], None]]:
-        """Functions that are called after each step with the scheduler and the step; append yours."""
+        """Functions that are called after each step with the scheduler and the step.
+
+        Callers may append their own functions.
+        """
         return self._core.observers
 
     @property
     def seeds(self) -> random.Random:
-        """Generator of the seeds of requests that bring none."""
+        """The generator of seeds for requests without a seed."""
         return self._core.seeds
 
     @property
     def num_shared_tokens(self) -> int:
-        """Tokens that steps have read once for several sequences, each of these after the first counted."""
+        """The number of KV cache reads (tokens) that cascade attention has saved so far.
+
+        A token that a step reads once for n sequences counts n - 1 times.
+        """
         return self._core.num_shared_tokens
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Makes an engine; the name that vLLM's scripts use."""
+        """Makes an engine. vLLM's scripts use this name."""
         return cls(engine_args)
 
     @any_thread
@@ -123,7 +134,7 @@ class LLMEngine(composition.EngineFeatures):
         """Returns the tokenizer as transformers loads it.
 
         Raises:
-            ValueError: If the engine has none.
+            ValueError: If the engine has no tokenizer.
         """
         if self.tokenizer is None:
             raise ArgumentError("skip_tokenizer_init", True, "False for a tokenizer")
@@ -139,22 +150,24 @@ class LLMEngine(composition.EngineFeatures):
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> CheckedRequest:
-        """Tokenizes a prompt and checks it and its parameters; changes no request.
+        """Tokenizes a prompt and checks the request, without adding it.
 
         Args:
-            prompt: Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. Of an encoder-decoder
-                model this is what the encoder reads, and {"encoder_prompt": ..., "decoder_prompt": ...}
-                says both.
-            sampling_params: None takes the model's defaults (its generation_config.json); max_tokens None
-                takes the rest of max_model_len. BeamSearchParams make it a beam search, and PoolingParams a
-                pooling request (engine/features/pooling.py reads its output).
-            cache_salt: Only requests of equal salt share cached prefixes.
-            priority: Lower is served earlier; 0 unless scheduling_policy is "priority".
-            lora_request: The adapter that it is computed with; read from its folder, if it is not there.
+            prompt: Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. For an encoder-decoder
+                model this is the encoder prompt, or {"encoder_prompt": ..., "decoder_prompt": ...} specifies
+                both.
+            sampling_params: None uses the model's defaults (its generation_config.json). If max_tokens is
+                None, the output may fill the rest of max_model_len. BeamSearchParams request a beam search,
+                and PoolingParams a pooling request (engine/features/pooling.py reads its output).
+            cache_salt: Only requests with equal salts share cached prefixes.
+            priority: Requests with lower values are served first. Must be 0 unless scheduling_policy is
+                "priority".
+            lora_request: The LoRA adapter of the request; None for the base model. The adapter is read from
+                its folder if it is not in host memory.
 
         Raises:
-            ValueError: If the engine can't run it; the message names the argument, its value and what is
-                allowed.
+            ValueError: If the engine can't run the request. The message names the argument, its value and the
+                allowed values.
         """
         self._core.check_open()
         return self.input_processor.check(prompt, sampling_params, cache_salt, priority, lora_request)
@@ -170,22 +183,22 @@ class LLMEngine(composition.EngineFeatures):
         cache_salt: str = "",
         priority: int = 0,
     ) -> None:
-        """Puts a request in the queue.
+        """Adds a request to the waiting queue.
 
         Args:
-            request_id: No unfinished request may have the same.
-            prompt: As `check_request` takes it, with params, cache_salt, priority and lora_request; or what
-                that has returned, which holds all of them.
-            params: Without a seed they get one that depends on the engine's seed and how many requests came
-                before.
-            arrival_time: In seconds of time.monotonic() (not of time.time(), as vLLM's) and not in the
-                future; None takes now.
-            lora_request: As `check_request` takes it.
-            cache_salt: As `check_request` takes it.
-            priority: As `check_request` takes it.
+            request_id: The id of the request. Must differ from the ids of all unfinished requests.
+            prompt: A prompt; the arguments params, cache_salt, priority and lora_request then belong to it
+                (see `check_request`). Or the result of `check_request`, which already contains them.
+            params: The parameters of the request. If they have no seed, the request gets one that depends on
+                the engine's seed and the number of earlier requests without a seed.
+            arrival_time: Time of arrival, by the clock of time.monotonic() (seconds). vLLM uses time.time()
+                instead. Must not be in the future; None means now.
+            lora_request: See `check_request`.
+            cache_salt: See `check_request`.
+            priority: See `check_request`.
 
         Raises:
-            ValueError: If the engine can't run it; nothing has changed then.
+            ValueError: If the engine can't run the request. The engine is unchanged then.
         """
         self._core.check_open()
         check(isinstance(request_id, str), "request_id", request_id, "a string")
@@ -200,12 +213,13 @@ class LLMEngine(composition.EngineFeatures):
         self._core.add(request_id, prompt, arrival_time)
 
     def abort_request(self, request_id: str | Iterable[str]) -> RequestState | None:
-        """Ends a request, or several, now and frees the blocks; does nothing if no request with the id runs.
+        """Aborts one or several requests and frees their blocks.
 
-        If the engine has failed, a request ends with the text that it had then.
+        Ids that no unfinished request has are ignored. If the engine has failed, a request ends with the text
+        that it had at that time.
 
         Returns:
-            The state of a single request that ran, else None.
+            The state of the request if `request_id` is one id of an unfinished request, else None.
         """
         self._core.check_not_closed()
         if not isinstance(request_id, str):
@@ -215,49 +229,58 @@ class LLMEngine(composition.EngineFeatures):
         return self._core.abort(request_id)
 
     def end_requests(self, request_ids: Iterable[str]) -> None:
-        """Aborts the requests of a call that have not ended, and waits for what the device computes for them.
+        """Aborts the given requests that are unfinished, and waits for steps in flight if no others remain.
 
-        It is called however the call ends, so that nothing of its requests is left: neither in the queues nor
-        on the device. An engine that has failed or was closed computes nothing more; its requests only end.
+        Callers use it to clean up after success, an error or Ctrl-C, so that none of their requests is left
+        in the queues or on the device. If the engine has failed, requests are removed without waiting. If it
+        is closed, this does nothing.
         """
         self._core.end(request_ids)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a step has anything to do, if only to wait for what the device still works on."""
+        """Returns whether `step` has work to do: unfinished requests, steps in flight or new outputs."""
         return self._core.has_unfinished
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns the requests that got a token or ended, as their output_kind says."""
+        """Runs one step. Returns outputs of the requests that got tokens or ended.
+
+        The output_kind of a request determines what its outputs contain, and whether there is one in each
+        step.
+        """
         return outputs_of(self.advance())
 
     def advance(self) -> list[RequestState]:
-        """Runs one step as `step` does; returns the states of the requests, of which outputs can be made.
+        """Runs one step like `step`, but returns the states of the requests instead of their outputs.
 
-        An error leaves the step half done and the engine unusable, but for aborting and closing.
+        After an error, the step is incomplete and the engine can only abort requests and be closed.
         """
         if self._core.pause_reason is not None and self._core.changed:
-            return self._core.take_changed()  # the results of the steps before
+            return self._core.take_changed()  # results of earlier steps
         self._core.check_open()
         return self._core.advance()
 
     def take_changed(self) -> list[RequestState]:
-        """Returns the states that steps have changed and `advance` has not returned yet; runs nothing."""
+        """Returns the requests that changed since `advance` last returned. Runs no step."""
         return self._core.take_changed()
 
     def drain(self) -> bool:
-        """Waits for what the device still computes for requests that have ended; returns if no others run."""
+        """Waits for all steps in flight if no request is unfinished; does not wait otherwise.
+
+        Returns:
+            True if the engine has nothing left to do.
+        """
         return self._core.drain()
 
     def settle(self) -> None:
-        """Takes in the results of the steps in flight; what they change is returned with the next step."""
+        """Waits for all steps in flight and processes their results. The next `step` returns what changed."""
         self._core.settle()
 
     @any_thread
     def close(self) -> None:
-        """Frees weights and pool and forgets all requests; a second call does nothing.
+        """Frees the weights and the KV cache, and discards all requests. A second call does nothing.
 
-        A call that runs in another thread is waited for. It ends after its step, as calls that wait do, with
-        EngineDeadError.
+        Waits until the current step of a call in another thread is done. A call that needs further steps,
+        such as LLM.generate, then raises EngineDeadError, and so do calls that wait for their turn.
         """
         self._core.is_closed = True
         self._calls.call(self._free)
@@ -285,22 +308,22 @@ class LLMEngine(composition.EngineFeatures):
         return f"<{_described(self.config, self.executor.buckets)}>"
 
     def compile_plan(self) -> str:
-        """Returns a table of the buckets: shapes, seconds and bytes of what is compiled."""
+        """Returns a table of the buckets: shapes, compile times (seconds) and program sizes (bytes)."""
         self._core.check_not_closed()
         return self.executor.compile_plan()
 
     def compile_report(self) -> "list[CompileRecord]":
-        """Returns what is compiled, as records: shapes, seconds, bytes."""
+        """Returns the compiled programs as records with shapes, compile times (seconds) and sizes (bytes)."""
         self._core.check_not_closed()
         return self.executor.compile_report()
 
 
 def _described(config: EngineConfig, buckets: tuple[str, ...]) -> str:
-    """Returns what an engine is made of, in one line.
+    """Returns a one-line description of an engine.
 
     Args:
-        config: Its settings.
-        buckets: The names of its buckets, as its executor has them.
+        config: The settings of the engine.
+        buckets: The names of the executor's buckets.
     """
     pool = f"{config.num_blocks} blocks of {config.block_size} tokens, {_size(config.kv_cache_bytes)}"
     if config.state_slots[0]:
@@ -318,7 +341,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _grouped(names: tuple[str, ...]) -> str:
-    """Returns "decode 1", "decode 2", "mixed 64x8" as "decode 1 2, mixed 64x8"."""
+    """Returns the names of buckets grouped by type: "decode 1", "decode 2" become "decode 1 2"."""
     groups: dict[str, list[str]] = {}
     for name in names:
         kind, size = name.split(" ")

@@ -1,4 +1,4 @@
-"""What was checked of a request, as the scheduler sees it, and the state of its outputs."""
+"""Creation of the engine's state for a request that has been checked."""
 
 import copy
 import dataclasses
@@ -23,10 +23,10 @@ _ENDED = {"stop": SequenceStatus.FINISHED_STOPPED, "length": SequenceStatus.FINI
 
 
 def with_seed(request: CheckedRequest, new_seed: Callable[[], int]) -> CheckedRequest:
-    """Returns a request that has a seed: its own, or a new one."""
+    """Returns the request with its own seed, or with a new one if it has none."""
     if request.params.seed is not None:
         return request
-    params = copy.copy(request.params)  # dataclasses.replace would check all values again
+    params = copy.copy(request.params)  # dataclasses.replace would repeat all checks
     params.seed = new_seed()
     return request.with_params(params)
 
@@ -38,14 +38,14 @@ def request_state(
     new_seed: Callable[[], int],
     tokenizer: Tokenizer | None,
 ) -> RequestState:
-    """Returns the state of a request that has not run here; what is given of its outputs is in it.
+    """Returns the initial state of a request, including prior outputs if another engine has begun it.
 
     Args:
-        request_id: Its id.
-        request: What was checked.
-        arrival_time: In the engine's clock (seconds).
+        request_id: The id of the request.
+        request: The checked request.
+        arrival_time: Time of arrival, in the engine's clock (seconds).
         new_seed: Returns a seed for a request that has none.
-        tokenizer: The engine's; None if it has none.
+        tokenizer: The engine's tokenizer; None if it has none.
     """
     values = dataclasses.replace(with_seed(request, new_seed).request, request_id=request_id)
     if not values.is_plain:
@@ -63,10 +63,13 @@ def request_state(
 
 
 def _extended_salt(request: Request) -> str:
-    """Returns a salt under which a request shares blocks only with requests that compute the same."""
+    """Returns the cache salt, extended by everything besides token ids that changes keys and values.
+
+    Only requests with equal inputs, hook arguments and adapter then share KV cache blocks.
+    """
     cache_salt = request.cache_salt
     if request.encoder_token_ids:
-        # The decoder's blocks depend on the encoder's output.
+        # The keys and values of the decoder depend on the encoder's input.
         cache_salt += hashlib.sha256(array("q", request.encoder_token_ids).tobytes()).hexdigest()
     if request.sampling_params.hook_args:
         cache_salt += f"\0{sorted(request.sampling_params.hook_args.items())}"
@@ -80,8 +83,9 @@ def _extended_salt(request: Request) -> str:
 def _continued(request: Request, prior_outputs: tuple[PriorOutput, ...]) -> list[Sequence]:
     """Returns the sequences of a request that another engine has begun.
 
-    Prior outputs are computed again as those of a preempted request. Each draw depends on the seed and the
-    position alone, and prior tokens count as output, so the sequences continue as they would have there.
+    The prior output tokens are computed again, as after a preemption. Each random draw depends only on the
+    seed and the position, and prior tokens count as output. So the sequences continue as they would have in
+    the other engine.
     """
     return [
         Sequence(
@@ -91,7 +95,7 @@ def _continued(request: Request, prior_outputs: tuple[PriorOutput, ...]) -> list
             list(prior.token_ids),
             SequenceStatus.WAITING if prior.finish_reason is None else _ENDED[prior.finish_reason],
             stop_reason=prior.stop_reason,
-            # Log-probabilities are known only if they were requested; nothing reads these sums.
+            # Log-probabilities are known only if the request asks for them. Nothing reads these sums.
             cumulative_logprobs=[0.0] * len(prior.token_ids),
             stand_ins=request.stand_ins,
         )
@@ -100,18 +104,22 @@ def _continued(request: Request, prior_outputs: tuple[PriorOutput, ...]) -> list
 
 
 def prior_output(request: CheckedRequest, request_id: str, tokenizer: Tokenizer | None) -> RequestOutput:
-    """Returns what there is of a request that another engine has begun, as an engine would have told it."""
+    """Returns the prior outputs of a request that another engine has begun, as a RequestOutput."""
     output = request_state(request_id, request, time.monotonic(), lambda: 0, tokenizer).take_delta()
-    # The first part has told them, if they were asked for: they are in no later one.
+    # The client received prompt log-probabilities with the first event of the stream, if it asked for them.
     output.prompt_logprobs = [None] * len(request.prompt_token_ids)
     return output
 
 
 def check_arrival_time(value: Any, now: float) -> float:
-    """Returns a time as a Python number.
+    """Returns an arrival time as a Python number.
+
+    Args:
+        value: The arrival time (seconds).
+        now: The current value of time.monotonic() (seconds).
 
     Raises:
-        ValueError: If it is not a time of the clock of time.monotonic() that has passed.
+        ValueError: If the value is not a finite number, or is later than `now`.
     """
     value = plain(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

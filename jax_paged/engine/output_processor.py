@@ -1,4 +1,4 @@
-"""A running request: its outputs as they grow, and the RequestOutputs that are made of them."""
+"""RequestState: collects the outputs of a running request and converts them to RequestOutputs."""
 
 import dataclasses
 import functools
@@ -29,16 +29,19 @@ if TYPE_CHECKING:
 
 
 class RequestState:
-    """One request: its samples, or its beams; makes a RequestOutput when asked.
+    """Outputs of one running request: samples or beams.
+
+    EngineCore adds new tokens after each step. `next_output`, `output` and `take_delta` return the outputs as
+    a RequestOutput.
 
     Args:
-        group: The request; only read.
-        prompt: Its text; None if it came as token ids.
-        settings: How its outputs become text.
-        encoder_prompt: The text that an encoder reads; None if there is none.
+        group: The request; read-only.
+        prompt: Text of the prompt; None if the prompt was passed as token ids.
+        settings: Conversion of outputs to text.
+        encoder_prompt: Text of the encoder prompt; None if there is none.
 
     Attributes:
-        adapter: The LoRA adapter of the request; None for the model alone.
+        adapter: The LoRA adapter of the request; None for the base model.
         is_constrained: True if the outputs follow a grammar.
     """
 
@@ -59,22 +62,22 @@ class RequestState:
         self.is_constrained = settings.is_constrained
         self._draws_samples = group.beam_params is None
         self._features = None if _is_plain(group) else FeatureOutputs(group, encoder_prompt, settings)
-        # By the sequence's index. The others are forked from the first when the prompt is computed; until
-        # then its state stands for all.
+        # By the index of the sequence. The other sequences are forked from the first one when the prompt is
+        # computed. Until then the state of the first one applies to all of them.
         self._samples = [SampleState(group.sequences[0], group, settings)]
         self._prompt_logprobs: list[TokenLogprobDict | None] | None = (
             None if group.sampling_params.prompt_logprobs is None else [None]
         )
 
     def continue_from(self, prior: tuple[PriorOutput, ...]) -> None:
-        """Adds the outputs that another engine has begun, one per sequence."""
+        """Adds prior outputs that another engine has begun, one for each sequence."""
         self._samples = [self._sample(seq) for seq in self.group.sequences]
         for sample, output in zip(self._samples, prior, strict=True):
             sample.continue_from(output)
         self.is_finished = self.group.is_finished
 
     def values(self) -> dict[str, Any]:
-        """Returns its state as values that JSON can hold, but for the group."""
+        """Returns the state as JSON-compatible values. The group is not included."""
         logprobs = self._prompt_logprobs
         return {
             "prompt": self.prompt,
@@ -93,7 +96,14 @@ class RequestState:
         tokenizer: Tokenizer | None,
         grammar: "Grammar | None",
     ) -> Self:
-        """Returns the state of which `values` were taken, for a group that was restored."""
+        """Returns a state restored from the result of `values`.
+
+        Args:
+            group: The restored request.
+            values: The result of `values`.
+            tokenizer: The engine's tokenizer; None if it has none.
+            grammar: The compiled grammar of the request; None without one.
+        """
         params = group.sampling_params
         settings = OutputSettings(
             tokenizer=tokenizer if params.detokenize else None,
@@ -114,7 +124,11 @@ class RequestState:
         return state
 
     def forked(self, group: SequenceGroup) -> "RequestState":
-        """Returns the state of a request that goes on from where this one is; of both, one sequence."""
+        """Returns the state of a fork that continues this request. Both requests have a single sequence.
+
+        Args:
+            group: The new request.
+        """
         state = RequestState(group, self.prompt, self._settings, self._encoder_prompt)
         state.adapter = self.adapter
         state._samples = [self._samples[0].restarted(group.sequences[0], group)]
@@ -126,26 +140,26 @@ class RequestState:
         return state
 
     def roll_back(self) -> None:
-        """Follows its only sequence, which has lost its last tokens."""
+        """Restores the state of the only sequence after the sequence has lost its last tokens."""
         self._samples[0] = self._samples[0].rolled_back()
 
     def matcher_of(self, seq: Sequence) -> "Matcher | None":
-        """Returns the grammar state of one of its sequences; None without a grammar.
+        """Returns the grammar matcher of a sequence; None without a grammar.
 
-        Before the others have got a token, it is that of the first.
+        A sequence that has no token yet uses the matcher of the first sequence.
         """
         samples = self._samples
         return samples[seq.index if seq.index < len(samples) else 0].matcher
 
     def note_weights(self, version: str) -> None:
-        """Notes which weights have drawn its newest tokens."""
+        """Records the version of the weights that drew the newest tokens."""
         if self._weight_versions[-1:] != (version,):
             self._weight_versions += (version,)
 
     def add_prompt_logprobs(self, start: int, logprobs: "list[TokenLogprobs]") -> None:
-        """Takes the log-probabilities of the prompt tokens at positions start + 1 and on.
+        """Adds the log-probabilities of the prompt tokens from position start + 1 on.
 
-        A preempted request computes its prompt again; the first values stay.
+        A preempted request computes its prompt again; the first values are kept.
         """
         kept, k = self._prompt_logprobs, self.group.sampling_params.prompt_logprobs
         if kept is None or k is None:
@@ -156,24 +170,25 @@ class RequestState:
                 kept.append(logprob_dict(token_id, entry, k, self._settings.tokenizer))
 
     def add_captured(self, seq: Sequence, start: int, arrays: dict[str, np.ndarray]) -> None:
-        """Takes what hooks captured of the tokens of a sequence; see FeatureOutputs.add_captured."""
+        """Adds the arrays that hooks captured for a sequence; see FeatureOutputs.add_captured."""
         assert self._features is not None, "a plain request has no hooks"
         self._features.add_captured(seq, start, arrays)
 
     def add_tokens(
         self, seq: Sequence, token_ids: list[int], logprobs: "list[TokenLogprobs]"
     ) -> tuple[str | None, int] | None:
-        """Takes the tokens that one of its sequences has just got; see SampleState.add_tokens."""
+        """Adds the new tokens of a sequence; see SampleState.add_tokens."""
         samples = self._samples
-        if seq.index == len(samples):  # samples come in the order of their index
+        if seq.index == len(samples):  # sequences get their first tokens in the order of their indices
             samples.append(self._sample(seq))
         return samples[seq.index].add_tokens(token_ids, logprobs)
 
     def finish(self) -> list[tuple[Sequence, str]]:
-        """Finishes the text of every sequence that has ended, and itself once all have.
+        """Completes the text of all sequences that have ended. If all have ended, the request is finished.
 
         Returns:
-            The sequences whose text turned out to hold a stop string in what was held back, with the string.
+            The sequences for which the text that was held back contains a stop string, each with the stop
+            string.
         """
         self.is_finished = self.group.is_finished
         found: list[tuple[Sequence, str]] = []
@@ -185,27 +200,34 @@ class RequestState:
         return found
 
     def give_up(self) -> None:
-        """Finishes it with the text that it has, after an error that may have come from decoding more."""
+        """Marks the request as finished with its current text.
+
+        Text that was held back is not decoded, because decoding may have caused the error that ended the
+        request.
+        """
         self.is_finished = True
 
     def next_output(self) -> RequestOutput | None:
-        """Returns what a step gives its caller of the request, by its output_kind; None for nothing yet."""
+        """Returns the output for this step, as output_kind specifies; None if this step has no output."""
         kind = self.group.sampling_params.output_kind
         if kind is RequestOutputKind.FINAL_ONLY and not self.is_finished:
             return None
         return self.take_delta() if kind is RequestOutputKind.DELTA else self.output()
 
     def output(self) -> RequestOutput:
-        """Returns the request with all that it has so far."""
+        """Returns the whole output so far."""
         return self._request_output(only_new=False)
 
     def take_delta(self) -> RequestOutput:
-        """Returns what has come since the last call: text, token ids and logprobs hold only the new part."""
+        """Returns the output since the last call: text, token_ids and logprobs contain only the new part."""
         return self._request_output(only_new=True)
 
     @functools.cached_property
     def _prompt_token_ids(self) -> list[int]:
-        """The prompt for outputs: what a user does to it must not reach the running request."""
+        """The prompt's token ids, for outputs.
+
+        The list is a copy: if the user changes it, the running request is not affected.
+        """
         return list(self.group.sequences[0].prompt_token_ids)
 
     def _request_output(self, *, only_new: bool) -> RequestOutput:
@@ -228,7 +250,11 @@ class RequestState:
         return output
 
     def _shown_samples(self) -> list[SampleState]:
-        """Returns the samples that outputs show: the best ones, which are known at the end, if not all."""
+        """Returns the samples that outputs contain.
+
+        With best_of > n, the best samples are known only when the request has finished, so earlier outputs
+        contain none. Beams are not samples.
+        """
         params, samples = self.group.sampling_params, self._samples
         if not self._draws_samples:
             return []
@@ -242,7 +268,7 @@ class RequestState:
             outputs = [s.take_delta(i) for i, s in enumerate(samples)]
         else:
             outputs = [s.output(i, is_last=self.is_finished) for i, s in enumerate(samples)]
-        # Before the prompt is computed, all samples are as the first: empty.
+        # Before the prompt is computed, only the first sample exists. Outputs of the other samples are empty.
         missing = range(len(outputs), self.group.sampling_params.n) if outputs else ()
         return outputs + [_empty_like(outputs[0], i) for i in missing]
 
@@ -256,7 +282,7 @@ def _is_plain(group: SequenceGroup) -> bool:
 
 
 def outputs_of(states: Iterable[RequestState]) -> list[RequestOutput]:
-    """Returns the outputs that a step gives its caller for the requests that it has changed."""
+    """Returns the outputs of requests that a step has changed, as their output_kind specifies."""
     outputs = (state.next_output() for state in states)
     return [output for output in outputs if output is not None]
 

@@ -1,4 +1,4 @@
-"""Prompts as users pass them -> tokens, or vectors in place of tokens."""
+"""Tokenization and validation of prompts in every form that users may pass."""
 
 import dataclasses
 import numbers
@@ -15,13 +15,21 @@ from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.inputs import Prompt
 
-# Stands in prompts for tokens that are vectors.
+# Token id at the positions of a prompt that have vectors instead of tokens.
 PLACEHOLDER = 0
 
 
 @dataclasses.dataclass
 class TokenizedPrompt:
-    """A prompt's text, its token ids, the cache_salt that comes with it, vectors and images in it."""
+    """A prompt after tokenization.
+
+    Args:
+        text: Text of the prompt; None if the prompt was passed as token ids.
+        token_ids: Token ids. Positions that have vectors instead of tokens contain PLACEHOLDER.
+        cache_salt: The cache salt that was passed with the prompt; None if there was none.
+        embeds: Vectors in place of the first tokens; None without vectors.
+        stand_ins: Data in place of other tokens, such as images.
+    """
 
     text: str | None
     token_ids: list[int]
@@ -31,26 +39,27 @@ class TokenizedPrompt:
 
     @property
     def is_plain(self) -> bool:
-        """True if all tokens are text."""
+        """Whether the prompt consists of tokens only, without vectors and images."""
         return not (self.embeds or self.stand_ins)
 
 
-# Reads a prompt with a feature: takes the prompt, and the function that tokenizes the text in it. Returns the
-# encoder's prompt, None without one, and the decoder's prompt.
+# Reads a prompt that uses a feature. The arguments are the prompt and the function that tokenizes text
+# prompts. Returns the encoder prompt (None without an encoder) and the decoder prompt.
 ReadSpecial = Callable[
     [Any, Callable[[Any], TokenizedPrompt]], tuple[TokenizedPrompt | None, TokenizedPrompt]
 ]
-# Keys of a prompt that only read_special reads, whatever the model.
+# A prompt with one of these keys is always read by read_special, whatever the model is.
 SPECIAL_KEYS = frozenset({"prompt_embeds", "encoder_prompt", "decoder_prompt"})
 
 
 class PromptReader:
-    """Tokenizes prompts in any form, and checks them. May be called from any thread.
+    """Reader of prompts, which tokenizes and checks them. Methods may be called from any thread.
 
     Args:
-        config: Limits of the model.
-        tokenizer: None if prompts come as token ids only.
-        read_special: Reads prompts with features.
+        config: Settings of the engine, with the limits of the model.
+        tokenizer: The tokenizer; None if all prompts are token ids.
+        read_special: Reads prompts that use a feature, and all prompts of encoder-decoder and multimodal
+            models.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, read_special: ReadSpecial) -> None:
@@ -62,15 +71,15 @@ class PromptReader:
     def read(
         self, prompt: Any, *, is_truncated: bool = False
     ) -> tuple[TokenizedPrompt | None, TokenizedPrompt]:
-        """Returns what an encoder reads, None without one, and the decoder's prompt.
+        """Returns the encoder prompt (None without an encoder) and the decoder prompt.
 
         Args:
-            prompt: In any form.
-            is_truncated: Whether a prompt that is too long will be cut. If not, text that certainly has more
-                than max_model_len tokens is refused without being tokenized.
+            prompt: The prompt, in any of its forms.
+            is_truncated: Whether a prompt that is too long will be truncated. If not, text that certainly has
+                more than max_model_len tokens is rejected without being tokenized.
 
         Raises:
-            ValueError: If it is no prompt, or does not fit the model.
+            ValueError: If the form of the prompt is not valid, or the prompt does not fit the model.
         """
         max_len = None if is_truncated else self._config.max_model_len
         is_special = isinstance(prompt, dict) and not SPECIAL_KEYS.isdisjoint(prompt)
@@ -79,14 +88,15 @@ class PromptReader:
         return self._read_special(prompt, lambda part: self._tokenize(part, max_len))
 
     def _tokenize(self, prompt: Any, max_len: int | None) -> TokenizedPrompt:
-        """Returns the text, the checked token ids and the salt of a prompt in any form."""
+        """Returns the text, the checked token ids and the cache salt of a text prompt in any form."""
         if not isinstance(prompt, dict):
             if isinstance(prompt, str):
                 return TokenizedPrompt(prompt, self._encode(prompt, max_len))
             return TokenizedPrompt(None, self._checked_ids("prompt", prompt))
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         names = {"prompt", "prompt_token_ids", "cache_salt"}
-        others = "multi_modal_data", "mm_processor_kwargs"  # in vLLM's prompts; here a text model takes none
+        # Keys of vLLM's prompts. A text model accepts them only if they have no value.
+        others = "multi_modal_data", "mm_processor_kwargs"
         empty = {name for name in others if prompt.get(name) in (None, {})}
         ok = prompt.keys() <= names | empty and (text is not None or token_ids is not None)
         allowed = 'a dict with "prompt", "prompt_token_ids" or both, and optionally "cache_salt"'
@@ -124,19 +134,20 @@ class PromptReader:
         check(bool(token_ids), "prompt_token_ids", token_ids, "at least one token id")
         vocab_size, checked = self._config.vocab_size, []
         for i, token_id in enumerate(token_ids):
-            # A long prompt has a hundred thousand of them: a call per token id would be slow.
+            # Token ids are checked inline, because a function call for each of them would be slow in a long
+            # prompt.
             if type(token_id) is not int or not 0 <= token_id < vocab_size:
                 if isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool):
-                    token_id = int(token_id)  # NumPy's
+                    token_id = int(token_id)  # a NumPy integer
                 check_int(f"prompt_token_ids[{i}]", token_id, 0, vocab_size - 1)
             checked.append(token_id)
         return checked
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """Returns a list of prompts from what users pass: one prompt in any form, or a list of them.
+    """Returns a list of prompts. The argument is a list of prompts or one prompt in any form.
 
-    A list of integers is one prompt, and so is a NumPy array of one dimension.
+    A list of integers is one prompt of token ids, and so is a one-dimensional NumPy array.
     """
     prompts = as_list(prompts)
     if isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], numbers.Integral)):
@@ -148,18 +159,32 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def with_soft_prompt(prompt: TokenizedPrompt, rows: np.ndarray) -> TokenizedPrompt:
-    """Returns a prompt behind the vectors of a soft prompt."""
+    """Returns a prompt with the vectors of a soft prompt in front of its tokens.
+
+    Args:
+        prompt: The prompt.
+        rows: The vectors, [soft prompt tokens, hidden_size].
+    """
     embeds = PromptEmbeds(len(rows), np.ascontiguousarray(rows.astype("<f4")).tobytes())
     token_ids = [PLACEHOLDER] * len(rows) + prompt.token_ids
     return TokenizedPrompt(prompt.text, token_ids, prompt.cache_salt, embeds)
 
 
 def one_salt(argument: str, encoder: TokenizedPrompt | None, decoder: TokenizedPrompt) -> str:
-    """Returns the salt of a request, which may come as an argument and with its prompts."""
+    """Returns the cache salt of a request, which the argument or its prompts may specify; "" if none does.
+
+    Args:
+        argument: The cache_salt argument; "" if it was not passed.
+        encoder: The encoder prompt; None without an encoder.
+        decoder: The decoder prompt.
+
+    Raises:
+        ValueError: If several different salts are specified, or the salt contains a null character.
+    """
     given = [argument or None, encoder and encoder.cache_salt, decoder.cache_salt]
     salts = {salt for salt in given if salt is not None}
     check(len(salts) <= 1, "cache_salt", sorted(salts), "the same for all parts of a request")
     salt = salts.pop() if salts else ""
-    # What stands for adapters, hooks and vectors follows such a character.
+    # The engine uses this character to append adapters, hooks and vectors to the salt (see new_request.py).
     check("\0" not in salt, "cache_salt", salt, r"a string without the character \0")
     return salt

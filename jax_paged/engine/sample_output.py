@@ -1,4 +1,4 @@
-"""The text and the log-probabilities of one output of a running request."""
+"""Text and log-probabilities of one output of a running request."""
 
 import dataclasses
 import functools
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class OutputSettings:
-    """How the outputs of a request become text, and what constrains them.
+    """Conversion of a request's outputs to text, and the grammar that constrains them.
 
     Args:
-        tokenizer: None leaves all texts empty.
-        stop: The stop strings; None for none.
-        grammar: The grammar that outputs follow; None for none.
+        tokenizer: Decodes tokens; None leaves all texts empty.
+        stop: The stop strings; None without stop strings.
+        grammar: The grammar that outputs follow; None without one.
     """
 
     tokenizer: TextCodec | None
@@ -38,12 +38,12 @@ class OutputSettings:
 
 
 class SampleState:
-    """Text and log-probabilities of one output of a request; the cost of a token does not grow.
+    """Text and log-probabilities of one output. The cost of a token does not grow with the output's length.
 
     Args:
-        seq: Its tokens, and why it ended; only read.
-        group: Its request; only read.
-        settings: How it becomes text.
+        seq: The sequence, with its tokens and stop reason; read-only.
+        group: The request; read-only.
+        settings: Conversion of the output to text.
     """
 
     def __init__(self, seq: Sequence, group: SequenceGroup, settings: OutputSettings) -> None:
@@ -68,7 +68,10 @@ class SampleState:
         self._num_chars_taken = 0
 
     def restarted(self, seq: Sequence, group: SequenceGroup) -> "SampleState":
-        """Returns the state of a sequence that goes on from this one's first tokens."""
+        """Returns the state of a sequence whose output is the beginning of this one.
+
+        The text of the sequence is decoded again.
+        """
         state = SampleState(seq, group, self._settings)
         if self._logprobs is not None:
             state._logprobs = self._logprobs[: len(seq.output_token_ids)]
@@ -78,7 +81,10 @@ class SampleState:
         return state
 
     def continue_from(self, prior: PriorOutput) -> None:
-        """Adds the output that another engine has begun; without its text if the output has ended."""
+        """Adds a prior output that another engine has begun.
+
+        If the output has ended, its text is not decoded, because the caller already has it.
+        """
         if self._logprobs is not None:
             self._logprobs += prior.logprobs or ()
         self.is_finished = prior.finish_reason is not None
@@ -87,7 +93,10 @@ class SampleState:
                 self._detokenizer.append(token_id)
 
     def rolled_back(self) -> "SampleState":
-        """Returns the state of the same sequence after it has lost tokens; what was taken stays taken."""
+        """Returns the state of the sequence after it has lost its last tokens.
+
+        The next delta does not repeat text and tokens of earlier deltas.
+        """
         state = self.restarted(self.seq, self._group)
         detokenizer = state._detokenizer
         state._num_tokens_taken = min(self._num_tokens_taken, len(self.seq.output_token_ids))
@@ -96,7 +105,10 @@ class SampleState:
 
     @functools.cached_property
     def matcher(self) -> "Matcher | None":
-        """The state of its grammar, before the output; None without a grammar."""
+        """The grammar matcher of the output; None without a grammar.
+
+        It is created in the state before the first output token. Its method `follow` advances it.
+        """
         if self._settings.grammar is None:
             return None
         ignores_eos = self._group.sampling_params.ignore_eos
@@ -105,15 +117,17 @@ class SampleState:
     def add_tokens(
         self, token_ids: list[int], logprobs: "list[TokenLogprobs]"
     ) -> tuple[str | None, int] | None:
-        """Takes the tokens that the sequence has just got, as if they had come one at a time.
+        """Adds new tokens of the sequence one by one, up to a stop string or the end of the grammar.
 
         Args:
-            token_ids: The last tokens of the sequence. One that ended it adds nothing to the text.
-            logprobs: One per token.
+            token_ids: The last tokens of the sequence. A stop token that ended the sequence adds no text,
+                unless include_stop_str_in_output is set.
+            logprobs: One entry per token.
 
         Returns:
-            The stop string that the text now holds, None if it is the grammar that is complete; and how many
-            output tokens there are up to there: the tokens after them were not taken. None if it goes on.
+            None if the output continues. Otherwise the stop string that the text contains (None if the
+            grammar is complete) and the number of output tokens up to that point. The tokens after it are not
+            added.
         """
         if self._detokenizer is None and self._logprobs is None and not self._is_constrained:
             return None
@@ -135,17 +149,17 @@ class SampleState:
         return None
 
     def _completed_at(self) -> int | None:
-        """Returns the number of output tokens at which the grammar was complete; None if it is not."""
+        """Returns the number of output tokens that completed the grammar; None if it is not complete."""
         assert self.matcher is not None, "the outputs follow a grammar"
         return self.matcher.follow(self.seq.output_token_ids)
 
     def finish(self) -> str | None:
-        """Adds the text that was held back; returns the stop string that it holds, or None."""
+        """Decodes the text that was held back. Returns the stop string that it contains, or None."""
         self.is_finished = True
         return self._detokenizer.finish() if self._detokenizer else None
 
     def values(self) -> dict[str, Any]:
-        """Returns its state as values that JSON can hold."""
+        """Returns the state as JSON-compatible values."""
         return {
             "is_finished": self.is_finished,
             "logprobs": self._logprobs and [logprob_values(entry) for entry in self._logprobs],
@@ -154,7 +168,7 @@ class SampleState:
         }
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Takes over the state of another one of the same request."""
+        """Restores the state from the result of `values`, for the same request."""
         self.is_finished = values["is_finished"]
         if self._logprobs is not None:
             self._logprobs = [logprob_of_values(entry) for entry in values["logprobs"] or ()]
@@ -170,7 +184,13 @@ class SampleState:
         return reason
 
     def output(self, index: int, *, is_last: bool) -> CompletionOutput:
-        """Returns all of it as it stands, in lists if it `is_last`, else in snapshots."""
+        """Returns the whole output so far.
+
+        Args:
+            index: Index of the output in the request.
+            is_last: Whether the request has finished. If so, the output has its own lists; if not, it has
+                snapshots of lists that still grow.
+        """
         detokenizer, logprobs = self._detokenizer, self._logprobs
         so_far = list if is_last else Snapshot
         return CompletionOutput(
@@ -184,7 +204,11 @@ class SampleState:
         )
 
     def take_delta(self, index: int) -> CompletionOutput:
-        """Returns what has come since this was last called."""
+        """Returns the part of the output that is new since the last call.
+
+        Args:
+            index: Index of the output in the request.
+        """
         first_token, first_char = self._num_tokens_taken, self._num_chars_taken
         detokenizer, logprobs = self._detokenizer, self._logprobs
         delta = CompletionOutput(
@@ -209,14 +233,14 @@ def logprob_dict(
     *,
     starts_text: bool = False,
 ) -> TokenLogprobDict:
-    """Returns a token's Logprob and those of the k most likely ones, by token id.
+    """Returns the log-probabilities of a token and of the k most likely tokens, by token id.
 
     Args:
-        token_id: The token that was drawn, or that the prompt has.
-        entry: Log-probabilities of its position.
-        k: Number of likely tokens.
-        tokenizer: None leaves the texts out.
-        starts_text: Whether no text precedes it: some tokenizers drop the leading space of the first token.
+        token_id: The token that was drawn, or the token of the prompt.
+        entry: Log-probabilities at its position.
+        k: Number of most likely tokens.
+        tokenizer: Decodes the tokens; None leaves `decoded_token` None.
+        starts_text: Whether the token is the first one with text. Some tokenizers drop its leading space.
     """
 
     def text(token_id: int) -> str | None:
@@ -234,8 +258,10 @@ def logprob_dict(
 
 
 def logprob_values(entry: TokenLogprobDict) -> list[list[Any]]:
+    """Returns the log-probabilities of one position as JSON-compatible values."""
     return [[token_id, x.logprob, x.rank, x.decoded_token] for token_id, x in entry.items()]
 
 
 def logprob_of_values(values: list[list[Any]]) -> TokenLogprobDict:
+    """Returns the log-probabilities from the result of `logprob_values`."""
     return {token_id: Logprob(*rest) for token_id, *rest in values}

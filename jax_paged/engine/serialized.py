@@ -7,13 +7,13 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
-# A thread that waits for a lock checks at this interval (seconds) whether it is to give up.
+# Interval (seconds) at which a thread that waits for a lock checks whether to give up.
 _LOOK_S = 0.1
 _ANY_THREAD = "runs_in_any_thread"
 
 
 def any_thread[F: Callable[..., Any]](method: F) -> F:
-    """Marks a public method that does not wait for the calls of other threads, as it is safe beside them."""
+    """Marks a public method as safe during calls of other threads, so that it does not wait for them."""
     setattr(method, _ANY_THREAD, True)
     return method
 
@@ -21,35 +21,38 @@ def any_thread[F: Callable[..., Any]](method: F) -> F:
 class CallLock:
     """A re-entrant lock that waiting threads get in turn.
 
-    threading.RLock alone lets a thread that releases it and takes it again, as a loop of steps does, go ahead
-    of threads that wait. `call` takes both locks by `with` statements, so that Ctrl-C can't leave them taken.
+    threading.RLock is not fair: a thread that releases it and takes it again, as a loop of steps does, may
+    overtake threads that wait. Here the thread that waits next holds a second lock, `_turn`, so that other
+    threads can't overtake it. `call` takes both locks in `with` statements, so Ctrl-C can't leave them
+    locked.
     """
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()  # taken by the thread that waits next
+        self._turn = threading.Lock()  # held by the thread that waits next
         self._lock = threading.RLock()
 
     @property
     def is_held(self) -> bool:
-        """Whether this thread has the lock."""
-        # The standard library's Condition asks an RLock in the same way.
+        """Whether the current thread holds the lock."""
+        # threading.Condition in the standard library uses this private method in the same way.
         return self._lock._is_owned()  # pyright: ignore[reportAttributeAccessIssue]
 
     def call[T](self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """Calls a function while no other thread has the lock; Ctrl-C interrupts the wait."""
+        """Calls a function while this thread holds the lock. Ctrl-C can interrupt the wait for the lock."""
         if self.is_held:
             return function(*args, **kwargs)
         with self._turn, self._lock:
-            pass  # a thread that has released the lock waits here for the one that is next
+            # A thread that has just released the lock stops here until the next one has got it.
+            pass
         with self._lock:
             return function(*args, **kwargs)
 
     @contextlib.contextmanager
     def held(self, gives_up: Callable[[], bool]) -> Iterator[bool]:
-        """Holds the lock in a block where Ctrl-C is deferred, and can't interrupt the wait.
+        """Holds the lock in a block where Ctrl-C is deferred and can't interrupt the wait.
 
         Args:
-            gives_up: Checked while waiting; if it returns True, the block runs without the lock.
+            gives_up: Called repeatedly while waiting. If it returns True, the block runs without the lock.
 
         Yields:
             Whether the lock is held.
@@ -72,28 +75,29 @@ class CallLock:
 
 
 class Serialized:
-    """An object whose public methods run one at a time; each object has a lock of its own.
+    """Base class of objects whose public methods run one at a time. Each object has its own lock.
 
-    Methods that subclasses add are wrapped when the subclass is made. Exceptions are class methods,
-    properties, which read a single value, names with a leading underscore, and methods marked with
-    `any_thread`. A method may call others of the same object.
+    The public methods of a subclass are wrapped when the subclass is defined. Class methods, properties
+    (which read a single value), names with a leading underscore and methods marked with `any_thread` are not
+    wrapped. A method may call other methods of the same object.
     """
 
     _calls: CallLock
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Makes an object with its own lock."""
         self = super().__new__(cls)
         self._calls = CallLock()
         return self
 
     def exclusive(self, gives_up: Callable[[], bool]) -> contextlib.AbstractContextManager[bool]:
-        """Returns a context in which no other thread runs a method, for several calls that belong together.
+        """Returns a context in which no other thread can run a method, for calls that belong together.
 
         Args:
-            gives_up: Checked while waiting; if it returns True, the wait ends.
+            gives_up: Called repeatedly while waiting for other threads. If it returns True, the wait ends.
 
         Returns:
-            The context; its value is False if the wait has ended without success.
+            The context manager; its value is False if the wait ended without the lock.
         """
         return self._calls.held(gives_up)
 
@@ -115,7 +119,7 @@ def _serialized(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _acquired(lock: "threading.Lock | threading.RLock", gives_up: Callable[[], bool]) -> bool:
-    """Waits for a lock; returns whether it is taken, or False if the caller gives up."""
+    """Waits for a lock. Returns True if it has been acquired, False if the caller gives up."""
     while not lock.acquire(timeout=_LOOK_S):
         if gives_up():
             return False

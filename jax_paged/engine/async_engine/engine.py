@@ -1,4 +1,4 @@
-"""The engine for asyncio: one thread steps it, and any number of coroutines wait for their outputs."""
+"""AsyncLLMEngine: an LLMEngine that one thread steps while any number of coroutines wait for its outputs."""
 
 import asyncio
 import functools
@@ -31,21 +31,27 @@ if TYPE_CHECKING:
     from jax_paged.worker.executor import Executor
 
 _LOGGER = logging.getLogger(__name__)
-# Tokens are handed over at most this often, times the number of streams: each takes server and client 30 us
-# of cores that the model may need. For 64 streams it is every 96 ms.
+# Minimum time between two deliveries of tokens (seconds), per stream with new tokens: 96 ms for 64 streams.
+# Delivering the tokens of a stream takes 30 us of CPU time in the server and the client, which the model may
+# need.
 _SECONDS_PER_STREAM = 0.0015
 _LONGEST_TURN_S = 0.1
-# Who waits for the engine's thread looks so often whether the engine has stopped.
+# Interval (seconds) at which a coroutine that waits for a result checks whether the engine has stopped.
 _LOOK_S = 0.5
 
 
 class AsyncLLMEngine(RequestMethods):
-    """An LLMEngine that a thread of its own steps; it sleeps while there is nothing to do.
+    """An LLMEngine that runs in a thread of its own. The thread waits while there is nothing to do.
+
+    Methods of this class put calls into a queue. Between two steps the thread takes all calls from the queue
+    and executes them, so only this thread changes the state of requests. After a step it delivers the new
+    outputs to the event loops of the streams. RequestMethods defines the methods that run requests.
 
     Args:
         args: Model and limits.
-        executor: As LLMEngine takes it.
-        replica: Its place among several, which its streams and its thread are called by.
+        executor: Runs the steps; see LLMEngine.
+        replica: Index of this engine among several. It is part of the thread's name and an attribute of the
+            streams.
 
     Raises:
         ValueError: If the model or a setting can't be used.
@@ -57,17 +63,19 @@ class AsyncLLMEngine(RequestMethods):
         self.engine = LLMEngine(args, executor)
         self.replicas = (self,)
         self._replica = replica
-        self.error: BaseException | None = None  # what has stopped the engine, if anything
-        self.statistics = EngineStatistics()  # changed by the engine's thread alone
-        self.step_began: float | None = None  # time.monotonic when the running step began; None between steps
-        self._streams: dict[str, RequestStream] = {}  # changed by the engine's thread alone
-        self._submitted: set[RequestStream] = set()  # those that its thread has not taken yet
-        self._held: dict[RequestStream, RequestState] = {}  # those whose newest tokens are not delivered yet
+        self.error: BaseException | None = None  # what has stopped the engine
+        self.statistics = EngineStatistics()  # only the engine's thread changes it
+        self.step_began: float | None = None  # time.monotonic() when the running step began
+        self._streams: dict[str, RequestStream] = {}  # only the engine's thread changes it
+        self._submitted: set[RequestStream] = set()  # not yet taken by the engine's thread
+        self._held: dict[RequestStream, RequestState] = {}  # streams with new tokens
         self._last_delivery = -math.inf
-        # Level, mode and what is told when it is done; it waits for running requests.
+        # Level and mode of a sleep that waits for running requests, and the future that is done when the
+        # engine sleeps.
         self._falling_asleep: tuple[int, Mode, Future[None]] | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # Thread and executor do not keep this object: an engine that nothing refers to any more ends.
+        # The thread and the executor refer to this object only weakly, so that it can be garbage-collected.
+        # That ends the thread.
         this: weakref.ref[AsyncLLMEngine] = weakref.ref(self)
         self._thread = threading.Thread(
             target=_run, args=(this, self._calls), name=f"engine {replica}", daemon=True
@@ -78,66 +86,69 @@ class AsyncLLMEngine(RequestMethods):
 
     @property
     def stopped(self) -> EngineDeadError | None:
-        """What requests are told once the engine has stopped; None while it runs."""
+        """The error raised for requests after the engine has stopped; None while it is running."""
         return None if self.error is None else self._stopped()
 
     @property
     def asleep(self) -> EngineAsleepError | None:
-        """What requests are told while the engine sleeps, or is about to; None while it takes them."""
+        """The error raised for requests while the engine sleeps or is about to; None while it is awake."""
         if self._falling_asleep is None and not self.engine.is_sleeping():
             return None
         return EngineAsleepError("the engine sleeps, or is about to; it takes requests when it is woken")
 
     @property
     def load(self) -> tuple[int, int]:
-        """How many requests wait, those included that its thread has not taken yet, and how many run."""
+        """The number of waiting requests and the number of running requests.
+
+        Submitted requests that are still in the queue of the thread count as waiting, and requests that are
+        swapped out count as running.
+        """
         queues = self.engine.scheduler.queues
         num_waiting = len(self._submitted) + len(queues.waiting)
         return num_waiting, len(queues.running) + len(queues.swapped)
 
     def has(self, request_id: str) -> bool:
-        """Whether a request of this id is here, and has not ended."""
+        """Returns whether an unfinished request has this id."""
         return request_id in self._streams or any(s.request_id == request_id for s in list(self._submitted))
 
     def start(self, request: CheckedRequest, request_id: str, *, whole: bool) -> RequestStream:
-        """Starts a request that was checked; see `submit`."""
+        """Starts a request that has been checked; see `submit`."""
         stream = RequestStream(request_id, whole, self._abort, self._replica)
         self._submitted.add(stream)
         self._calls.put(lambda: self._add(stream, request))
-        if self.error is not None:  # checked after the put: the thread sets it before its last look
+        # Checked after the put: the thread sets `error` before it empties the queue for the last time.
+        if self.error is not None:
             raise self._stopped()
         return stream
 
     async def update_weights(
         self, weights: "NewWeights", *, running: "Running" = "error", weight_version: str | None = None
     ) -> None:
-        """Serves other weights, between two steps, as LLMEngine.update_weights does."""
+        """Replaces the weights between two steps; see LLMEngine.update_weights."""
         update = self.engine.update_weights
         await self._call(lambda: update(weights, running=running, weight_version=weight_version))
 
     async def sleep(self, level: int = 1, mode: "Mode" = "wait") -> None:
-        """Gives memory to others, as LLMEngine.sleep does; takes no new requests from now on."""
+        """Frees the memory of the engine; see LLMEngine.sleep. New requests are rejected from now on."""
         await self._result(await self._call(lambda: self._begin_to_sleep(level, mode)))
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Takes memory again, as LLMEngine.wake_up does."""
+        """Allocates memory again after `sleep`; see LLMEngine.wake_up."""
         await self._call(lambda: self.engine.wake_up(tags))
 
     def abort(self, request_id: str | Iterable[str]) -> Done:
-        """Ends a request, or several; their streams end with what they have, as aborted.
-
-        The call alone does it.
+        """Aborts one or several requests. Their streams end with the outputs that exist so far.
 
         Returns:
-            A coroutine that does nothing, because vLLM's scripts await it or make a task of it. It need not
-            be awaited, and may be more than once.
+            A coroutine that does nothing. vLLM's scripts await it or make a task of it. It may be awaited any
+            number of times, or not at all.
         """
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             self._calls.put(lambda one=one: self._end(one))
         return Done()
 
     def close(self) -> None:
-        """Ends the thread after its step, then all requests, and frees weights and pool."""
+        """Stops the thread after its current step, ends all requests, and frees weights and KV cache."""
         self._calls.put(None)
         self._thread.join()
         self.engine.close()
@@ -146,7 +157,7 @@ class AsyncLLMEngine(RequestMethods):
         """Ends all requests with an error, at once and for good, even while the thread hangs in a step.
 
         Args:
-            error: What `error` is from now on, unless the engine has stopped already.
+            error: The value of the attribute `error` from now on, unless the engine has already stopped.
         """
         self.error = self.error or error
         self._calls.put(None)
@@ -157,20 +168,20 @@ class AsyncLLMEngine(RequestMethods):
         return repr(self.engine)
 
     def stack(self) -> str:
-        """Returns where the engine's thread is, as a traceback."""
+        """Returns the current call stack of the engine's thread, formatted like a traceback."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame else "no thread\n"
 
     async def _call[T](self, function: Callable[[], T]) -> T:
-        """Returns what a function does in the engine's thread, between two steps."""
+        """Runs a function in the engine's thread, between two steps, and returns its result."""
         done: Future[T] = Future()
         self._calls.put(lambda: run_for(done, function))
-        if self.error is not None:  # checked after the put, as in start
+        if self.error is not None:  # checked after the put, as in `start`
             raise self._stopped()
         return await self._result(done)
 
     async def _result[T](self, done: Future[T]) -> T:
-        """Returns what the engine's thread answers; raises what has stopped the engine, if that hangs."""
+        """Waits for a result of the engine's thread. Raises EngineDeadError if the engine stops first."""
         waiting = asyncio.wrap_future(done)
         try:
             while not (await asyncio.wait([waiting], timeout=_LOOK_S))[0] and self.error is None:
@@ -187,7 +198,7 @@ class AsyncLLMEngine(RequestMethods):
     def _stopped(self) -> EngineDeadError:
         return stopped_by(self.error)
 
-    # The rest runs in the engine's thread.
+    # The following methods run in the engine's thread.
 
     def _add(self, stream: RequestStream, request: CheckedRequest) -> None:
         if self.error is not None:
@@ -206,23 +217,23 @@ class AsyncLLMEngine(RequestMethods):
             self._submitted.discard(stream)
 
     def _end(self, request_id: str, of: RequestStream | None = None) -> None:
-        """Aborts a request, if it is the one of a certain stream."""
+        """Aborts a request. If `of` is a stream, the request is only aborted if it belongs to that stream."""
         stream = self._streams.get(request_id)
         if stream is not None and of in (None, stream):
             del self._streams[request_id]
             self._held.pop(stream, None)
             self.statistics.forget(request_id)
             state = self.engine.abort_request(request_id)
-            deliver([(stream, state.take_delta())] if state else [])  # or it has just ended
+            deliver([(stream, state.take_delta())] if state else [])  # None if it has just ended
 
     def _turn(self, waited: "list[Callable[[], None] | None]") -> bool:
-        """Serves all calls, and runs a step if there is anything to do.
+        """Executes all calls in the queue, and runs a step if there is work to do.
 
         Args:
-            waited: The call that the thread has waited for, if it has.
+            waited: The call that the thread has waited for; empty if it has not waited.
 
         Returns:
-            False once the engine has ended.
+            False if the engine has stopped.
         """
         try:
             if self._serve_calls(waited):
@@ -231,7 +242,7 @@ class AsyncLLMEngine(RequestMethods):
                 self._fall_asleep()
                 return True
             self.error = self.error or EngineDeadError("the engine is closed")
-        except BaseException as error:  # a panic of a library in Rust is no Exception
+        except BaseException as error:  # a panic in a Rust library is not an Exception
             self.error = error
             _LOGGER.exception("the engine has failed")
         self._fall_asleep()
@@ -244,7 +255,11 @@ class AsyncLLMEngine(RequestMethods):
         return False
 
     def _serve_calls(self, waited: "list[Callable[[], None] | None]") -> bool:
-        """Serves the call that was waited for, and all others at hand; False to end."""
+        """Executes the call that the thread has waited for and all calls in the queue.
+
+        Returns:
+            False if one of the calls ends the engine.
+        """
         while waited or not self._calls.empty():
             call = waited.pop() if waited else self._calls.get()
             if call is None:
@@ -268,7 +283,7 @@ class AsyncLLMEngine(RequestMethods):
         return self._falling_asleep[2]
 
     def _fall_asleep(self) -> None:
-        """Goes to sleep once nothing is waited for."""
+        """Puts the engine to sleep if that was requested and no request has to end first."""
         if self._falling_asleep is not None:
             level, mode, done = self._falling_asleep
             is_over = self.error is not None or done.cancelled()
@@ -280,7 +295,7 @@ class AsyncLLMEngine(RequestMethods):
         if self.error is not None:
             raise self._stopped()
         self.engine.sleep(level, mode)
-        self._hand_over(self.engine.take_changed(), is_turn=True)  # what was in flight
+        self._hand_over(self.engine.take_changed(), is_turn=True)  # of steps that were in flight
 
     def _step(self) -> None:
         self.step_began = time.monotonic()
@@ -301,7 +316,7 @@ class AsyncLLMEngine(RequestMethods):
         self._deliver_held(now, is_turn=is_turn)
 
     def _deliver_held(self, now: float, *, is_turn: bool = False) -> None:
-        """Hands over outputs: the first and the last of a stream at once, others in turns."""
+        """Delivers the first and the last output of a stream at once, and others at intervals."""
         turn_s = min(_SECONDS_PER_STREAM * len(self._held), _LONGEST_TURN_S)
         is_turn = is_turn or now - self._last_delivery >= turn_s
         outputs = []
@@ -318,11 +333,11 @@ class AsyncLLMEngine(RequestMethods):
 
 
 def _run(this: "weakref.ref[AsyncLLMEngine]", calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    """Steps an engine until it is closed, or nothing refers to it any more.
+    """Steps an engine until it is closed, or until nothing else refers to it.
 
     Args:
-        this: The engine; between two turns the thread does not refer to it.
-        calls: What the engine's thread is to do. None wakes it up to end.
+        this: Weak reference to the engine. The thread has no other reference to it between two turns.
+        calls: The queue of calls for the engine's thread. None ends the engine.
     """
     waited: list[Callable[[], None] | None] = []
     while (engine := this()) is not None and engine._turn(waited):

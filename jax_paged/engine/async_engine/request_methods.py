@@ -1,4 +1,4 @@
-"""The methods that AsyncLLMEngine and ReplicatedEngine have in common."""
+"""RequestMethods: the methods that AsyncLLMEngine and ReplicatedEngine have in common."""
 
 import abc
 import asyncio
@@ -17,13 +17,13 @@ from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, Sampl
 
 
 class RequestMethods(abc.ABC):
-    """The methods of AsyncLLMEngine and ReplicatedEngine that are the same for one engine and for several.
+    """Base class of AsyncLLMEngine and ReplicatedEngine, with the methods that run requests.
 
     Args:
         args: Model and limits.
 
     Attributes:
-        engine: Checks requests, and says what the model is; the first of several.
+        engine: Checks requests and has the configuration of the model. The first engine if there are several.
     """
 
     engine: LLMEngine
@@ -33,7 +33,7 @@ class RequestMethods(abc.ABC):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Makes an engine; the name that vLLM's scripts use."""
+        """Makes an engine. vLLM's scripts use this name."""
         return cls(engine_args)
 
     async def submit(
@@ -47,24 +47,27 @@ class RequestMethods(abc.ABC):
         lora_request: LoRARequest | None = None,
         whole: bool = False,
     ) -> RequestStream:
-        """Starts a request.
+        """Checks a request and starts it.
 
         Args:
-            prompt: As LLMEngine.check_request takes it, with sampling_params, cache_salt, priority and
-                lora_request; or the CheckedRequest that it returned, which holds all of them.
-            sampling_params: As LLMEngine.check_request takes it.
-            request_id: No unfinished request may have the same.
-            cache_salt: As LLMEngine.check_request takes it.
-            priority: As LLMEngine.check_request takes it.
-            lora_request: As LLMEngine.check_request takes it.
-            whole: Whether to give a single output, at the end; tokens then cost nothing on their way.
+            prompt: A prompt; the arguments sampling_params, cache_salt, priority and lora_request then belong
+                to it (see LLMEngine.check_request). Or the result of LLMEngine.check_request, which already
+                contains them.
+            sampling_params: See LLMEngine.check_request.
+            request_id: The id of the request. Must differ from the ids of all unfinished requests.
+            cache_salt: See LLMEngine.check_request.
+            priority: See LLMEngine.check_request.
+            lora_request: See LLMEngine.check_request.
+            whole: Whether the stream has a single output, at the end. This saves the cost of delivering
+                tokens.
 
         Returns:
-            The stream of its outputs. If the id is taken, it raises ValueError when iterated.
+            The stream of the request's outputs. If the id is taken, iterating the stream raises ValueError.
 
         Raises:
-            ValueError: If the engine can't run it.
-            EngineAsleepError: If the engine sleeps; in the last moment, the stream raises it.
+            ValueError: If the engine can't run the request.
+            EngineAsleepError: If the engine sleeps. The stream raises this error if the engine falls asleep
+                after the request was checked.
             EngineDeadError: If the engine has failed or is closed.
         """
         if not isinstance(prompt, CheckedRequest):
@@ -80,7 +83,7 @@ class RequestMethods(abc.ABC):
 
     @abc.abstractmethod
     def start(self, request: CheckedRequest, request_id: str, *, whole: bool) -> RequestStream:
-        """Starts a request that was checked; see `submit`."""
+        """Starts a request that has been checked; see `submit`."""
 
     async def generate(
         self,
@@ -92,18 +95,19 @@ class RequestMethods(abc.ABC):
         cache_salt: str = "",
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
-        """Runs a request; what each output holds is output_kind's choice. Leaving the loop early aborts it.
+        """Runs a request and yields its outputs. Leaving the loop early aborts the request.
 
         Args:
-            prompt: As LLMEngine.check_request takes it.
-            sampling_params: As LLMEngine.check_request takes it.
-            request_id: No unfinished request may have the same.
-            lora_request: As LLMEngine.check_request takes it.
-            cache_salt: As LLMEngine.check_request takes it.
-            priority: As LLMEngine.check_request takes it.
+            prompt: See LLMEngine.check_request.
+            sampling_params: See LLMEngine.check_request. The output_kind determines what each output
+                contains.
+            request_id: The id of the request. Must differ from the ids of all unfinished requests.
+            lora_request: See LLMEngine.check_request.
+            cache_salt: See LLMEngine.check_request.
+            priority: See LLMEngine.check_request.
 
         Raises:
-            ValueError: If the engine can't run it.
+            ValueError: If the engine can't run the request.
             EngineDeadError: If the engine has failed or is closed.
         """
         kind = sampling_params.output_kind if isinstance(sampling_params, SamplingParams) else None
@@ -126,16 +130,16 @@ class RequestMethods(abc.ABC):
     async def encode(
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput]]:
-        """Pools a prompt; the only output is the last. Leaving the loop early aborts it.
+        """Pools a prompt and yields a single output. Leaving the loop early aborts the request.
 
         Args:
-            prompt: As LLMEngine.check_request takes it.
-            pooling_params: What to make of it; without a task it is the model's first.
-            request_id: No unfinished request may have the same.
-            priority: As LLMEngine.check_request takes it.
+            prompt: See LLMEngine.check_request.
+            pooling_params: The task and its parameters. Without a task, the model's first task is used.
+            request_id: The id of the request. Must differ from the ids of all unfinished requests.
+            priority: See LLMEngine.check_request.
 
         Raises:
-            ValueError: If the model can't do it, or the engine can't run it.
+            ValueError: If the model does not support the task, or the engine can't run the request.
             EngineDeadError: If the engine has failed or is closed.
         """
         pooling = self.engine.input_processor.pooling
@@ -153,21 +157,21 @@ class RequestMethods(abc.ABC):
             stream.abort()
 
     async def is_sleeping(self) -> bool:
-        """Returns whether the engine sleeps, in whole or in part; several engines never do."""
+        """Returns whether the engine sleeps, at least in part. Several engines never sleep."""
         return self.engine.is_sleeping()
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Reads an adapter ahead of its requests, as LLMEngine.add_lora does, beside the event loop."""
+        """Reads an adapter before requests need it; see LLMEngine.add_lora. Does not block the event loop."""
         return await asyncio.to_thread(self.engine.add_lora, lora_request)
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Forgets an adapter, as LLMEngine.remove_lora does."""
+        """Removes an adapter; see LLMEngine.remove_lora."""
         return self.engine.remove_lora(lora_id)
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends all requests, and frees weights and pool."""
+        """Ends all requests. Frees the weights and the KV cache."""
 
     def shutdown(self) -> None:
-        """Does what `close` does; the name that vLLM's scripts use."""
+        """Does what `close` does. vLLM's scripts use this name."""
         self.close()

@@ -1,4 +1,4 @@
-"""What the engine hands to asyncio: the outputs of a request, in parts or all so far; results of calls."""
+"""Delivery of outputs and of results of calls from the engine's thread to event loops of asyncio."""
 
 import asyncio
 import contextlib
@@ -12,22 +12,23 @@ from jax_paged.outputs import RequestOutput
 class RequestStream:
     """The outputs of one request as an asynchronous iterator.
 
-    Each output holds only what has come since the one before: text, token ids and logprobs. What comes
-    while the consumer is busy is joined into one output, and so may be what comes within 1.5 ms times the
-    number of streams, 0.1 s at most. Beam searches, and requests with best_of > n, have
-    their completions in the last output only. A stream must be iterated to the end or aborted, in the event
-    loop that made it. Who does not iterate may call `take` whenever
-    `on_ready` was called, which wakes no task.
+    Each output is a delta: its text, token ids and logprobs contain only the part after the previous output.
+    Deltas that arrive while the consumer is busy are merged into one. The engine also merges deltas for 1.5
+    ms times the number of streams, at most 0.1 s. For beam searches and for requests with best_of > n, only
+    the last output has completions.
+
+    A stream must be iterated to the end or aborted, in the event loop in which it was made. Instead of
+    iterating, a consumer may call `take` after each call of `on_ready`, which avoids waking a task.
 
     Args:
-        request_id: Of its request.
-        whole: Whether to give a single output, at the end.
-        abort: Ends the request of a stream.
-        replica: The place of its engine among several.
+        request_id: The id of the request.
+        whole: Whether the stream has a single output, at the end.
+        abort: Aborts the request of a stream.
+        replica: Index of the engine among several.
 
     Attributes:
-        has_begun: Whether the first output is on its way; the engine's thread alone uses it.
-        on_ready: Called when there is an output, or an error, to take.
+        has_begun: Whether the first output has been sent. Only the engine's thread uses it.
+        on_ready: Called when an output or an error can be taken.
     """
 
     def __init__(
@@ -55,17 +56,17 @@ class RequestStream:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is something to take."""
+        """Whether an output or an error can be taken."""
         return self._ready.is_set() and not self._ended
 
     async def wait(self) -> bool:
-        """Waits until there is something to take; returns False if nothing is left."""
+        """Waits until an output or an error can be taken. Returns False if the stream has ended."""
         if not self._ended:
             await self._ready.wait()
         return not self._ended
 
     def take(self) -> RequestOutput:
-        """Returns what has come, or raises the error that has; only while `is_ready`."""
+        """Returns the new output, or raises the error that ended the request. Requires `is_ready`."""
         output, self._output = self._output, None
         if output is None:
             self._ended = True
@@ -77,16 +78,16 @@ class RequestStream:
         return output
 
     def abort(self) -> None:
-        """Ends the request if it still runs; may be called at any time, and more than once."""
+        """Aborts the request if it is unfinished. May be called at any time, and more than once."""
         if not self._ended:
             self._ended = True
             self._abort(self)
 
     def put(self, item: RequestOutput | Exception) -> None:
-        """Hands over an output, or the error that ended the request; called in the event loop.
+        """Adds an output, or the error that ended the request. Must be called in the stream's event loop.
 
         Args:
-            item: Owned by the stream from now on.
+            item: The output or the error. The stream owns it from now on.
         """
         if isinstance(item, Exception):
             self._error = item
@@ -100,17 +101,17 @@ class RequestStream:
 
 
 class CumulativeOutputs:
-    """Turns the parts of a request into outputs that each hold all of it so far.
+    """Converter of a request's deltas to outputs that each contain everything so far.
 
-    Apart from the text, which is copied, an output costs as much as its part is long: its lists are
-    snapshots of lists that grow here, until the last output, whose lists are its own.
+    The cost of an output is proportional to its delta, except for the text, which is copied. Lists in outputs
+    are snapshots of lists that grow here. The last output has its own lists.
     """
 
     def __init__(self) -> None:
         self._whole: RequestOutput | None = None
 
     def add(self, part: RequestOutput) -> RequestOutput:
-        """Takes the next part, which belongs to this from now on; returns all so far."""
+        """Adds the next delta, which this object owns from now on. Returns everything so far."""
         if self._whole is None:
             self._whole = part
         else:
@@ -119,16 +120,18 @@ class CumulativeOutputs:
 
 
 class Done(Coroutine[Any, Any, None]):
-    """A coroutine that is done; unlike one of an `async def`, it gives no warning if nobody awaits it."""
+    """Finished coroutine, which (unlike an `async def`) causes no warning if it is never awaited."""
 
     def send(self, value: Any) -> NoReturn:
+        """Raises StopIteration, because the coroutine has finished."""
         raise StopIteration
 
     def throw(self, typ: Any, val: Any = None, tb: Any = None) -> NoReturn:
+        """Raises the given error."""
         raise typ if val is None else val
 
     def close(self) -> None:
-        pass
+        """Does nothing, because the coroutine has finished."""
 
     def __await__(self) -> Generator[None, None, None]:
         return
@@ -136,13 +139,13 @@ class Done(Coroutine[Any, Any, None]):
 
 
 def put_all(items: list[tuple[RequestStream, RequestOutput | Exception]]) -> None:
-    """Gives streams what comes to them, in the event loop that they have in common."""
+    """Adds outputs and errors to streams, in the event loop of these streams."""
     for stream, item in items:
         stream.put(item)
 
 
 def run_for[T](done: Future[T], function: Callable[[], T]) -> None:
-    """Gives a future what a function returns or raises; does not run it if nobody waits any more."""
+    """Runs a function and gives its result or error to a future. Does nothing if the future is canceled."""
     if done.set_running_or_notify_cancel():
         try:
             done.set_result(function())
@@ -151,10 +154,13 @@ def run_for[T](done: Future[T], function: Callable[[], T]) -> None:
 
 
 def deliver(items: list[tuple[RequestStream, RequestOutput | Exception]]) -> None:
-    """Hands over the outputs of a step in one call per event loop: waking a loop is what costs."""
+    """Adds outputs and errors to their streams. May be called in any thread.
+
+    There is only one call per event loop, because waking a loop is expensive.
+    """
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestOutput | Exception]]] = {}
     for stream, item in items:
         by_loop.setdefault(stream.loop, []).append((stream, item))
     for loop, part in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # a loop that is closed has no consumers
+        with contextlib.suppress(RuntimeError):  # a closed loop has no consumers
             loop.call_soon_threadsafe(put_all, part)

@@ -1,4 +1,4 @@
-"""What an engine has computed since it was made, in counters that any thread may read."""
+"""EngineStatistics: counters of steps and tokens of an engine. Any thread may read them."""
 
 import bisect
 import dataclasses
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from jax_paged.core.request import SequenceGroup
 
-# Upper bounds of the intervals between two tokens, in seconds; the last interval has none.
+# Upper bounds (seconds) of the intervals for the time between two tokens. The last interval has none.
 INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
 
 
 class Distribution:
-    """How often values fell between certain bounds.
+    """A histogram of values.
 
     Args:
-        bounds: Upper bounds, ascending; each belongs to the interval below it.
+        bounds: Upper bounds of the intervals, ascending. Each interval includes its upper bound.
 
     Attributes:
-        counts: Values per interval; the last one has no upper bound.
+        counts: Number of values per interval. The last interval has no upper bound.
         total: Sum of all values.
     """
 
@@ -27,14 +27,20 @@ class Distribution:
         self.total = 0.0
 
     def add(self, value: float, times: int) -> None:
-        """Adds a value so many times."""
+        """Adds a value `times` times."""
         self.counts[bisect.bisect_left(self.bounds, value)] += times
         self.total += value * times
 
 
 @dataclasses.dataclass(slots=True)
 class _Progress:
-    """How far a request had come when it last got a token."""
+    """State of a request when it last got tokens.
+
+    Args:
+        time: The time of the step (seconds).
+        num_tokens: Number of output tokens of all sequences.
+        longest: Number of output tokens of the longest sequence.
+    """
 
     time: float
     num_tokens: int
@@ -42,14 +48,14 @@ class _Progress:
 
 
 class EngineStatistics:
-    """Counts the tokens of an engine's steps. One thread counts; the counters never fall.
+    """Counters of the steps and tokens of an engine. Only one thread may count. No counter decreases.
 
     Attributes:
-        num_steps: Steps whose results have come.
-        num_prompt_tokens: Of the requests that have got their first token.
-        num_cached_tokens: Those of them that were found in the prefix cache.
-        num_generated_tokens: Of all sequences.
-        inter_token: Seconds between two tokens of one sequence, each token counted.
+        num_steps: Number of steps whose results have been processed.
+        num_prompt_tokens: Number of prompt tokens of the requests that have got their first token.
+        num_cached_tokens: Number of these prompt tokens that were found in the prefix cache.
+        num_generated_tokens: Number of output tokens of all sequences.
+        inter_token: Time between two tokens of a sequence (seconds), with one value per token.
     """
 
     def __init__(self) -> None:
@@ -61,13 +67,13 @@ class EngineStatistics:
         self._progress: dict[str, _Progress] = {}
 
     def note(self, group: SequenceGroup, now: float) -> None:
-        """Counts what a request has got since this was last called for it.
+        """Counts the tokens that a request has got since the last call for this request.
 
         Args:
-            group: The request; `forget` follows when it has ended.
-            now: Time of the step, in seconds.
+            group: The request. The caller has to call `forget` when it has ended.
+            now: Time of the step (seconds).
         """
-        # Called for every request in every step: nothing here is dearer than it has to be.
+        # This runs for every request in every step, so it has to be fast.
         sequences = group.sequences
         if len(sequences) == 1:
             num_tokens = longest = len(sequences[0].output_token_ids)
@@ -83,8 +89,8 @@ class EngineStatistics:
                 self.num_generated_tokens += num_tokens
             return
         num_new = num_tokens - last.num_tokens
-        if num_new > 0:  # beams that are dropped take their tokens along
-            # The sequences of a request advance side by side, by one token or by a burst of several.
+        if num_new > 0:  # a beam search may drop sequences with their tokens
+            # The sequences of a request advance together, by one token or by several tokens in a multi-step.
             seconds = now - last.time
             num_steps = longest - last.longest
             self.inter_token.add(seconds / num_steps if num_steps > 1 else seconds, num_new)
@@ -92,5 +98,5 @@ class EngineStatistics:
             last.time, last.num_tokens, last.longest = now, num_tokens, longest
 
     def forget(self, request_id: str) -> None:
-        """Forgets a request that has ended."""
+        """Removes a request that has ended."""
         self._progress.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""Executors whose devices are those of other processes, the workers; this process has none, and no JAX."""
+"""Executors that run steps in worker processes. The engine's process has no devices and no JAX."""
 
 import pickle
 import queue
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def _rejected(what: str) -> Callable[..., NoReturn]:
-    """Returns a method of an executor that raises ValueError.
+    """Returns an executor method that raises ValueError.
 
     Args:
-        what: What can't be done with the devices of other processes.
+        what: The purpose of the method, for the error message.
     """
 
     def reject(self: "MultiprocessExecutor", *_: Any, **__: Any) -> NoReturn:
@@ -36,15 +36,16 @@ def _rejected(what: str) -> Callable[..., NoReturn]:
 
 
 class MultiprocessExecutor:
-    """Runs steps in processes that it starts on this machine. It is an Executor.
+    """Executor that runs steps in worker processes, which it starts on this machine.
 
-    There is one for each device; of a pipeline, one for each stage. The first of them does what LocalExecutor
-    does; the others do on their devices what it does on its own.
+    There is one worker for each device, or for each stage of a pipeline. The first worker does what
+    LocalExecutor does. The other workers run the same steps on their own devices.
 
     Args:
         args: Model and limits.
-        engine: Which of the engines of a pipeline it is for.
-        beside: The executor of the first of them, whose processes it shares.
+        engine: Index of the engine in its pipeline.
+        beside: The executor of the pipeline's first engine, whose workers are shared; None for the first
+            engine.
 
     Raises:
         ValueError: If the model can't be loaded, or a limit does not fit it.
@@ -69,25 +70,28 @@ class MultiprocessExecutor:
 
     @property
     def config(self) -> EngineConfig:
-        """What the engine has come to: sizes, limits, names."""
+        """The settings of the engine, completed for the model and the devices."""
         return self._config
 
     @property
     def buckets(self) -> tuple[str, ...]:
-        """Names of the shapes that steps are padded to."""
+        """The names of the shapes that steps are padded to."""
         return self._buckets
 
     @property
     def compile_progress(self) -> tuple[int, int]:
-        """How many programs the first worker has compiled, and how many there are; from any thread."""
+        """The number of programs that the first worker has compiled, and the number of all programs.
+
+        Any thread may read it.
+        """
         return self._team.progress
 
     def dispatch(self, output: SchedulerOutput) -> None:
-        """Begins a step; returns as soon as the first worker is sure to get it."""
+        """Starts a step. Returns as soon as the step has been sent to the first worker."""
         self._send("dispatch", output)
 
     def result(self) -> ModelRunnerOutput:
-        """Waits for the oldest step that was dispatched and whose result was not asked for yet.
+        """Waits for the oldest dispatched step whose result has not been returned, and returns its result.
 
         Raises:
             EngineDeadError: If a worker is lost, or the step takes longer than distributed_timeout_seconds.
@@ -96,26 +100,26 @@ class MultiprocessExecutor:
         return self._reply(self._limit_s)
 
     def compile_plan(self) -> str:
-        """Returns a table of what the first worker compiles: shapes, seconds and bytes."""
+        """Returns a table of the first worker's programs: shapes, compile times (seconds), sizes (bytes)."""
         return self._call("compile_plan")
 
     def compile_report(self) -> "list[CompileRecord]":
-        """Returns what the table of `compile_plan` says, as records."""
+        """Returns the contents of the table of `compile_plan` as records."""
         return self._call("compile_report")
 
     def wait_until_compiled(self) -> None:
-        """Returns when the first worker has compiled everything; takes no steps meanwhile."""
+        """Waits until the first worker has compiled all programs. No step can run meanwhile."""
         self._send("wait_until_compiled")
         self._reply(None)
 
     def when_failed(self, note: Callable[[str], None]) -> None:
-        """Calls a function with the reason, from any thread, when a worker is lost."""
+        """Registers a function that is called with the reason, in any thread, when a worker is lost."""
         self._team.when_failed(self._engine, note)
 
     def check_weights(self) -> None:
-        """Does nothing, as the weights are nobody else's."""
+        """Does nothing, because callers can't change the weights of worker processes."""
 
-    # No process has whole blocks or weights.
+    # No process has whole blocks or weights, so these methods are not supported.
     read_memory = _rejected("to save or load a state")
     write_memory = _rejected("to save or load a state")
     fingerprint = _rejected("to save or load a state")
@@ -127,11 +131,11 @@ class MultiprocessExecutor:
     restore_pool = _rejected("to wake up")
 
     def close(self) -> None:
-        """Ends the workers, when the executors of all engines that share them are closed."""
+        """Ends the workers as soon as the executors of all engines that share them are closed."""
         self._team.leave(self._engine)
 
     def _start(self, args: EngineArgs) -> Sequence[StartedWorker]:
-        """Starts the workers that this process has to, the first of all first."""
+        """Starts the workers of this process. Returns them in the order of their ranks."""
         num_stages = args.pipeline_parallel_size
         size = num_stages if num_stages > 1 else args.tensor_parallel_size
         pairs = [socket.socketpair() for _ in range(size - 1)]
@@ -161,7 +165,7 @@ class MultiprocessExecutor:
         except BlockingIOError:
             self._hang()
         except OSError:
-            self._reply(self._limit_s)  # tells why
+            self._reply(self._limit_s)  # raises the error that explains why
 
     def _reply(self, limit_s: float | None) -> Any:
         try:
@@ -179,18 +183,20 @@ class MultiprocessExecutor:
 
 
 class ExternalExecutor(MultiprocessExecutor):
-    """Runs steps in processes that a launcher has started, on any machines: this one is the first of them.
+    """Executor that runs steps in processes that a launcher has started, on one or several machines.
 
-    In every other process the constructor does not return: it follows the first, and ends with it.
+    This process is the first of them. In every other process the constructor does not return: that process
+    follows the first one and ends with it.
 
     Args:
-        args: Model and limits; all processes have got the same.
-        launch: What the launcher says of them.
+        args: Model and limits; equal in all processes.
+        launch: The launcher's information about this process.
 
     Raises:
-        ValueError: As MultiprocessExecutor; or if the processes differ or do not find each other.
+        ValueError: If the model can't be loaded, a limit does not fit it, the arguments of the processes
+            differ, or the processes can't connect.
         EngineDeadError: If a worker ends before it is ready.
-        SystemExit: If this is not the first process, when the first has ended.
+        SystemExit: In every process except the first, when the first one has ended.
     """
 
     def __init__(self, args: EngineArgs, launch: Launch) -> None:
@@ -200,21 +206,22 @@ class ExternalExecutor(MultiprocessExecutor):
         super().__init__(args)
 
     def _start(self, args: EngineArgs) -> Sequence[StartedWorker]:
-        """Starts the first worker; the others are other processes'."""
+        """Starts the first worker. The launcher's other processes start the others."""
         return [Worker(args, self._launch, None)]
 
 
 def follow(args: EngineArgs, launch: Launch) -> NoReturn:
-    """Does what the first of several processes does, on the devices of this one, until that ends.
+    """Runs the worker of a process that is not the first, until the first process ends. Does not return.
 
     Args:
-        args: Model and limits; those of the first.
-        launch: What the launcher says of this process.
+        args: Model and limits; equal in all processes.
+        launch: The launcher's information about this process.
 
     Raises:
-        ValueError: If the processes differ or do not find each other, or the model can't be loaded.
-        EngineDeadError: If this process's worker stalls.
-        SystemExit: When the first has ended.
+        ValueError: If the model can't be loaded, the arguments of the processes differ, or the processes
+            can't connect.
+        EngineDeadError: If the worker of this process stalls.
+        SystemExit: When the first process has ended.
     """
     worker = Worker(args, launch, None)
     try:

@@ -1,4 +1,4 @@
-"""The executor whose workers are actors of Ray, on any machines of its cluster. Needs Ray."""
+"""RayExecutor: an executor whose workers are actors of Ray, on any machines of its cluster. Requires Ray."""
 
 import contextlib
 import dataclasses
@@ -26,24 +26,28 @@ from jax_paged.errors import ArgumentError, check
 from jax_paged.worker.distributed.channel import Channel
 
 _STDOUT, _STDERR = 1, 2
-# For whoever connects to an actor to say the secret.
+# Time (seconds) for a process that connects to an actor to send the secret.
 _HELLO_S = 5
-# For another worker to tell why one has ended: connections are quicker than Ray.
+# Delay (seconds) before a lost actor is reported. Other workers often report the cause earlier, because their
+# connections notice a lost worker before Ray does.
 _REASON_S = 1.0
-# For Ray to end an actor by force.
+# Time (seconds) for Ray to kill an actor.
 _KILLING_S = 5.0
 
 
 class RayExecutor(MultiprocessExecutor):
-    """Runs steps in actors of Ray, one for each host, which takes its GPUs; without GPUs, one for each core.
+    """Executor that runs steps in actors of Ray.
 
-    Ray finds the hosts, starts the actors and notices when they are lost; steps go over connections to them.
+    All actors have the same number of GPUs, as many as possible; the GPUs of one actor are on one host. If
+    the cluster has no GPUs, each actor has one CPU core. Ray finds the hosts, starts the actors and reports
+    lost actors. Steps are sent over separate connections.
 
     Args:
         args: Model and limits.
 
     Raises:
-        ValueError: As MultiprocessExecutor; or if the cluster has no room, or does not start the actors.
+        ValueError: If the model can't be loaded, a limit does not fit it, the cluster has no room, or Ray
+            can't start the actors.
         EngineDeadError: If a worker ends before it is ready.
     """
 
@@ -77,13 +81,16 @@ class RayExecutor(MultiprocessExecutor):
             raise
 
     def _noting(self, rank: int) -> Callable[[Any], None]:
-        """Returns what Ray is to call, in a thread that may not wait for Ray, when an actor is lost."""
+        """Returns a function that Ray calls when an actor is lost.
+
+        Ray calls it in a thread that must not wait for Ray, so it starts another thread.
+        """
         reason = f"worker {rank} has ended, or its host"
 
         def note(_: Any) -> None:
             timer = threading.Timer(_REASON_S, self._team.fail, args=(reason,))
             timer.daemon = True
-            with contextlib.suppress(RuntimeError):  # at the end of the program no thread starts any more
+            with contextlib.suppress(RuntimeError):  # no thread can be started at interpreter exit
                 timer.start()
 
         return note
@@ -91,13 +98,13 @@ class RayExecutor(MultiprocessExecutor):
 
 @dataclasses.dataclass(frozen=True)
 class RayWorker:
-    """A worker that is an actor of Ray. It is a StartedWorker.
+    """A worker that runs in an actor of Ray. It is a StartedWorker.
 
     Args:
-        work: Comes to something when it has ended.
-        channel: To it.
+        work: Ray's reference to the result of WorkerActor.work. It is ready when the actor has ended.
+        channel: The connection to the worker.
         group: The placement group of all workers.
-        actor: Ray's handle of it.
+        actor: Ray's handle of the actor.
     """
 
     work: Any
@@ -106,12 +113,17 @@ class RayWorker:
     actor: Any
 
     def stop(self) -> None:
-        """Has Ray end it; does not wait."""
-        if ray.is_initialized():  # which would complain at length of an actor that ends by itself
+        """Kills the actor, without waiting for its end."""
+        # Without this call, Ray prints long messages about an actor that ends by itself.
+        if ray.is_initialized():
             ray.kill(self.actor)
 
     def close(self, *, until: float) -> None:
-        """Ends it, and by force all workers, if it has not ended at a time of time.monotonic."""
+        """Ends the worker: waits until it has ended by itself or until a given time, then kills all workers.
+
+        Args:
+            until: The latest time to wait for, by time.monotonic() (seconds).
+        """
         self.channel.close()
         if ray.is_initialized():
             ray.wait([self.work], timeout=max(until - time.monotonic(), 0))
@@ -120,7 +132,7 @@ class RayWorker:
 
 
 class WorkerActor:
-    """An actor of Ray: it says where it is, and then becomes a worker."""
+    """Ray actor that reports its address and then becomes a worker."""
 
     def __init__(self) -> None:
         address = ray.util.get_node_ip_address()
@@ -128,31 +140,33 @@ class WorkerActor:
         self._listener = socket.create_server((address, 0), family=family)
 
     def address(self) -> tuple[str, int]:
-        """Returns the address of its machine, and a port there that others leave alone."""
+        """Returns the address of the actor's host, and a port that it has reserved there."""
         address, port, *_ = self._listener.getsockname()
         return address, port
 
     def work(self, secret: str) -> NoReturn:
-        """Works for the first who connects and knows the secret, and ends with it."""
+        """Accepts the first connection that sends the secret, becomes its worker, and ends with it."""
         with self._listener:
             while (connection := _accepted(self._listener, secret)) is None:
                 pass
-        connection.sendall(b".")  # the port is free now for other workers to connect to
+        # The listener is closed now. If this is the first worker, the other workers connect to its port.
+        connection.sendall(b".")
         from jax_paged.worker.distributed.process import main
 
-        os.dup2(_STDERR, _STDOUT)  # what gloo prints is no output of the user's program
+        # gloo prints messages, which must not appear in the output of the user's program.
+        os.dup2(_STDERR, _STDOUT)
         main(connection.detach())
 
 
 def _bundles(size: int, nodes: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Returns what each host is to give.
+    """Returns the resources of each actor, as bundles of a placement group.
 
     Args:
-        size: Devices of the engine.
-        nodes: Those of the cluster, as Ray describes them.
+        size: Number of devices of the engine.
+        nodes: The nodes of the cluster, as ray.nodes returns them.
 
     Raises:
-        ValueError: If there are too few GPUs, or, where there are none, cores.
+        ValueError: If there are not enough GPUs, or not enough CPU cores if there are no GPUs.
     """
     resources = [node["Resources"] for node in nodes if node["Alive"]]
     kind = "GPU" if any(of.get("GPU") for of in resources) else "CPU"
@@ -161,7 +175,7 @@ def _bundles(size: int, nodes: list[dict[str, Any]]) -> list[dict[str, float]]:
     check(size <= sum(counts), "tensor_parallel_size", size, allowed)
     if kind == "CPU":
         return [{"CPU": 1.0}] * size
-    # Every worker has the same number.
+    # All workers have the same number of GPUs.
     each = max(n for n in range(1, size + 1) if size % n == 0 and sum(c // n for c in counts) >= size // n)
     return [{"CPU": 1.0, "GPU": float(each)}] * (size // each)
 
@@ -174,7 +188,7 @@ def _actor(group: Any, place: int, bundle: dict[str, float]) -> Any:
 
 
 def _connected(address: tuple[str, int], secret: str, limit_s: float) -> Channel:
-    """Returns a channel to an actor that works."""
+    """Connects to an actor that runs WorkerActor.work, and returns a channel to it."""
     connection = socket.create_connection(address, timeout=limit_s)
     connection.sendall(secret.encode())
     if not connection.recv(1):
@@ -184,7 +198,7 @@ def _connected(address: tuple[str, int], secret: str, limit_s: float) -> Channel
 
 
 def _accepted(listener: socket.socket, secret: str) -> socket.socket | None:
-    """Returns a connection of whoever knows the secret; None if another has come."""
+    """Accepts a connection. Returns it if it sends the secret, else None."""
     connection, _ = listener.accept()
     connection.settimeout(_HELLO_S)
     try:

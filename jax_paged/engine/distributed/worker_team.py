@@ -1,4 +1,4 @@
-"""The workers of an executor, or of those of a pipeline: they start, answer and end together."""
+"""WorkerTeam: the workers of an executor, or of the executors of a pipeline."""
 
 import contextlib
 import json
@@ -27,40 +27,42 @@ sys.path[:], descriptor = json.loads(sys.argv[1])
 from jax_paged.worker.distributed.process import main
 main(descriptor)
 """
-# For workers to end by themselves.
+# Time (seconds) for workers to end by themselves before they are killed.
 CLOSING_S = 1.0
 _STDERR = 2
 
 
 class StartedWorker(Protocol):
-    """What an executor knows of a worker.
-
-    Attributes:
-        channel: To it.
-    """
+    """Interface of a worker that has been started."""
 
     @property
-    def channel(self) -> Channel: ...
+    def channel(self) -> Channel:
+        """The connection to the worker."""
+        ...
 
     def stop(self) -> None:
-        """Has it end; does not wait."""
+        """Tells the worker to end, without waiting for its end."""
         ...
 
     def close(self, *, until: float) -> None:
-        """Ends it, by force if it has not ended at a time of time.monotonic."""
+        """Ends the worker and waits for its end. Kills it if it is still running at a given time.
+
+        Args:
+            until: The time, by time.monotonic() (seconds).
+        """
         ...
 
 
 class Worker:
-    """A process that was started here, and ends when this one does.
+    """A worker process on this machine. It ends when this process ends.
 
     Args:
         args: Model and limits.
-        launch: Which of the workers it is.
-        peers: Its sockets to other workers; None if they are to find each other.
+        launch: The rank of the worker and the number of workers.
+        peers: Sockets from the worker to other workers; None if the workers connect to each other.
 
     Attributes:
-        channel: To it.
+        channel: The connection to the worker.
     """
 
     def __init__(self, args: EngineArgs, launch: Launch, peers: list[socket.socket] | None) -> None:
@@ -69,18 +71,22 @@ class Worker:
         with theirs:
             command = [sys.executable, "-c", _WORKER, json.dumps([sys.path, theirs.fileno()])]
             passed = (theirs.fileno(), *(descriptors or ()))
-            # What gloo prints is no output of the user's program.
+            # gloo prints messages, which must not appear in the output of the user's program.
             pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": _STDERR}
             self._process = subprocess.Popen(command, pass_fds=passed, **pipes)
         self.channel = Channel(ours)
         begin(self.channel, args, launch, descriptors)
 
     def stop(self) -> None:
-        """Has it end; does not wait."""
+        """Tells the worker to end, without waiting for its end."""
         self.channel.close()
 
     def close(self, *, until: float) -> None:
-        """Ends it, by force if it has not ended at a time of time.monotonic."""
+        """Ends the worker and waits for its end. Kills it if it is still running at a given time.
+
+        Args:
+            until: The time, by time.monotonic() (seconds).
+        """
         self.stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(until - time.monotonic(), 0))
@@ -88,21 +94,24 @@ class Worker:
         self._process.wait()
 
     def wait(self) -> int:
-        """Waits until it ends; returns its exit status."""
+        """Waits for the end of the process. Returns its exit status."""
         return self._process.wait()
 
 
 class WorkerTeam:
-    """The workers of several engines, or of one: when one is lost, all end, and everybody is told why.
+    """The workers that one or several engines share.
+
+    All calls go to the first worker, which forwards programs to the others. If one worker is lost, all of
+    them are ended, and all engines receive the reason.
 
     Args:
-        num_engines: How many engines have a say; they are called 0, 1, ...
+        num_engines: Number of engines. Their indices are 0, 1, ...
 
     Attributes:
-        workers: Once they are started.
-        replies: What the first worker answers, by engine; an error to be raised, if it is one.
-        progress: How many programs the first worker has compiled, and how many there are.
-        failure: Why they have ended; None while they run.
+        workers: The workers, the first one first; empty until they have been started.
+        replies: The replies of the first worker, by engine. A reply that is an exception has to be raised.
+        progress: The number of programs that the first worker has compiled, and the number of all programs.
+        failure: Why the workers have ended; None while they are running.
     """
 
     def __init__(self, num_engines: int) -> None:
@@ -115,33 +124,46 @@ class WorkerTeam:
         self._failing = threading.Lock()
 
     def begin(self, workers: Sequence[StartedWorker]) -> None:
-        """Takes workers that are started, the first of all first."""
+        """Sets the workers, in the order of their ranks, and starts to receive replies of the first one."""
         self.workers = workers
         threading.Thread(target=self._read, args=(workers[0].channel,), daemon=True).start()
 
     def join(self, engine: int) -> None:
-        """Keeps the workers until an engine leaves."""
+        """Adds an engine. The workers run until every engine has left."""
         self._present.add(engine)
 
     def send(self, engine: int, name: str, args: tuple[Any, ...]) -> None:
-        """Calls a method of the first worker's executor of an engine.
+        """Sends a call of a method of an engine's executor to the first worker.
+
+        Args:
+            engine: Index of the engine.
+            name: The method.
+            args: Its arguments.
 
         Raises:
             EngineDeadError: If the workers have ended.
-            OSError: If they end now.
+            OSError: If they end during the call.
         """
         if self.failure is not None:
             raise EngineDeadError(self.failure)
         self.workers[0].channel.send([engine, name], [packed(args)])
 
     def when_failed(self, engine: int, note: Callable[[str], None]) -> None:
-        """Calls a function with the reason, from any thread, when a worker is lost, or at once if one is."""
+        """Registers a function that is called with the reason, in any thread, when a worker is lost.
+
+        If a worker is already lost, the function is called at once.
+        """
         self._noters[engine].append(note)
         if self.failure is not None:
             note(self.failure)
 
     def fail(self, reason: str, *, until: float = 0) -> None:
-        """Ends all workers, unless this was done, and tells everybody why."""
+        """Ends all workers and sends the reason to all engines. Only the first call has an effect.
+
+        Args:
+            reason: Why the workers are ended.
+            until: The time at which workers that are still running are killed, by time.monotonic() (seconds).
+        """
         with self._failing:
             if self.failure is not None:
                 return
@@ -156,16 +178,17 @@ class WorkerTeam:
             note(reason)
 
     def leave(self, engine: int) -> None:
-        """Ends the workers, if no other engine has them."""
+        """Removes an engine. Ends the workers if no engine is left."""
         self._noters[engine].clear()
         self._present.discard(engine)
         if not self._present:
             self.fail("the engine is closed", until=time.monotonic() + CLOSING_S)
             for worker in self.workers:
-                worker.close(until=0)  # which another thread may still be at
+                # Another thread may still be in `fail`; this waits until the worker has ended.
+                worker.close(until=0)
 
     def _read(self, channel: Channel) -> None:
-        """Takes what the first worker says, in a thread of its own."""
+        """Receives the messages of the first worker, in a thread of its own."""
         try:
             while True:
                 (engine, progress), arrays = channel.receive()
@@ -183,13 +206,14 @@ class WorkerTeam:
 
 
 def begin(channel: Channel, args: EngineArgs, launch: Launch, peers: tuple[int, ...] | None) -> None:
-    """Tells a worker what it is started for.
+    """Sends a worker its task.
 
     Args:
-        channel: To it.
+        channel: The connection to the worker.
         args: Model and limits.
-        launch: Which of the workers it is.
-        peers: As Task takes them.
+        launch: The rank of the worker and the number of workers.
+        peers: File descriptors of the worker's sockets to other workers; None if the workers connect to each
+            other.
     """
     timeout_s = args.distributed_timeout_seconds
     channel.set_limits(sending_s=timeout_s, receiving_s=silence_limit_s(timeout_s))
@@ -198,5 +222,5 @@ def begin(channel: Channel, args: EngineArgs, launch: Launch, peers: tuple[int, 
 
 
 def packed(value: Any) -> np.ndarray:
-    """Returns a value as bytes that a channel takes."""
+    """Returns a value, pickled, as an array of bytes that a channel can send."""
     return np.frombuffer(pickle.dumps(value), np.uint8)

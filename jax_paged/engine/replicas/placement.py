@@ -1,4 +1,4 @@
-"""Several engines with the same weights: making them, and saying which of them runs a request."""
+"""Creation of several engines with the same weights, and the choice of the engine that runs a request."""
 
 import contextlib
 import random
@@ -16,11 +16,11 @@ class _Closable(Protocol):
 
 
 def make_replicas[E: _Closable](num: int, make: Callable[[int], E]) -> tuple[E, ...]:
-    """Makes engines one after the other; if one can't be made, closes those before it.
+    """Makes engines one after the other. If one of them can't be made, closes the others.
 
     Args:
-        num: How many.
-        make: Makes one, of its place among them.
+        num: Number of engines.
+        make: Makes the engine with a given index.
     """
     with contextlib.ExitStack() as stack:
         engines: list[E] = []
@@ -32,15 +32,18 @@ def make_replicas[E: _Closable](num: int, make: Callable[[int], E]) -> tuple[E, 
 
 
 class Placement:
-    """Gives requests to replicas, so that conversations stay in one place, and nobody notices which.
+    """Choice of the replica that runs each request.
 
-    One thread at a time may use it.
+    Requests of the same conversation run on the same replica, so that they find their prefix in its cache,
+    unless this replica has too much to do. Requests without a seed get one here, from one generator for all
+    replicas. So a request gets the same seed as on a single engine, and its output does not depend on the
+    replica. Only one thread at a time may use this object.
 
     Args:
-        num_replicas: How many there are, which are called 0, 1, ...
-        seeds: Of requests that bring none. There is one for all replicas, so that a request gets the seed
-            that a single engine would have given it.
-        max_lag: As ReplicaRouter takes it.
+        num_replicas: Number of replicas. Their indices are 0, 1, ...
+        seeds: Generator of seeds for requests without a seed.
+        max_lag: Maximum load that the replica of a conversation may have in excess of the least loaded
+            replica; see ReplicaRouter.
     """
 
     def __init__(self, num_replicas: int, seeds: random.Random, max_lag: int) -> None:
@@ -51,11 +54,11 @@ class Placement:
     def place(
         self, requests: Sequence[CheckedRequest], loads: Sequence[tuple[int, int]]
     ) -> list[tuple[int, CheckedRequest]]:
-        """Returns for each request the replica that runs it, and the request with a seed.
+        """Returns the replica of each request, and the request with a seed.
 
         Args:
-            requests: New ones, in their order.
-            loads: How many requests wait and run now, per replica.
+            requests: The new requests, in order.
+            loads: The numbers of waiting and running requests, per replica.
         """
         for replica, (num_waiting, num_running) in enumerate(loads):
             self._router.count(str(replica), num_waiting, num_running)
@@ -64,7 +67,8 @@ class Placement:
     def _replica_of(self, checked: CheckedRequest) -> int:
         request, adapter = checked.request, checked.adapter.key if checked.adapter else ""
         tokens = request.encoder_token_ids or request.prompt_token_ids
-        if request.prompt_embeds or request.stand_ins:  # the same placeholders stand for all of them
+        # Placeholders are equal in all prompts, so they do not identify a conversation.
+        if request.prompt_embeds or request.stand_ins:
             tokens = []
         return int(
             self._router.choose(self._conversations.key_of(tokens, f"{request.cache_salt}\0{adapter}"))

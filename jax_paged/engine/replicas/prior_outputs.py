@@ -1,4 +1,4 @@
-"""Outputs that a request goes on with: another engine, which has gone, has drawn their first tokens."""
+"""PriorOutput: an output of a request that another engine has begun and can't continue."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -8,13 +8,13 @@ from jax_paged.outputs import TokenLogprobDict
 
 @dataclasses.dataclass(frozen=True)
 class PriorOutput:
-    """What there is of one output, or what a part of an answer adds to it.
+    """One output so far, or the delta that a chunk adds to it.
 
     Args:
-        token_ids: What was drawn.
-        logprobs: One per token; None if they were not asked for.
-        finish_reason: "stop" or "length" if the output has ended; None if it goes on.
-        stop_reason: What ended it, as CompletionOutput has it.
+        token_ids: The tokens that were drawn.
+        logprobs: One entry per token; None if log-probabilities were not requested.
+        finish_reason: "stop" or "length" if the output has ended; None if it continues.
+        stop_reason: What ended the output; see CompletionOutput.
     """
 
     token_ids: Sequence[int] = ()
@@ -24,7 +24,7 @@ class PriorOutput:
 
 
 def joined(parts: Iterable[PriorOutput]) -> PriorOutput:
-    """Returns the output that some parts make together."""
+    """Returns the output that consists of the given deltas, in order."""
     parts = list(parts)
     logprobs = [entry for part in parts for entry in part.logprobs or ()]
     return PriorOutput(

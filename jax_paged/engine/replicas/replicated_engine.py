@@ -1,4 +1,4 @@
-"""Several engines for asyncio that look like one to the server; each has a thread and devices of its own."""
+"""ReplicatedEngine: several engines with the interface of one. Each has its own thread and devices."""
 
 import functools
 import threading
@@ -23,18 +23,22 @@ if TYPE_CHECKING:
 
 
 class ReplicatedEngine(RequestMethods):
-    """Gives each request to one of several engines: where its conversation is, or to the least loaded.
+    """Several engines with the interface of one, among which requests are distributed.
 
-    When one engine fails, none takes requests any more: what is left of the process can't be trusted with
-    them, and whoever watches it makes another one. What they have in common can't be changed while they run:
-    weights are not exchanged, and none sleeps.
+    All requests of a conversation run on the same engine. If that engine has too much to do, or if the prompt
+    is too short to identify a conversation, the request runs on the least loaded engine.
+
+    When one engine fails, none of them accepts requests any more, because the rest of the process can't be
+    trusted; a supervisor has to restart it. The weights can't be updated, and the engines can't sleep,
+    because they would not do so at the same step.
 
     Args:
-        args: Model and limits of each engine; data_parallel_size and pipeline_parallel_size say how many.
-        executors: One per engine, as LLMEngine takes it; None runs the steps in this process.
+        args: Model and limits of each engine. data_parallel_size and pipeline_parallel_size determine the
+            number of engines.
+        executors: One executor per engine; None makes the executors that the arguments specify.
 
     Attributes:
-        engine: Checks requests, and knows the adapters, for all of them.
+        engine: The engine that checks requests and manages the adapters, for all engines.
         replicas: The engines.
 
     Raises:
@@ -48,7 +52,8 @@ class ReplicatedEngine(RequestMethods):
             nonlocal args
             make = functools.partial(makers.make, replica)
             engine = AsyncLLMEngine(args, executors[replica] if executors else make, replica)
-            args = engine.engine.args  # with the backends that the first engine has chosen
+            # The following engines use the backends that the first one has chosen.
+            args = engine.engine.args
             return engine
 
         self.replicas = make_replicas(args.num_engines, make_engine)
@@ -58,68 +63,68 @@ class ReplicatedEngine(RequestMethods):
 
     @property
     def error(self) -> BaseException | None:
-        """What has stopped an engine, if anything."""
+        """The error that has stopped one of the engines; None if there is none."""
         return next((replica.error for replica in self.replicas if replica.error is not None), None)
 
     @property
     def stopped(self) -> EngineDeadError | None:
-        """What requests are told once an engine has stopped; None while all run."""
+        """The error raised for requests after an engine has stopped; None while all engines are running."""
         return None if self.error is None else stopped_by(self.error)
 
     @property
     def asleep(self) -> None:
-        """None, as these engines don't sleep."""
+        """None, because these engines never sleep."""
         return None
 
     @property
     def step_began(self) -> float | None:
-        """When the step began that runs for longest, as AsyncLLMEngine.step_began; None between steps."""
+        """The time.monotonic() at which the longest running step began; None if no step is running."""
         began = (replica.step_began for replica in self.replicas)
         return min((time for time in began if time is not None), default=None)
 
     def start(self, request: CheckedRequest, request_id: str, *, whole: bool) -> RequestStream:
-        """Starts a request that was checked on one of the engines; see `submit`."""
+        """Starts a request that has been checked on one of the engines; see `submit`."""
         if (stopped := self.stopped) is not None:
             raise stopped
         with self._placing:
             [(replica, request)] = self._placement.place([request], [r.load for r in self.replicas])
-        # If the id is taken, the engine that has the other request reports that.
+        # If an unfinished request has the same id, its engine gets this request and reports the error.
         taken = (i for i, engine in enumerate(self.replicas) if engine.has(request_id))
         return self.replicas[next(taken, replica)].start(request, request_id, whole=whole)
 
     async def update_weights(
         self, weights: "NewWeights", *, running: "Running" = "error", weight_version: str | None = None
     ) -> None:
-        """Raises ValueError: several engines can't change their weights at the same step."""
+        """Raises ValueError, because several engines can't change their weights at the same step."""
         self._refuse("update weights")
 
     async def sleep(self, level: int = 1, mode: "Mode" = "wait") -> None:
-        """Raises ValueError, as these engines don't sleep."""
+        """Raises ValueError, because these engines never sleep."""
         self._refuse("sleep")
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Raises ValueError, as these engines don't sleep."""
+        """Raises ValueError, because these engines never sleep."""
         self._refuse("wake up")
 
     def abort(self, request_id: str | Iterable[str]) -> Done:
-        """Ends a request, or several, as AsyncLLMEngine.abort does."""
+        """Aborts one or several requests; see AsyncLLMEngine.abort."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         for replica in self.replicas:
             replica.abort(ids)
         return Done()
 
     def close(self) -> None:
-        """Ends all requests, and frees weights and pools."""
+        """Ends all requests. Frees the weights and the KV caches."""
         for replica in self.replicas:
             replica.close()
 
     def fail(self, error: EngineDeadError) -> None:
-        """Ends all requests of all engines with an error, as AsyncLLMEngine.fail does."""
+        """Ends all requests of all engines with an error; see AsyncLLMEngine.fail."""
         for replica in self.replicas:
             replica.fail(error)
 
     def stack(self) -> str:
-        """Returns where the engines' threads are, as tracebacks."""
+        """Returns the current call stacks of the engines' threads, formatted like tracebacks."""
         return "\n".join(f"engine {i}:\n{replica.stack()}" for i, replica in enumerate(self.replicas))
 
     def __repr__(self) -> str:
@@ -129,12 +134,12 @@ class ReplicatedEngine(RequestMethods):
         check_alone(self.engine.args, f"1 to {what}")
 
 
-# What the server runs requests on.
+# The engine that the server runs requests on.
 type ServingEngine = AsyncLLMEngine | ReplicatedEngine
 
 
 def serving_engine(args: EngineArgs) -> ServingEngine:
-    """Returns the engine that the arguments ask for, or several.
+    """Returns the engine that the arguments specify: a single one, or a ReplicatedEngine for several.
 
     Raises:
         ValueError: If the model or a setting can't be used.

@@ -1,8 +1,10 @@
-"""Keeps what people write text: the control tokens of a chat come from its template alone.
+"""Protection of chats from control tokens in messages.
 
-A template joins its own control tokens and the messages into one text, in which a tokenizer can't tell
-"<|end|>" of the template from "<|end|>" that a user has typed. So the latter are marked inside before the
-template is rendered: what still is a control token then is the template's.
+A chat template renders its own control tokens, such as "<|end|>", and the messages into one text. If a user
+writes "<|end|>" in a message, the tokenizer can't tell it from the one of the template. Therefore, before the
+template is rendered, `ControlTokens.marked` inserts a mark into every control token in the messages, after
+its first character. The control tokens that are intact in the rendered text then belong to the template.
+`ControlTokens.encode` removes the marks and encodes the marked text as ordinary text.
 """
 
 import copy
@@ -15,15 +17,15 @@ import tokenizers
 
 from jax_paged.errors import ArgumentError
 
-# Of private use: characters that texts hardly have; one that the messages at hand do not have is the mark.
+# Private-use characters, which are rare in text. The first one that the messages do not contain is the mark.
 _MARKS = tuple(map(chr, range(0xF0000, 0xF0100)))
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer, which are those that it calls special; thread-safe.
+    """The control tokens of a tokenizer, which are its special tokens. Thread-safe.
 
     Args:
-        backend: The tokenizer; not changed later.
+        backend: The tokenizer. It must not change later.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -32,7 +34,8 @@ class ControlTokens:
         self._backend = backend
         self._texts = {i: added[i].content for i in self.ids}
         texts = sorted({text for text in self._texts.values() if len(text) > 1})
-        # The first character of a control token; characters that none begins with are passed quickly.
+        # Matches the first character of a control token. The character class comes first because it skips
+        # other text quickly.
         starts = "".join(sorted({re.escape(text[0]) for text in texts}))
         pattern = f"[{starts}](?<=(?={_any_of(texts)}).)" if texts else "(?!)"
         self._begin = re.compile(pattern, re.DOTALL)
@@ -40,23 +43,29 @@ class ControlTokens:
 
     @functools.cached_property
     def text_backend(self) -> tokenizers.Tokenizer:
-        """A copy of the tokenizer that takes control tokens for text; the first use makes it."""
+        """A copy of the tokenizer that encodes control tokens as ordinary text, made on first access."""
         backend = copy.deepcopy(self._backend)
         backend.encode_special_tokens = True
         return backend
 
     def id_of(self, text: str) -> int | None:
-        """Returns the id of a control token; None if a text is none."""
+        """Returns the id of a control token; None if the text is not a control token."""
         return next((i for i, own in self._texts.items() if own == text), None)
 
     def marked[T](self, value: T) -> tuple[T, str]:
-        """Marks every control token in a text, and a beginning of one at its end.
+        """Returns a value with a mark in every control token, and the mark.
+
+        A mark is also added to a text that ends with the beginning of a control token, because the template
+        might complete the control token.
 
         Args:
-            value: A string, or lists and dicts of whatever; not changed.
+            value: A string, or nested lists and dicts that contain strings. It is not changed.
 
         Returns:
-            A value with marked texts, and the mark; the value as it was and "", if there is nothing to mark.
+            The marked value and the mark; or the value itself and "" if there is nothing to mark.
+
+        Raises:
+            ValueError: If the texts contain all characters that may be marks.
         """
         texts = list(_texts(value))
         if not any(text.endswith(self._beginnings) or self._begin.search(text) for text in texts):
@@ -68,18 +77,18 @@ class ControlTokens:
         return self._with_marks(value, mark), mark
 
     def encode(self, text: str, mark: str) -> list[int]:
-        """Returns the ids of a rendered template; what is marked in it is text, and the marks are left out.
+        """Returns the token ids of a rendered template, without marks. Marked text becomes ordinary text.
 
         Args:
-            text: In Unicode that is valid.
-            mark: As `marked` returned it; not "".
+            text: The rendered template, in valid Unicode.
+            mark: The mark that `marked` returned; not "".
         """
         clean = text.replace(mark, "")
-        # Unlike encode, this lets other Python threads run meanwhile.
+        # Unlike encode, encode_batch lets other Python threads run meanwhile.
         whole, marked = self._backend.encode_batch([clean, text], add_special_tokens=False)
         own = self._found(text, marked)
         if [i for i, *_ in own] == [i for i, *_ in self._found(clean, whole)]:
-            return whole.ids  # what was marked is no control token without its mark either
+            return whole.ids  # removing the marks creates no control tokens
         ids, end_of_last = [], 0
         for token_id, begin, end in own:
             ids += [*self._encode_text(text[end_of_last:begin], mark), token_id]
@@ -90,12 +99,16 @@ class ControlTokens:
         ids = self.text_backend.encode(text.replace(mark, ""), add_special_tokens=False).ids
         if self.ids.isdisjoint(ids):
             return ids
-        # Some models of tokenizers (Unigram) know control tokens as words, and only in parts they are none.
+        # Unigram models may have control tokens as ordinary entries of their vocabulary. Text that is split
+        # at the marks does not contain these entries.
         parts = [self.text_backend.encode(part, add_special_tokens=False).ids for part in text.split(mark)]
         return [token_id for part in parts for token_id in part]
 
     def _found(self, text: str, encoding: tokenizers.Encoding) -> list[tuple[int, int, int]]:
-        """Returns the control tokens that a text spells out: (id, begin, end), with swallowed spaces."""
+        """Returns (id, begin, end) of each control token that the text contains.
+
+        The range includes spaces that the tokenizer strips around the control token.
+        """
         pairs = zip(encoding.ids, encoding.offsets, strict=True)
         return [
             (i, begin, end)
@@ -116,7 +129,10 @@ class ControlTokens:
 
 
 def _any_of(texts: list[str]) -> str:
-    """Returns a pattern of what begins with any of some texts, which looks at each character once."""
+    """Returns a regular expression that matches the texts and examines each character only once.
+
+    If one of the texts is the beginning of another, the expression only matches the shorter one.
+    """
     by_first: dict[str, list[str]] = {}
     for text in texts:
         if not text:

@@ -1,4 +1,4 @@
-"""Token ids to text while they come in: characters split over tokens, and stop strings."""
+"""Detokenizer: converts the tokens of an output to text as they arrive, and cuts it off at stop strings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,27 +7,31 @@ from jax_paged.engine.text.stop_strings import StopStrings
 from jax_paged.engine.text.text_codec import TextCodec
 
 _REPLACEMENT = "\ufffd"
-# Tokens that a token is decoded after, unless the last piece of text had more.
+# Maximum number of tokens that are decoded in front of a new token as its context.
 _MAX_CONTEXT = 5
-# Tokens of an incomplete character: UTF-8 has at most four bytes.
+# Maximum number of tokens of an incomplete character: a character in UTF-8 has at most four bytes.
 _MAX_INCOMPLETE = 3
-# What changes while text comes in.
+# The attributes that change when a token is added.
 _VALUES = ("text", "_stop_state", "_num_tokens", "_finished", "_context", "_context_text", "_pending")
 
 
 class Detokenizer:
-    """The text of one output, one token at a time; the cost of a token does not grow with the text.
+    """Text of one output, which grows token by token. The cost of a token does not grow with the text.
 
-    `text` is what has been decoded. It may end with the start of a stop string; the first `num_visible`
-    characters are final, and may be shown.
+    A token's text may depend on the tokens before it, so each new token is decoded together with the last few
+    tokens (`_context`), whose own text is then removed. If the new text ends in U+FFFD, the last character
+    may be incomplete; its tokens then wait in `_pending`.
+
+    `text` is the text so far. It may end with the beginning of a stop string. Its first `num_visible`
+    characters are final and may be shown.
 
     Args:
         tokenizer: The tokenizer of the model.
-        prompt_token_ids: The prompt, which the output's first token may depend on (leading spaces).
-        stop: Strings that end the output; they and what follows are cut off. None for none.
-        skip_special_tokens: Whether special tokens add nothing to the text.
-        min_tokens: Output tokens before which no stop string counts.
-        include_stop: Whether a stop string stays in the text.
+        prompt_token_ids: The prompt. The text of the first output token may depend on it (leading spaces).
+        stop: Strings that end the output; None for none. The text is cut off before the stop string.
+        skip_special_tokens: Whether to leave special tokens out of the text.
+        min_tokens: Number of output tokens, from the first one on, in which stop strings are ignored.
+        include_stop: Whether the text is cut off after the stop string instead of before it.
     """
 
     def __init__(
@@ -49,14 +53,15 @@ class Detokenizer:
         self._include_stop = include_stop
         self._num_tokens = 0
         self._finished = False
-        # `text` ends with the decoded `_context`; `_pending` tokens have not (wholly) been added to it.
+        # `_context_text` is the text of the tokens in `_context`. It belongs to the prompt or is part of
+        # `text`. The text of the tokens in `_pending` is not part of `text` yet.
         self._context = list(prompt_token_ids[-_MAX_CONTEXT:])
         self._context_text = self._decode(self._context)
         self._pending: list[int] = []
 
     @property
     def num_visible(self) -> int:
-        """Characters of `text` that no later token can take back."""
+        """The number of characters of `text` that no later token can remove."""
         if self._finished or self._stop is None:
             return len(self.text)
         return len(self.text) - self._stop.num_open(self._stop_state)
@@ -65,21 +70,21 @@ class Detokenizer:
     def is_at_start(self) -> bool:
         """Whether the next token is the first one with text, whose leading space some tokenizers drop.
 
-        A token before it may have become no text at all: a space that was dropped.
+        Tokens before it may have produced no text, for example a space that was dropped.
         """
         return not (self.text or self._pending or any(map(self._adds_text, self._context)))
 
     def values(self) -> dict[str, Any]:
-        """Returns how far it is, as values that JSON can hold."""
+        """Returns the state as JSON-compatible values."""
         return {name: getattr(self, name) for name in _VALUES}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Goes on from where another one of the same arguments was when `values` were taken."""
+        """Restores the state from the result of `values`, for a detokenizer with the same arguments."""
         for name in _VALUES:
             setattr(self, name, values[name])
 
     def append(self, token_id: int) -> str | None:
-        """Adds a token; returns the stop string that the text now holds (and was cut before), or None."""
+        """Adds a token. Returns the stop string at which the text was cut off, or None."""
         self._num_tokens += 1
         if not self._adds_text(token_id):
             return None
@@ -91,14 +96,14 @@ class Detokenizer:
             return self._add(new, context)
         if len(self._pending) <= _MAX_INCOMPLETE:
             return None
-        # Bytes that are no text. Only the last character can still become one.
+        # The tokens are not valid UTF-8. Only the last character can still become valid.
         return self._add(self._new_text(text)[:-1], self._pending[-_MAX_INCOMPLETE:], keep=1)
 
     def finish(self) -> str | None:
-        """Adds what was held back; returns the stop string as `append` does.
+        """Adds the text that was held back. Returns the stop string at which the text was cut off, or None.
 
-        The U+FFFD that stands for an incomplete last character is shown, but no stop string can match it,
-        because the model has not generated it.
+        An incomplete last character is shown as U+FFFD. No stop string can match it, because the model has
+        not generated U+FFFD.
         """
         if self._finished:
             return None
@@ -119,10 +124,17 @@ class Detokenizer:
     def _new_text(self, text: str) -> str:
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
-        return self._decode(self._pending)  # bytes that are no text have changed how their run is decoded
+        # Invalid bytes have changed how the tokens before them are decoded.
+        return self._decode(self._pending)
 
     def _add(self, new: str, context: list[int], *, keep: int = 0) -> str | None:
-        """Adds text and makes `context` the tokens that the next ones are decoded after."""
+        """Adds text. Returns the stop string at which the text was cut off, or None.
+
+        Args:
+            new: The new text.
+            context: The tokens that are decoded in front of the next token.
+            keep: Number of characters at the end of the context's text that are not part of `text` yet.
+        """
         self._context, self._pending = context, []
         text = self._decode(context)
         self._context_text = text[: len(text) - keep]

@@ -1,4 +1,7 @@
-"""Finds any of many stop strings in a text that grows, in one pass whose cost does not depend on how many."""
+"""StopStrings: finds stop strings in a growing text, in one pass.
+
+The cost of a character does not depend on the number of stop strings.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,10 +11,11 @@ _ROOT = 0
 
 
 class StopMatch(NamedTuple):
-    """A stop string in the text that was just fed.
+    """A stop string that was found in new text.
 
     Args:
-        start: Where it starts, in characters from the start of the fed text; negative if it started before.
+        start: Index of its first character, relative to the start of the new text. It is negative if the stop
+            string started in earlier text.
         stop: The stop string.
     """
 
@@ -20,25 +24,26 @@ class StopMatch(NamedTuple):
 
 
 class StopStrings:
-    """The stop strings of a request as an automaton; immutable, so that all its samples share it.
+    """Aho-Corasick automaton of a request's stop strings. It is immutable, so all samples share it.
 
-    A state stands for the longest end of the text so far that some stop string starts with. Building it
-    takes time and memory in proportion to the characters of all stop strings.
+    Each state stands for the longest suffix of the text so far that is a prefix of some stop string. Building
+    the automaton takes time and memory in proportion to the total number of characters in the stop strings.
 
     Args:
-        stops: The strings, none of them empty.
+        stops: The stop strings, none of them empty.
 
     Source: Aho and Corasick, Efficient String Matching, CACM 18(6), 1975.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        # Next state by state and character; a pair that is missing falls back to a shorter end of the text.
+        # The next state by state and character. For a missing pair, the search continues in the fallback
+        # state, which stands for a shorter suffix of the text.
         self._next: dict[tuple[int, str], int] = {}
         self._fallback = [_ROOT]
-        # Per state: the longest stop string that the text ends with (an index, None for none) ...
+        # By state: the longest stop string that the text ends with, as an index; None if there is none.
         self._found: list[int | None] = [None]
-        # ... and how many of the last characters may still become a stop string.
+        # By state: the number of characters at the end of the text that may become a stop string.
         self._num_open = [0]
         self._build()
 
@@ -50,23 +55,26 @@ class StopStrings:
     def feed(self, state: int, text: str) -> tuple[int, StopMatch | None]:
         """Returns the state after more text, and the stop string in it that starts first.
 
-        Of several that start at the same character, it is the one listed first.
+        If several stop strings start at the same character, the one listed first is returned.
 
         Args:
             state: The state after the text so far.
-            text: The characters that follow.
+            text: The new text.
+
+        Returns:
+            The state and the stop string; None in place of the stop string if there is none.
         """
         best: tuple[int, int] | None = None
         for end, character in enumerate(text, 1):
             state = self._follow(state, character)
             found = self._found[state]
-            if found is not None:  # of those that end here, the longest starts first
+            if found is not None:  # the longest one that ends here starts first
                 match = end - len(self._stops[found]), found
                 best = match if best is None else min(best, match)
         return state, None if best is None else StopMatch(best[0], self._stops[best[1]])
 
     def num_open(self, state: int) -> int:
-        """Returns how many characters at the end of the text a stop string could start with."""
+        """Returns the number of characters at the end of the text that may become a stop string."""
         return self._num_open[state]
 
     def _follow(self, state: int, character: str) -> int:
@@ -89,11 +97,11 @@ class StopStrings:
                     children.append([])
                     self._found.append(None)
                 state = after
-            if self._found[state] is None:  # of equal strings, the first
+            if self._found[state] is None:  # if stop strings are equal, the first one counts
                 self._found[state] = index
         self._fallback = [_ROOT] * len(children)
         self._num_open = [0] * len(children)
-        # Breadth first: fallbacks are shorter, so they are complete before they are read.
+        # Breadth first: fallback states are shorter, so they are complete when they are used.
         depths, queue = [0] * len(children), deque([_ROOT])
         while queue:
             state = queue.popleft()

@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""TextCodec: converts text to token ids and back."""
 
 import functools
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from jax_paged.engine.text.control_tokens import ControlTokens
 from jax_paged.engine.text.vocabulary import Vocabulary
 from jax_paged.errors import ArgumentError, TooLongError
 
-# Characters that take less than 2 ms.
+# Length (characters) of text that is tokenized in less than 2 ms.
 _SHORT_TEXT = 2048
 
 
 class TextCodec:
-    """Converts text to token ids and back; thread-safe.
+    """Converter between text and token ids. Thread-safe.
 
     Args:
-        backend: The tokenizer.
+        backend: The tokenizer. Its padding and truncation are turned off.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -33,37 +33,37 @@ class TextCodec:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_model_len: int | None = None
     ) -> list[int]:
-        """Returns the ids of `text`.
+        """Returns the token ids of a text.
 
         Args:
-            text: Valid Unicode.
+            text: The text, in valid Unicode.
             add_special_tokens: Whether to add the special tokens that the tokenizer itself adds.
-            max_model_len: Limit (tokens) of the model that the text is for; None for no limit. Text that is
-                certainly longer is not tokenized.
+            max_model_len: Maximum number of tokens; None for no limit. Text that certainly has more tokens is
+                not tokenized.
 
         Raises:
-            TooLongError: If `text` certainly has more than `max_model_len` tokens.
-            ValueError: If `text` is not valid Unicode.
+            TooLongError: If the text certainly has more than `max_model_len` tokens.
+            ValueError: If the text is not valid Unicode.
         """
         self.check_length(text, max_model_len)
         check_unicode(text)
         if len(text) <= _SHORT_TEXT:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        # Unlike encode, this one lets other Python threads run meanwhile: 80 ms for 100,000 characters.
+        # Unlike encode, encode_batch_fast lets other Python threads run. 100,000 characters take 80 ms.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of `token_ids`; ids that the tokenizer does not know add nothing."""
+        """Returns the text of token ids. Ids that the tokenizer does not know are skipped."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def adds_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
-        """Returns whether `decode` turns a token into text: the tokenizer knows it, and does not skip it."""
+        """Returns whether `decode` converts a token to text: it is known to the tokenizer and not skipped."""
         skipped = skip_special_tokens and token_id in self._control.ids
         return not skipped and self._backend.id_to_token(token_id) is not None
 
     def token_text(self, token_id: int) -> str:
-        """Returns what a token adds to a text, with its leading space; U+FFFD for part of a character."""
+        """Returns the text of one token, with its leading space; U+FFFD for a part of a character."""
         text = self._token_texts.get(token_id)
         if text is None:
             anchor, start = self._anchor
@@ -72,28 +72,28 @@ class TextCodec:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns what a token adds to a text in UTF-8, with its leading space.
+        """Returns the UTF-8 bytes of the text of one token, with its leading space.
 
-        Unlike `token_text`, a token that is a part of a character has bytes of its own.
+        Unlike `token_text`, it returns the exact bytes of a token that is a part of a character.
         """
         text = self.token_text(token_id)
         own = self._vocabulary.incomplete_bytes(token_id) if "\ufffd" in text else None
         return text.encode() if own is None else own
 
     def token_id(self, text: str) -> int | None:
-        """Returns the token that is a text as the vocabulary has it; None if there is none."""
+        """Returns the id of an entry of the vocabulary; None if there is no such entry."""
         return self._backend.token_to_id(text)
 
     def control_token_id(self, text: str) -> int | None:
-        """Returns the id of a control token, such as "<|end|>"; None if a text is none."""
+        """Returns the id of a control token, such as "<|end|>"; None if the text is not a control token."""
         return self._control.id_of(text)
 
     def tokens(self, token_ids: Sequence[int]) -> list[str | None]:
-        """Returns the vocabulary's entries of token ids, before they become text; None for no entry."""
+        """Returns the vocabulary entries of token ids, which are not decoded text; None for unknown ids."""
         return [self._backend.id_to_token(token_id) for token_id in token_ids]
 
     def min_tokens(self, text: str) -> int:
-        """Returns a lower bound for the number of tokens of `text`; 0 if the tokenizer guarantees none."""
+        """Returns a lower bound for the number of tokens of a text; 0 if none is known for the tokenizer."""
         max_characters = self._vocabulary.max_characters
         if max_characters is None:
             return 0
@@ -103,16 +103,20 @@ class TextCodec:
     def encode_pair(
         self, first: str, second: str, *, max_model_len: int | None = None
     ) -> tuple[list[int], int | None]:
-        """Returns the ids of two texts in one, and where the second begins if the tokenizer says so.
+        """Returns the token ids of two texts as one sequence, and where the second text begins.
 
         Args:
-            first: Valid Unicode.
-            second: Valid Unicode.
-            max_model_len: As for `encode`.
+            first: The first text, in valid Unicode.
+            second: The second text, in valid Unicode.
+            max_model_len: Maximum number of tokens; None for no limit.
+
+        Returns:
+            The token ids, and the index of the second text's first token; None in place of the index if the
+            tokenizer has no token types.
 
         Raises:
-            TooLongError: If a text certainly has more than `max_model_len` tokens.
-            ValueError: If a text is not valid Unicode.
+            TooLongError: If one of the texts certainly has more than `max_model_len` tokens.
+            ValueError: If one of the texts is not valid Unicode.
         """
         for text in (first, second):
             self.check_length(text, max_model_len)
@@ -121,16 +125,16 @@ class TextCodec:
         return encoding.ids, encoding.type_ids.index(1) if 1 in encoding.type_ids else None
 
     def check_length(self, text: str, max_model_len: int | None) -> None:
-        """Checks that `text` may have at most `max_model_len` tokens, without tokenizing it.
+        """Raises TooLongError if a text certainly has too many tokens, without tokenizing it.
 
-        Long text costs time to tokenize. A text that passes may still have too many tokens.
+        Tokenizing a long text is expensive. A text that passes this check may still have too many tokens.
 
         Args:
-            text: Of any length.
-            max_model_len: Limit (tokens); None for no limit.
+            text: The text.
+            max_model_len: Maximum number of tokens; None for no limit.
 
         Raises:
-            TooLongError: If every text of so many characters has more tokens.
+            TooLongError: If `min_tokens` of the text exceeds `max_model_len`.
         """
         if max_model_len is not None:
             least = self.min_tokens(text)
@@ -147,21 +151,24 @@ class TextCodec:
         return encoding.ids[:num_before], encoding.ids[len(mask) - num_after :]
 
     def lower_texts(self) -> None:
-        """Makes texts lower case before they are tokenized, but not the special tokens in them.
+        """Makes the tokenizer convert text to lower case, except for special tokens in the text.
 
-        Not for a tokenizer that is in use.
+        Must be called before the tokenizer is used.
         """
         given = self._backend.normalizer
         first = normalizers.Lowercase()
         self._backend.normalizer = first if given is None else normalizers.Sequence([first, given])
 
     def to_json(self) -> str:
-        """Returns it in the form of tokenizer.json."""
+        """Returns the tokenizer in the format of tokenizer.json."""
         return self._backend.to_str()
 
     @functools.cached_property
     def _anchor(self) -> tuple[list[int], int]:
-        """A token to decode others after (some decoders strip the first space), and its text's length."""
+        """Token ids that precede a single token when it is decoded, and the length of their text.
+
+        Some decoders strip the first space of a text, so a token must not be decoded alone.
+        """
         for piece in ("a", "▁a"):
             token_id = self._backend.token_to_id(piece)
             if token_id is not None:

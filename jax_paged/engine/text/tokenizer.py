@@ -1,4 +1,4 @@
-"""Tokenizers: loaded from files, and with the chat templates of models."""
+"""Tokenizer: a model's tokenizer, loaded from files, with its chat template."""
 
 import copy
 import functools
@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 
 Messages = Sequence[dict[str, Any]]
 
-# Classes of transformers that need no other file than tokenizer.json.
+# Tokenizer classes of transformers that need no file except tokenizer.json.
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-# What a tokenizer of transformers is read from, in any of its forms.
+# Patterns of the files that transformers loads tokenizers from.
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")
 _SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-# The first byte of such a file: the tag of the first field, a piece. tiktoken's are lines of base64.
+# The first byte of a SentencePiece model: the tag of its first field, a piece. Files of tiktoken may have the
+# same names, but consist of base64 lines.
 _SENTENCEPIECE_START = b"\n"
-# What transformers needs to read such a file, by the names of the modules.
+# Modules that transformers needs to read a SentencePiece model, and the packages that contain them.
 _SENTENCEPIECE_PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
-# In a chat template that takes messages as lists of parts: what it calls an image.
+# Matches chat templates that take a message's content as a list of parts: they name the part type "image".
 _ABOUT_IMAGES = re.compile("""["']image["']""")
-# Arguments of transformers' apply_chat_template that determine what it returns, and in which form.
+# Arguments of transformers' apply_chat_template that change the type or the format of its result.
 _FORM_SETTINGS = (
     "conversation",
     "max_length",
@@ -48,38 +49,40 @@ _FORM_SETTINGS = (
 
 
 class Tokenizer(TextCodec):
-    """A model's tokenizer, with its chat template; thread-safe.
+    """A model's tokenizer, with its chat template. Thread-safe.
 
     Args:
         name: Folder in Hugging Face layout, or hub id.
 
     Raises:
-        ValueError: If there is no tokenizer that can be read.
+        ValueError: If there is no tokenizer that can be loaded.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # What the tokenizer's files say, if tokenizer.json is all to load; None if transformers is needed.
+        # Contents of tokenizer_config.json if no other file except tokenizer.json is needed; None if
+        # transformers has to load the tokenizer.
         self._settings: dict[str, Any] | None = None
-        self._chat_template: str | None = None  # in place of the tokenizer's own
+        self._chat_template: str | None = None  # replaces the tokenizer's own
         super().__init__(self._load_backend())
 
     @functools.cached_property
     def hf(self) -> "PreTrainedTokenizerBase":
-        """The tokenizer as transformers loads it; the first use imports transformers (about a second)."""
+        """The tokenizer as transformers loads it. The first access imports transformers (about a second)."""
         folder = Path(self.name)
         if folder.is_dir() and not any(any(folder.glob(name)) for name in _TOKENIZER_FILES):
             raise ValueError(
                 f"tokenizer {self.name!r} can't be loaded: the folder holds none; a model folder holds "
                 "config.json, *.safetensors and tokenizer.json"
             )
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no advice to install torch
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "IProgress not found")  # in notebooks without ipywidgets
             from transformers import AutoTokenizer
 
         try:
-            # mistral-common's tokenizers can't be run by the tokenizers library; tekken.json is converted.
+            # The tokenizers library can't run mistral-common's tokenizers. With mistral_format=False,
+            # transformers converts tekken.json instead.
             loaded = AutoTokenizer.from_pretrained(self.name, trust_remote_code=False, mistral_format=False)
         except Exception as error:
             cause = _missing_packages(self.name) or error
@@ -92,7 +95,7 @@ class Tokenizer(TextCodec):
 
     @functools.cached_property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text, as transformers reads it; None if the tokenizer names none."""
+        """The id of the end token, as transformers reads it; None if the tokenizer has none."""
         if self._settings is None:
             return cast("int | None", self.hf.eos_token_id)
         token = self._settings.get("eos_token")
@@ -111,32 +114,34 @@ class Tokenizer(TextCodec):
         template_kwargs: dict[str, Any] | None = None,
         max_model_len: int | None = None,
     ) -> list[int]:
-        """Returns the ids of a conversation up to where the assistant's answer starts.
+        """Returns the token ids of a conversation up to the start of the assistant's answer.
 
-        Control tokens come from the template alone: "<|end|>" in a message stays text. (A template may make
-        one of a role, as in "<|" + role + "|>": whoever takes roles from others has to check them.)
+        Control tokens come only from the template: "<|end|>" in a message is encoded as text. Roles are
+        different, because a template may turn them into control tokens, as in "<|" + role + "|>". A caller
+        that accepts roles from users has to check them.
 
         Args:
-            messages: dicts with "role", and with "content": a string, or a list of
+            messages: The messages: dicts with "role" and "content". The content is a string or a list of
                 {"type": "text", "text": ...}. An assistant's message with "tool_calls" may have no content.
-            chat_template: A Jinja template in place of the tokenizer's own.
-            content_format: How the template gets "content": as a string ("string"), or as a list of parts
-                ("openai"), some of which may be {"type": "image"}. "auto" is the latter for a template that
-                knows such parts.
-            add_generation_prompt: Whether to append what an answer starts with.
-            continue_final_message: Whether the answer continues the last message instead of following it;
-                needs add_generation_prompt=False.
+            chat_template: A Jinja template that replaces the tokenizer's own; None for the tokenizer's own.
+            content_format: The type of "content" that the template gets: "string", or "openai" for a list of
+                parts, some of which may be {"type": "image"}. "auto" is "openai" for a template that handles
+                image parts, else "string".
+            add_generation_prompt: Whether to append the tokens that start an assistant's answer.
+            continue_final_message: Whether the answer continues the last message instead of following it.
+                Requires add_generation_prompt=False.
             tools: JSON schemas of functions, for templates that use them.
-            template_kwargs: Further variables of the template. They take precedence over the
-                arguments chat_template, add_generation_prompt, continue_final_message and tools, which they
-                may also name.
-            max_model_len: As for `encode`. The rendered text counts: a template may leave out parts of
-                messages.
+            template_kwargs: Further variables of the template. They take precedence over the arguments
+                chat_template, add_generation_prompt, continue_final_message and tools if they have the same
+                names.
+            max_model_len: Maximum number of tokens of the rendered text; None for no limit. The messages may
+                be longer, because a template may leave out parts of them.
 
         Raises:
             TooLongError: If the rendered text certainly has more than `max_model_len` tokens.
-            ValueError: If the tokenizer has no chat template, if it does not take the messages, or if
-                template_kwargs names a setting of transformers that would change the form of the result.
+            ValueError: If the tokenizer has no chat template, if the template rejects the messages, or if
+                template_kwargs contains an argument of transformers that would change the format of the
+                result.
         """
         values: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
@@ -165,7 +170,7 @@ class Tokenizer(TextCodec):
                 marked, chat_template=chat_template, tokenize=False, **values
             )
             text = cast(str, rendered)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # a template may raise any exception
             allowed = f"messages that the chat template accepts ({error})"
             raise ArgumentError("messages", plain, allowed) from error
         if not mark:
@@ -176,25 +181,26 @@ class Tokenizer(TextCodec):
 
     @property
     def chat_template_source(self) -> str | None:
-        """The chat template in Jinja's language; None if there is none, or if there are several."""
+        """The chat template as Jinja source; None if there is no template or more than one."""
         source = self.hf.chat_template
         return source if isinstance(source, str) else None
 
     def replace_chat_template(self, source: str) -> None:
-        """Makes all chats that follow use another template; not for a tokenizer that is in use.
+        """Replaces the chat template. Must be called before the tokenizer is used.
 
         Args:
-            source: In Jinja's language.
+            source: The Jinja source of the template.
 
         Raises:
-            ValueError: If it is not valid, or does not take the message of a user.
+            ValueError: If the template is not valid, or rejects a user's message.
         """
         self._chat_template = source
-        vars(self).pop("hf", None)  # the next use loads it with the template
+        # The next access loads the tokenizer with the template.
+        vars(self).pop("hf", None)
         self.encode_chat([{"role": "user", "content": "a"}])
 
     def prepare_chat(self) -> None:
-        """Loads what chats need, transformers included: now instead of for the first of them.
+        """Loads everything that chats need, including transformers, so that the first chat is not delayed.
 
         Raises:
             ValueError: If the tokenizer can't be loaded.
@@ -202,7 +208,10 @@ class Tokenizer(TextCodec):
         _ = self._control.text_backend, self.hf
 
     def _load_backend(self) -> tokenizers.Tokenizer:
-        """Reads tokenizer.json alone if there is nothing else to read: it takes a hundredth of the time."""
+        """Loads the tokenizer. If tokenizer.json suffices, transformers is not used.
+
+        Reading tokenizer.json takes a hundredth of the time that transformers takes.
+        """
         config, file = Path(self.name) / "tokenizer_config.json", Path(self.name) / "tokenizer.json"
         if config.is_file() and file.is_file():
             settings = json.loads(config.read_text(encoding="utf-8"))
@@ -213,11 +222,15 @@ class Tokenizer(TextCodec):
         backend = getattr(self.hf, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(f"tokenizer {self.name!r} has no form that the tokenizers library can run")
-        return copy.deepcopy(backend)  # transformers changes its own from call to call
+        return copy.deepcopy(backend)  # transformers modifies its tokenizer in each call
 
 
 def _checked_variables(template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the variables that a user gives a template, unless one would change more than the template."""
+    """Returns the template variables that a user has passed; empty if there are none.
+
+    Raises:
+        ValueError: If one of them is an argument of transformers that would change the format of the result.
+    """
     values = {} if template_kwargs is None else template_kwargs
     ok = isinstance(values, dict)
     check(ok, "chat_template_kwargs", values, "None or a dict of the template's variables")
@@ -228,15 +241,16 @@ def _checked_variables(template_kwargs: dict[str, Any] | None) -> dict[str, Any]
 
 
 def _processor_template(folder: Path) -> Any:
-    """Returns the template that older models for images have in a file of its own; None if there is none."""
+    """Returns the template in chat_template.json (older multimodal models); None without the file."""
     file = folder / "chat_template.json"
     return json.loads(file.read_text(encoding="utf-8"))["chat_template"] if file.is_file() else None
 
 
 def _missing_packages(name: str) -> str | None:
-    """Returns which packages a tokenizer needs that exists as a SentencePiece model alone; None for none.
+    """Returns an error message if packages are missing that transformers needs for the tokenizer, else None.
 
-    transformers takes such a file for one of tiktoken if it can't read it, and asks for that package.
+    This concerns tokenizers that exist only as a SentencePiece model. If transformers can't read such a file,
+    it assumes a tiktoken file, and its own error message asks for the wrong package.
     """
     if _local_file(name, "tokenizer.json") is not None:
         return None
@@ -255,7 +269,7 @@ def _missing_packages(name: str) -> str | None:
 
 
 def _local_file(name: str, file: str) -> Path | None:
-    """Returns a file of a tokenizer's folder, or of the cache of a hub id; None if there is none."""
+    """Returns the path of a file in a tokenizer's folder, or in the hub cache; None if it is not there."""
     path = Path(name) / file
     if not Path(name).is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -268,23 +282,26 @@ def _local_file(name: str, file: str) -> Path | None:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it is in is missing
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def _special_tokens(file: Path) -> dict[str, Any]:
-    """Returns the special tokens of a file that older tokenizers have, and which goes before their config."""
+    """Returns the contents of special_tokens_map.json; empty without the file.
+
+    Older tokenizers have this file. It overrides tokenizer_config.json.
+    """
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _plain_message(index: int, message: Any, *, as_parts: bool) -> dict[str, Any]:
-    """Returns a checked message whose content is one string, or a list of parts."""
+    """Returns a checked message. Its content is a list of parts if `as_parts`, else a string."""
     name = f"messages[{index}]"
     ok = isinstance(message, dict) and isinstance(message.get("role"), str)
     check(ok, name, message, "a dict with a role")
     content = message.get("content")
     if content is None and (message["role"] == "assistant" or message.get("tool_calls")):
-        content = ""  # the message may have calls or reasoning alone
+        content = ""  # the message may contain only tool calls or reasoning
     if isinstance(content, list):
         for part in content:
             ok = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)

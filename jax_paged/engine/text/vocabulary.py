@@ -1,4 +1,4 @@
-"""Bytes of single tokens, and the length of text that a number of tokens can encode."""
+"""Properties of a tokenizer's vocabulary: the bytes of tokens, and the number of characters per token."""
 
 import functools
 import itertools
@@ -9,32 +9,32 @@ from typing import Any
 import tokenizers
 from tokenizers.models import BPE
 
-# Normalizers that delete nothing, and the largest number of characters that they join into one.
+# Normalizers that delete no characters, with the largest number of characters that they combine into one.
 _NORMALIZERS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
-# Pre-tokenizers that delete nothing, and those that delete white space.
+# Pre-tokenizers that delete no characters (_KEEP_ALL), and pre-tokenizers that delete only white space.
 _KEEP_ALL = frozenset({"ByteLevel", "Digits", "FixedLength", "Metaspace", "UnicodeScripts"})
 _DELETE_SPACE = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Vocabulary:
-    """The tokens of a tokenizer; thread-safe.
+    """The vocabulary of a tokenizer. Thread-safe.
 
     Args:
-        backend: The tokenizer; not changed later.
+        backend: The tokenizer. It must not change later.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
 
     def incomplete_bytes(self, token_id: int) -> bytes | None:
-        """Returns the bytes of a token that is decoded byte by byte, such as a part of a character.
+        """Returns the bytes of a token that may be a part of a character.
 
         Args:
-            token_id: Of the vocabulary.
+            token_id: The token.
 
         Returns:
-            The bytes; None if the tokenizer's decoder does not work with bytes, or not for this token.
+            The bytes; None if the tokenizer does not decode this token byte by byte.
         """
         piece = self._backend.id_to_token(token_id) or ""
         types = self._decoder_types
@@ -51,7 +51,7 @@ class Vocabulary:
 
     @functools.cached_property
     def may_drop_space(self) -> bool:
-        """Whether white space may be no part of any token."""
+        """Whether the tokenizer may drop white space, so that no token contains it."""
         added = self._backend.get_added_tokens_decoder().values()
         types = {part["type"] for part in _parts(self._backend.pre_tokenizer)}
         return any(token.lstrip or token.rstrip for token in added) or not types.isdisjoint(_DELETE_SPACE)
@@ -60,8 +60,8 @@ class Vocabulary:
     def max_characters(self) -> int | None:
         """The maximum number of characters that one token stands for; None if there is no maximum.
 
-        There is none where a component may delete characters or take any number of them for one token, as
-        WordPiece does with an unknown word.
+        There is no maximum if a component may delete characters or may combine any number of them into one
+        token, as WordPiece does with an unknown word.
         """
         factor = 1
         for part in _parts(self._backend.normalizer):
@@ -76,7 +76,7 @@ class Vocabulary:
         return factor * max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     def _encodes_every_character(self) -> bool:
-        """Returns whether each character of a normalized text becomes a token, or a part of one."""
+        """Returns whether each character of a normalized text becomes a token or a part of a token."""
         model = self._backend.model
         if not isinstance(model, BPE):
             return False
@@ -103,7 +103,7 @@ _BYTE_OF = _byte_characters()
 
 
 def _parts(component: Any) -> list[dict[str, Any]]:
-    """Returns the settings of a normalizer, pre-tokenizer or decoder, those of a sequence one by one."""
+    """Returns the settings of a normalizer, pre-tokenizer or decoder, one entry per component."""
     return [] if component is None else _flat(json.loads(component.__getstate__()))
 
 
@@ -115,7 +115,10 @@ def _flat(settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _num_joined(normalizer: dict[str, Any]) -> int | None:
-    """Returns how many characters a normalizer joins into one at most; None if it may delete characters."""
+    """Returns the maximum number of characters that a normalizer combines into one; None for no maximum.
+
+    A normalizer that may delete characters has no maximum either.
+    """
     if normalizer["type"] != "Replace":
         return _NORMALIZERS.get(normalizer["type"])
     pattern, content = normalizer["pattern"].get("String"), normalizer["content"]
@@ -125,7 +128,7 @@ def _num_joined(normalizer: dict[str, Any]) -> int | None:
 
 
 def _deletes_no_text(pre_tokenizer: dict[str, Any]) -> bool:
-    """Returns whether a pre-tokenizer deletes nothing, or white space alone."""
+    """Returns whether a pre-tokenizer deletes no characters except white space."""
     kind = pre_tokenizer["type"]
     if kind in ("Split", "Punctuation"):
         return pre_tokenizer["behavior"] != "Removed"
