@@ -44,8 +44,8 @@ class Attend(Protocol):
     - `q` is float [*T, H, D], and the result has the same shape.
     - `k` and `v` are float [*T, K, D], exactly as they are to be cached. If they are None, the queries attend
       to the keys and values that an earlier call passed for this layer.
-    - For a LatentAttentionSpec, `k` and `v` are the same array [*T, 1, D], and the result is [*T, H,
-      value_dim].
+    - For a LatentAttentionSpec, `k` and `v` are the same array [*T, 1, D], and the result is
+      [*T, H, value_dim].
     - The keyword arguments are those of `attention.dense_attention`.
     """
 
