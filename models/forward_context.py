@@ -36,18 +36,7 @@ from jax_paged.pallas_kernels import grouped_loop
 
 
 class Attend(Protocol):
-    """Self-attention function of a forward pass.
-
-    `attend(layer, q, k, v, scale=...)` returns the attention output of every token row.
-
-    - `layer` is an index into the model's `kv_cache_specs()`. The sliding window is that of the layer's spec.
-    - `q` is float [*T, H, D], and the result has the same shape.
-    - `k` and `v` are float [*T, K, D], exactly as they are to be cached. If they are None, the queries attend
-      to the keys and values that an earlier call passed for this layer.
-    - For a LatentAttentionSpec, `k` and `v` are the same array [*T, 1, D], and the result is
-      [*T, H, value_dim].
-    - The keyword arguments are those of `attention.dense_attention`.
-    """
+    """Self-attention function of a forward pass."""
 
     def __call__(
         self,
@@ -60,28 +49,59 @@ class Attend(Protocol):
         soft_cap: float | None = None,
         sinks: Array | None = None,
         distance_bias: Array | None = None,
-    ) -> Array: ...
+    ) -> Array:
+        """Returns the attention output of every token row.
+
+        Args:
+            layer: Index into the model's kv_cache_specs(). The sliding window is taken from this spec.
+            q: float [*T, H, D], queries.
+            k: float [*T, K, D], keys in the form in which they are cached; None to attend to the keys and
+                values that an earlier call passed for this layer.
+            v: float [*T, K, D], values; None if `k` is None. For a LatentAttentionSpec, the same array as
+                `k`.
+            scale: Factor of the scores.
+            soft_cap: See `attention.dense_attention`.
+            sinks: float [H], see `attention.dense_attention`.
+            distance_bias: float [H, N], see `attention.dense_attention`.
+
+        Returns:
+            float [*T, H, D], or [*T, H, value_dim] for a LatentAttentionSpec.
+        """
+        ...
 
 
 class GroupedMatmul(Protocol):
-    """Multiplication of each expert's rows by its weight matrix: `grouped_matmul` with a fixed backend.
+    """Multiplication of rows by the weight matrices of experts: `grouped_matmul` with a fixed backend."""
 
-    It takes `x`, float [N, I], whose rows are sorted by expert, the matrices `kernels`, float [G, I, O], and
-    `group_sizes`, int32 [G], the number of rows of each expert. It returns float [N, O].
-    """
+    def __call__(self, x: Array, kernels: Array, group_sizes: Array, /) -> Array:
+        """Returns the product of each expert's rows and its weight matrix.
 
-    def __call__(self, x: Array, kernels: Array, group_sizes: Array, /) -> Array: ...
+        Args:
+            x: float [N, I], rows sorted by expert.
+            kernels: float [G, I, O], one matrix per expert.
+            group_sizes: int32 [G], number of rows of each expert.
+
+        Returns:
+            float [N, O]; 0 in rows after the last expert's rows.
+        """
+        ...
 
 
 class CrossAttend(Protocol):
-    """Cross-attention function of a forward pass.
+    """Cross-attention function of a forward pass."""
 
-    `cross_attend(layer, q, scale=...)` returns the attention of the decoder's queries, float [*T, H, D], to
-    the encoder's output. The result has the shape of `q`. `layer` is the index of a CrossAttentionSpec in the
-    model's `kv_cache_specs()`.
-    """
+    def __call__(self, layer: int, q: Array, *, scale: float) -> Array:
+        """Returns the attention of the decoder's token rows to the encoder's output.
 
-    def __call__(self, layer: int, q: Array, *, scale: float) -> Array: ...
+        Args:
+            layer: Index of a CrossAttentionSpec in the model's kv_cache_specs().
+            q: float [*T, H, D], queries.
+            scale: Factor of the scores.
+
+        Returns:
+            float [*T, H, D].
+        """
+        ...
 
 
 def no_cross_attention(layer: int, q: Array, *, scale: float) -> Array:
@@ -189,6 +209,12 @@ class Module(nnx.Module):
     same_input: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, x: Any, context: ForwardContext) -> Array:
+        """Calls the module through the context and returns its output; see ForwardContext.run.
+
+        Args:
+            x: The input of the module, usually float [*T, E].
+            context: The context of this forward pass.
+        """
         return context.run(self, x)
 
     @abc.abstractmethod

@@ -201,14 +201,21 @@ class Convolution:
 
 
 class Recur(Protocol):
-    """Function that advances a recurrent state of a layer.
+    """Function that advances the recurrent states of a layer in a forward pass."""
 
-    `recur(rule, layer, index, *inputs)` returns the outputs of the tokens, [*T, ...]. `layer` is the index of
-    a StateSpec in the model's `kv_cache_specs()`, and `index` selects one of its states. The inputs are
-    [*T, ...].
-    """
+    def __call__(self, rule: Rule, layer: int, index: int, *inputs: Any) -> Array:
+        """Advances a recurrent state of a layer and returns the outputs of the tokens.
 
-    def __call__(self, rule: Rule, layer: int, index: int, *inputs: Any) -> Array: ...
+        Args:
+            rule: Defines how the state changes.
+            layer: Index of a StateSpec in the model's kv_cache_specs().
+            index: Index of the state in StateSpec.arrays.
+            *inputs: [*T, ...] each, the inputs of the rule.
+
+        Returns:
+            [*T, ...].
+        """
+        ...
 
 
 def no_states(rule: Rule, layer: int, index: int, *inputs: Any) -> Array:
