@@ -1,7 +1,7 @@
 """Cache specs of layers, attention metadata of a batch, and attention without a KV cache.
 
-A padded batch of T token rows holds the tokens of B sequences, one sequence after the other. Here T = 8, B =
-4, and one sequence is unused:
+A padded batch of T token rows holds the tokens of B sequences, one sequence after the other. Here T = 8,
+B = 4, and one sequence is unused:
 
     token row        0   1 | 2   3   4 | 5 | 6   7
     sequence         a   a | b   b   b | c | -   -
@@ -70,8 +70,8 @@ class Attend(Protocol):
             window: Number of tokens attended to, including the token itself; None for all.
             soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
             sinks: float [H], one logit per head that is added to the denominator of the softmax.
-            distance_bias: float [H, N], added to the score of query position i and key position j:
-                distance_bias[head, min(i - j, N - 1)].
+            distance_bias: float [H, n], added to the score of query position i and key position j:
+                distance_bias[head, min(i - j, n - 1)].
 
         Returns:
             float [T, H, D].
@@ -290,8 +290,8 @@ def dense_attention(
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
         sinks: float [H], one logit per head that is added to the denominator of the softmax; it has no value.
             None for no sinks.
-        distance_bias: float [H, N], added to the score of query position i and key position j:
-            distance_bias[head, min(i - j, N - 1)]. None for no bias. Cannot be combined with `soft_cap` or
+        distance_bias: float [H, n], added to the score of query position i and key position j:
+            distance_bias[head, min(i - j, n - 1)]. None for no bias. Cannot be combined with `soft_cap` or
             `sinks`.
 
     Returns:

@@ -1,4 +1,8 @@
-"""Base class of all models, and base class of decoder-only models."""
+"""Base class of all models, and base class of decoder-only models.
+
+Letters in shapes: T token rows, B sequences, E hidden size, V vocabulary size. *T stands for [T] in a paged
+pass and for [B, T] in a dense one. The letters in the shape of the KV cache are explained in attention.py.
+"""
 
 import abc
 import dataclasses
@@ -96,7 +100,7 @@ class LanguageModel(nnx.Module):
         return None
 
     def pooled(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
-        """Returns the result for pooled hidden states, such as the class logits of a classifier.
+        """Returns the model's output for pooled hidden states, for example the class logits of a classifier.
 
         The default is the hidden states themselves.
 

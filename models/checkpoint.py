@@ -101,8 +101,8 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         folder: The model folder.
-        overrides: New values of fields. An object in text_config or vision_config is merged with the existing
-            object field by field; any other value replaces the existing one.
+        overrides: New values of fields. The fields of text_config and vision_config are replaced one by one;
+            any other object is replaced as a whole.
 
     Raises:
         ValueError: If config.json does not exist, or if a field of the text model is overridden outside of
@@ -134,7 +134,7 @@ def end_token_ids(
 ) -> frozenset[int]:
     """Returns the ids of the tokens that end a sequence.
 
-    They are those of generation_config.json, else those of config.json, else those of its text_config.
+    eos_token_id is read from generation_config.json, else from config.json, else from its text_config.
 
     Args:
         generation_config: The parsed generation_config.json.

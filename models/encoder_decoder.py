@@ -41,7 +41,7 @@ class EncoderDecoderLM(LanguageModel):
 
         Args:
             encoded: float [B, N, E], the encoder's output.
-            context: The context that was passed to `encode`, because the rows are those of the encoder.
+            context: The context that was passed to `encode`, because the rows are the encoder's token rows.
 
         Returns:
             Pairs of keys and values, float [B, N, K, D] each.

@@ -200,7 +200,7 @@ class WeightTable:
     The key of a weight is the name of its module in the checkpoint, followed by ".weight" or ".bias". By
     default, the name of a module is `start` plus its NNX path. For example, `layers.0.norm.scale` is stored
     as `model.layers.0.norm.weight`. If the last part of a weight's path is none of kernel, scale, embedding,
-    weight and bias, its whole path is treated like that of a module, and nothing is appended.
+    weight and bias, its whole path is treated as the path of a module, and nothing is appended.
 
     Args:
         names: Pairs (pattern, template) for modules that do not have the default name. The pattern, a regular
@@ -272,7 +272,7 @@ def of_text_model(table: WeightTable, others: Sequence[str]) -> WeightTable:
     """Returns the weight table of a multimodal checkpoint of which only the text model is read.
 
     Args:
-        table: The table of the text model alone. Its keys begin with "model.", except that of the head.
+        table: The table of the text model alone. Its keys begin with "model.", except the key of the head.
         others: Names of the parts of the checkpoint that are not read.
     """
     name = "model.language_model."

@@ -7,7 +7,7 @@ from jaxtyping import Array, Int
 
 
 class View(NamedTuple):
-    """View of a pool array by a layer whose pages are smaller than those of the array.
+    """View of a pool array by a layer whose pages are smaller than the array's pages.
 
     Layers with different numbers or sizes of heads can share an array. The pages of the array are as large as
     the largest pages of these layers need to be. A layer with smaller pages sees each page of the array as

@@ -75,7 +75,7 @@ class PackedKernel(nnx.Variable[Array]):
 class Linear(Module):
     """Linear map y = x @ kernel + bias.
 
-    The kernel, the weight matrix, is float [in_features, out_features]. Loading a model may replace it by a
+    The kernel, the weight matrix, is float [in_features, out_features]. Loading a model may replace it with a
     QuantizedWeight or a PackedKernel.
 
     Args:
@@ -140,7 +140,7 @@ class Linear(Module):
 
         Args:
             x: float [..., in_features].
-            dtype: The dtype of the result; None for that of x.
+            dtype: The dtype of the result; None for the dtype of x.
             is_divided: Whether the rows of the kernel are divided among devices; see QuantizedWeight.product.
 
         Returns:

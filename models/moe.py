@@ -76,8 +76,8 @@ class RoutedTokens(NamedTuple):
 
     Args:
         tokens: float [*T, E], the token rows.
-        chosen: int32 [*T, K], the experts of each token.
-        weights: float32 [*T, K], factors of the outputs of these experts.
+        chosen: int32 [*T, K], indices of each token's K experts.
+        weights: float32 [*T, K], factors of the outputs of these K experts.
     """
 
     tokens: Float[Array, "*t e"]

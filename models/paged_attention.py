@@ -62,7 +62,7 @@ def paged_attention(
         scale: Factor of the scores.
         soft_cap: See `attention.dense_attention`.
         sinks: float [H], see `attention.dense_attention`.
-        distance_bias: float [H, N], see `attention.dense_attention`.
+        distance_bias: float [H, n], see `attention.dense_attention`.
 
     Returns:
         float [T, H, D], or [T, H, value_dim] for a LatentAttentionSpec; 0 in padding.

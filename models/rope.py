@@ -112,7 +112,7 @@ def rope_values(read: ConfigReader, max_position_embeddings: int) -> ConfigReade
     nested = read.table(name)
     ok = not any(isinstance(value, dict) for value in nested.values())
     read.check(ok, name, nested, "the same rotary values for all layers, not an object per layer type")
-    # The precedence is that of transformers.
+    # The precedence is the same as in transformers.
     outer = ("rope_theta", "partial_rotary_factor")
     values: dict[str, Any] = {k: read.get(k, None) for k in outer}
     values = {k: v for k, v in values.items() if v is not None}
@@ -162,10 +162,10 @@ def max_positions(read: ConfigReader, max_position_embeddings: int, max_model_le
 
     The frequencies of "dynamic" depend on the sequence length. transformers recomputes them as a sequence
     grows. With a KV cache, the keys that are already cached would keep their old frequencies. Here the
-    frequencies are those of one length, the maximum, for all sequences. If max_model_len is None or at most
-    max_position_embeddings, these are the frequencies that transformers uses for all sequences. If it is
-    larger, they are the ones that transformers uses for sequences of this length only. With the largest
-    possible max_model_len they are the ones that vLLM uses.
+    frequencies are computed for one length, the maximum, and used for all sequences. If max_model_len is None
+    or at most max_position_embeddings, every sequence has the same frequencies as in transformers. If it is
+    larger, only sequences of exactly the maximum length do. With the largest possible max_model_len, the
+    frequencies are the same as in vLLM.
 
     Source: vLLM's _get_and_verify_max_len, which always extends "dynamic" as far as possible.
 

@@ -93,7 +93,7 @@ def load_model(
 
     Args:
         folder: Holds config.json, and either model.safetensors or shards with model.safetensors.index.json.
-        dtype: The dtype of weights and activations. "auto" is that of the checkpoint, or bfloat16 if the
+        dtype: The dtype of weights and activations. "auto" is the dtype of the checkpoint, or bfloat16 if the
             checkpoint has float16 or several dtypes.
         max_model_len: The maximum sequence length that the user requests (tokens). It can extend the context
             of a model whose rotary positions allow it (see `rope.max_positions`); it never shortens the
@@ -330,7 +330,7 @@ def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, Store
 
 
 def _warn_of_dtype(folder: Path, own: set[str], chosen: str) -> None:
-    """Logs a warning if the dtype of the model is not that of its checkpoint."""
+    """Logs a warning if a model and its checkpoint have different dtypes."""
     if own != {chosen}:
         message = (
             "%s is in %s, and is served in %s; dtype='float32' keeps all digits and takes twice the memory"

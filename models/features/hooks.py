@@ -148,8 +148,8 @@ def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[
         The shape of the captured values of one row, by the name of each hook that captures values.
 
     Raises:
-        ValueError: If the path of a hook is not that of a module, if the function returns an array of the
-            wrong shape, or if two hooks have the same name.
+        ValueError: If no module has the path of a hook, if the function returns an array of the wrong shape,
+            if two hooks have the same name, or if the model is not a CausalLM.
     """
     if not hooks:
         return {}

@@ -15,8 +15,8 @@ from jax_paged.models.checkpoint import read_json
 from jax_paged.models.registry import POOLING_MODELS
 
 PoolingType = Literal["LAST", "MEAN", "CLS"]
-# Pooling types by their names in 1_Pooling/config.json: first those of the older layout, then those of the
-# newer one.
+# Pooling types by their names in 1_Pooling/config.json: first the names in the older layout, then the names
+# in the newer one.
 _TYPES: dict[str, PoolingType] = {
     "pooling_mode_cls_token": "CLS",
     "pooling_mode_mean_tokens": "MEAN",
@@ -60,8 +60,8 @@ class PoolingSpec:
     """Computation of an embedding or of class scores from the last hidden states of a text.
 
     Args:
-        type: Which hidden states are used: that of the last token, that of the first token (CLS), or the mean
-            of all.
+        type: Which hidden states are used: the last token's (LAST), the first token's (CLS), or the mean of
+            all (MEAN).
         generates: Whether the model can also generate tokens.
         is_encoder: Whether the model is an encoder, which has no KV cache.
         embedding_size: Size of an embedding.
@@ -72,8 +72,8 @@ class PoolingSpec:
         activation: Function that converts the class logits to scores.
         label_tokens: Ids of the tokens whose logits are the class logits; empty if the model has a
             classification head.
-        is_two_way: Whether the only class logit is the logit of the second label token minus that of the
-            first.
+        is_two_way: Whether there is only one class logit: the second label token's logit minus the first
+            one's.
         text: Preprocessing of texts for embeddings.
     """
 

@@ -58,8 +58,8 @@ def with_weights(
             floats.
 
     Raises:
-        ValueError: If the names, shapes or dtypes of the weights are not those of `like`. The message lists
-            every problem.
+        ValueError: If the weights and `like` differ in names, shapes or dtypes. The message lists every
+            problem.
     """
     dtype = jax.tree.leaves(nnx.state(like, nnx.Param))[0].dtype
     if isinstance(new, str | Path):

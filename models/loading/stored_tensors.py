@@ -29,7 +29,7 @@ _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 class StoredTensor:
     """A tensor of a checkpoint, as described by the header of its file.
 
-    Attributes:
+    Args:
         file: The safetensors file.
         key: Name of the tensor.
         offset: Offset of the data in the file (bytes).
@@ -120,7 +120,9 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _shard_names(folder: Path) -> list[str]:
-    """Returns the names of the shards in a folder without an index. The names contain the number of shards.
+    """Returns the names of the shards in a folder without an index.
+
+    Each name contains the number of shards, which shows whether some are missing.
 
     Raises:
         ValueError: If there are no shards, or if some are missing.

@@ -52,7 +52,7 @@ _UNUSED = re.compile(
 class Weight:
     """A weight of a model, and its name in a checkpoint.
 
-    Attributes:
+    Args:
         path: NNX path of the weight in the model's state.
         param: The parameter, or the QuantizedWeight.
         key: Key in the checkpoint. If it contains {}, the checkpoint has one tensor for each index of the
@@ -115,7 +115,8 @@ def read_weights(
     weights.sort(key=lambda w: -w.param.size)
     start = logged = time.monotonic()
     flat, num_read, num_values = [], 0, sum(w.param.size for w in weights)
-    # Reading a quantized weight needs temporary arrays that are several times as large as the result.
+    # Reading a quantized weight needs temporary arrays that are several times as large as the result, so only
+    # one is read at a time.
     is_small = any(isinstance(w.param, QuantizedWeight) for w in weights)
     with ThreadPoolExecutor(1 if is_small else NUM_LOADING_THREADS) as pool:
         values = pool.map(lambda w: jax.block_until_ready(_load(w, stored, dtype, grid)), weights)

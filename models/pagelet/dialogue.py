@@ -17,7 +17,7 @@ def choices(text: str) -> tuple[str, ...]:
     """Splits a text at each | into alternatives.
 
     Args:
-        text: The text, such as "what is|explain".
+        text: The text, such as "hello | hi | hey".
     """
     return tuple(" ".join(part.split()) for part in text.split("|"))
 

@@ -103,7 +103,7 @@ def make_optimizer(num_steps: int) -> optax.GradientTransformation:
 def make_step(graph: Any, optimizer: optax.GradientTransformation) -> Any:
     """Returns the jitted step: (params, optimizer state, *batch) -> (params, optimizer state, losses).
 
-    The losses are float32 [2]: the mean loss of the conversations, and that of the library's texts.
+    The losses are float32 [2]: the mean loss of the conversations, and the mean loss of the library's texts.
 
     Args:
         graph: The graph definition of the model (nnx.GraphDef).
@@ -130,7 +130,7 @@ def train(num_steps: int, checkpoint: Path, out: Path, picture: Path | None) -> 
     """Trains the model up to `num_steps` and writes its folder.
 
     Args:
-        num_steps: Total number of steps, including those of the checkpoint.
+        num_steps: Total number of steps, including the steps before the checkpoint.
         checkpoint: File to resume from if it exists, and to write every CHECKPOINT_S seconds.
         out: Folder for the config, the weights and the tokenizer.
         picture: File for a plot of the loss curve; None for no plot.

@@ -128,8 +128,8 @@ class DeviceGrid:
             split: The units of each dimension of a weight.
 
         Returns:
-            For each dimension, int [c]: the column of the checkpoint at each place, or -1 for padding; None
-            if the order is that of the checkpoint.
+            For each dimension, int [c]: the checkpoint's column at each position, or -1 for padding; None if
+            the columns are in the order of the checkpoint.
 
         Raises:
             ValueError: If a dimension cannot be divided. The message is only the allowed number of devices,
@@ -149,7 +149,7 @@ class DeviceGrid:
         return columns
 
     def shape(self, whole: Sequence[int], split: Split) -> tuple[int, ...]:
-        """Returns the shape of the parts of a weight on all devices, concatenated.
+        """Returns the shape of a weight when the parts of all devices are concatenated.
 
         Args:
             whole: Shape of the weight in the checkpoint.
@@ -268,7 +268,7 @@ def whole_shape(shape: Sequence[int], split: Split) -> tuple[int, ...]:
     """Returns the shape of a weight in its checkpoint, given its shape on the devices.
 
     Args:
-        shape: Shape of the parts on all devices, concatenated.
+        shape: Shape of the weight when the parts of all devices are concatenated.
         split: The units of each dimension of the weight.
     """
     return tuple(

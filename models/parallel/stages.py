@@ -54,7 +54,7 @@ def even_parts(sizes: Sequence[int], num_parts: int, first: int, last: int) -> l
         last: Size that is added to the last part.
     """
     # Dynamic programming. The key is the number of items in the parts so far. The value is the smallest
-    # possible size of the largest part, and the indices at which the parts begin and end.
+    # possible size of the largest part, and the indices where the parts begin and end.
     best: dict[int, tuple[int, list[int]]] = {0: (0, [0])}
     for part in range(num_parts):
         left = num_parts - part - 1
@@ -75,7 +75,8 @@ def even_parts(sizes: Sequence[int], num_parts: int, first: int, last: int) -> l
 def stage(model: CausalLM, layers: range) -> CausalLM:
     """Returns a pipeline stage of a model.
 
-    The first stage has the modules before the layers, and the last stage the modules after them.
+    If it is the first stage, it has the modules before the layers. If it is the last stage, it has the
+    modules after the layers.
 
     Args:
         model: A model, or its outline; not modified.

@@ -120,8 +120,7 @@ def quantization_of(hf_config: Mapping[str, Any]) -> tuple[str | None, WeightFor
         hf_config: A parsed config.json that has been read without problems.
 
     Returns:
-        The method, or None for float weights, and the format, or None if the weights are floats on the
-        device.
+        The method (None for float weights), and the format (None if the weights are floats on the device).
     """
     values = hf_config.get("quantization_config") or {}
     return values.get("quant_method"), read_quantization(ConfigReader(hf_config), METHODS)

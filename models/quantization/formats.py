@@ -4,7 +4,7 @@ All formats divide the rows of a weight matrix, which are the inputs of a linear
 scales for each group. They differ in the order of the 4-bit numbers within 32-bit words, in which tensors are
 transposed, and in the names of tensors.
 
-Source: Lin et al., AWQ, 2024, and Frantar et al., GPTQ, 2023; the layouts are those that AutoAWQ (version
+Source: Lin et al., AWQ, 2024, and Frantar et al., GPTQ, 2023; the layouts are the ones that AutoAWQ (version
 "gemm"), AutoGPTQ and GPTQModel (checkpoint formats "gptq" and "gptq_v2"), compressed-tensors and
 transformers' FineGrainedFP8Config write.
 """
@@ -301,7 +301,10 @@ def _checked_groups(groups: Int[np.ndarray, " i"], num_groups: int) -> Int[np.nd
 
 
 def _unpacked(words: Int[np.ndarray, "n w"], places: list[int] | None = None) -> UInt8[np.ndarray, "n c"]:
-    """Returns the eight 4-bit numbers of each word, uint8 [n, 8 w], from the low bits or in a given order."""
+    """Returns the eight 4-bit numbers of each word, uint8 [n, 8 * w].
+
+    The order within a word is from the lowest bits to the highest, unless `places` gives another order.
+    """
     held = np.ascontiguousarray(words).view(np.uint8)
     found = np.stack([held & 15, held >> 4], axis=-1).reshape(len(words), -1, 8)
     return (found if places is None else found[..., places]).reshape(len(words), -1)

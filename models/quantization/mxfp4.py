@@ -9,7 +9,7 @@ tensors of bytes, with each matrix transposed:
 A code has a sign bit, two exponent bits and one mantissa bit. The product of a code and its scale is exact in
 bfloat16.
 
-Source: OCP Microscaling Formats (MX) Specification 1.0, 2023; the layout is that of gpt-oss.
+Source: OCP Microscaling Formats (MX) Specification 1.0, 2023; the layout is the one of gpt-oss.
 """
 
 import dataclasses
@@ -31,8 +31,7 @@ _BIAS, _NAN = 127, 255
 class Mxfp4Tensor(StoredTensor):
     """A stack of MXFP4 matrices that is decoded when it is read.
 
-    The inherited shape and dtype are those of the decoded matrices; the file and the offset are those of the
-    blocks.
+    The inherited shape and dtype describe the decoded matrices; the file and the offset belong to the blocks.
 
     Args:
         blocks: The tensor of codes, uint8 [G, O, I / 32, 16].

@@ -183,7 +183,7 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def part_splits(self) -> Parts:
-        """How the arrays are divided among devices; None for arrays that the weight does not have."""
+        """The split of each array; None for arrays that the weight does not have."""
         variables = self.values, self.scales, self.zeros, self.groups
         return Parts(*(None if v is None else v.get_metadata()["split"] for v in variables))
 
@@ -246,8 +246,8 @@ def multiply(
         parts: The arrays of the matrix, without a dimension for experts.
         group_size: Number of rows in a group.
         dtype: The dtype of the result.
-        is_divided: Whether the rows of the matrix are divided among devices. The arrays of `parts` then are
-            those of all devices.
+        is_divided: Whether the rows of the matrix are divided among devices. In this case the arrays of
+            `parts` span all devices.
 
     Returns:
         [*T, O].
@@ -309,8 +309,8 @@ def _from_fp8(values: UInt8[Array, "*n"]) -> Float[Array, "*n"]:
     """Returns bytes of float8_e4m3fn as float32. On a CPU this is many times faster than XLA's conversion."""
     held = values.astype(jnp.int32)
     size = held & 127
-    # The number has three fraction bits, and an exponent that is 120 less than that of float32. Subnormal
-    # numbers are multiples of 2^-9.
+    # The number has three fraction bits, and an exponent that is 120 less than the exponent in float32.
+    # Subnormal numbers are multiples of 2^-9.
     usual = jax.lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
     found = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, usual)
     found = jnp.where(size == 127, jnp.nan, found)

@@ -88,7 +88,7 @@ def recur_paged(
         rule: Defines how the state changes.
         place: Index of the state's array in `kv_cache`. This list entry is replaced by the written array.
         inputs: [T, ...] each, the inputs of the rule.
-        kv_cache: The pool arrays; that of a state is [slots, ...].
+        kv_cache: The pool arrays. The array of a state is [slots, ...].
         metadata: Positions, slots and token rows of the sequences.
 
     Returns:
@@ -124,10 +124,10 @@ def recur_dense(
 
     Args:
         specs: The model's kv_cache_specs().
-        shape: The leading dimensions [..., T] of the inputs: those of the token ids.
+        shape: [..., T], the shape of the token ids, which are the leading dimensions of the inputs.
         rule: Defines how the state changes.
         layer: Index of a StateSpec in `specs`.
-        index: Index of the state among those of the layer.
+        index: Index of the state in StateSpec.arrays.
         *inputs: [..., T, ...] each, the inputs of the rule.
 
     Returns:

@@ -72,7 +72,7 @@ class LoraLayout:
         """Returns the shapes of A [in, width] and B [width, out] of each map, on all devices together.
 
         Args:
-            width: num_slots * rank for the arrays of all slots, or rank for those of one adapter.
+            width: num_slots * rank for the arrays of all slots, or rank for the arrays of one adapter.
             grid: The devices that share the model.
         """
         pairs = [((m.num_in, width), (width, m.num_out)) for m in self.maps]
@@ -81,7 +81,7 @@ class LoraLayout:
 
     @property
     def splits(self) -> list[Split]:
-        """How the arrays are divided among devices: like the input and output of their linear map."""
+        """The split of each array, derived from the split of its linear map."""
         return [split for m in self.maps for split in ((m.split[0], None), (None, m.split[1]))]
 
     def padded(self, adapter: Adapter, grid: DeviceGrid) -> list[np.ndarray]:
