@@ -26,8 +26,8 @@ _TYPES: dict[str, PoolingType] = {
     "lasttoken": "LAST",
 }
 _MODULES = ("Transformer", "Pooling", "Normalize")
-# Names of the config file of the module Transformer. Older versions of sentence-transformers named the file
-# after their class.
+# Names of the config file of the module Transformer. Older versions of sentence-transformers named it after
+# the class of the model.
 _TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
