@@ -1,11 +1,15 @@
-"""What a layer caches, what its attention needs to know of a batch, and attention without a cache.
+"""Cache specs of layers, attention metadata of a batch, and attention without a KV cache.
 
-A padded batch of T token rows holds B sequences one after the other (here T = 8, B = 4, one sequence unused):
+A padded batch of T token rows holds the tokens of B sequences, one sequence after the other. Here T = 8,
+B = 4, and one sequence is unused:
 
     token row        0   1 | 2   3   4 | 5 | 6   7
     sequence         a   a | b   b   b | c | -   -
     query_start_loc  0       2           5   6   6     (B + 1 entries; an unused sequence is empty)
     context_lens     9       3           41  0         (tokens attended to, including this step's)
+
+Other letters in shapes: H query heads, K kv heads, D head size, P blocks in the pool, S tokens per block, M
+blocks in a block table, G cache groups. N is 2 in a pool of keys and values, and 1 in a pool of latents.
 """
 
 import dataclasses
@@ -22,12 +26,15 @@ from jax_paged.models.parallel.sharding import TENSOR, DeviceGrid
 from jax_paged.pallas_kernels import ops
 
 Backend = ops.Implementation
-# How devices share the arrays of the pool, [P, N, K, S, D], and token rows with heads, [T, H, D].
+# Sharding among tensor-parallel devices: pool arrays [P, N, K, S, D] by kv head, and [T, H, D] by head.
 POOL_SPEC, HEADS_SPEC = PartitionSpec(None, None, TENSOR), PartitionSpec(None, TENSOR)
 
 
 class Attend(Protocol):
-    """Attention of one's own in place of the kernels, traced into the step: a pure function of arrays."""
+    """Custom attention function, used in place of the attention backends.
+
+    It is traced into the jitted step, so it must be a pure function of arrays.
+    """
 
     def __call__(
         self,
@@ -43,13 +50,31 @@ class Attend(Protocol):
         sinks: Float[Array, " h"] | None = None,
         distance_bias: Float[Array, "h n"] | None = None,
     ) -> Float[Array, "t h d"]:
-        """Returns the attention of every token row; the arguments are those of ops.ragged_attention.
+        """Returns the attention output of every token row.
 
-        Of the pages of a quantised cache, quantization.rows_of and dequantize make numbers. Of a layer with a
-        LatentAttentionSpec there is one argument more, its value_dim.
+        The arguments have the meaning that they have in `pallas_kernels.ops.ragged_attention`. This step's
+        keys and values are already in the pool. The output of padding rows may be any finite value. If the
+        model is divided among devices, each device calls the function with its own heads.
 
-        This step's keys and values are in the pool already. A row of padding may get anything finite. Where
-        a model is divided among devices, each of them attends with its own heads.
+        The pages of a quantized KV cache are converted to floats by `rows_of` and `dequantize` of
+        pallas_kernels/quantization.py. For a layer with a LatentAttentionSpec, `kv_pages` is [P, 1, 1, S, D],
+        and there is one more keyword argument, `value_dim`.
+
+        Args:
+            q: float [T, H, D], queries.
+            kv_pages: [P, 2, K, S, D], the layer's keys and values, in the dtype of the KV cache.
+            block_tables: int32 [B, M], block ids of each sequence.
+            context_lens: int32 [B], tokens of each sequence, including this step's.
+            query_start_loc: int32 [B + 1], first token row of each sequence.
+            scale: Factor of the scores.
+            window: Number of tokens attended to, including the token itself; None for all.
+            soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
+            sinks: float [H], one logit per head that is added to the denominator of the softmax.
+            distance_bias: float [H, n], added to the score of query position i and key position j:
+                distance_bias[head, min(i - j, n - 1)].
+
+        Returns:
+            float [T, H, D].
         """
         ...
 
@@ -70,32 +95,34 @@ class Attend(Protocol):
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionMetadata:
-    """Where the tokens of a padded batch stand, and where their keys and values are stored.
+    """Positions, slots and block tables of a padded batch.
 
-    Layers that cache the same tokens share block tables: they form a cache group, and there are G groups.
+    Layers that cache the same tokens share block tables. These layers form a cache group; there are G groups.
 
     Args:
         positions: int32 [T], position of each token in its sequence; 0 in padding.
-        slot_mapping: int32 [G, T], block_id * block_size + offset of the slot for each token's key and value;
-            num_blocks * block_size or more in padding, which is not written.
-        block_tables: int32 [G, B, M], block ids of each sequence, padded with the null block 0, which also
-            replaces blocks that have left a window.
-        context_lens: int32 [G, B], tokens of each sequence, including this step's; 0 for unused sequences.
-            In a cache group of cross attention, tokens that the encoder has read.
+        slot_mapping: int32 [G, T], slot of each token's key and value: block_id * block_size + offset.
+            Padding has slots of num_blocks * block_size or more, which are not written.
+        block_tables: int32 [G, B, M], block ids of each sequence. Unused entries, and blocks that have left a
+            sliding window, are the null block 0.
+        context_lens: int32 [G, B], tokens of each sequence, including this step's; 0 for unused sequences. In
+            a cache group of cross attention, the number of encoder tokens.
         query_start_loc: int32 [B + 1], first token row of each sequence.
-        is_decode: Static; True if T == B and token row b is the only one of sequence b.
-        backend: Static; which kernels attend.
-        places: Static; of each entry of the model's kv_cache_specs().
-        is_row_by_row: Static; whether every token row attends as a decode of its own, so that its sums depend
-            neither on the rows beside it nor on where the chunks of its prompt begin.
-        attend: Static; what attends in the backend's place, None for the backend.
-        grid: Static; the devices that heads are divided among, None for one.
-        shared_blocks: int32 [B], leading blocks that sequences of one token row attend to together, as
-            ops.paged_decode has them, in the groups without a window; None if none ever do.
-        state_slots: int32 [3, B], the slot of each sequence's states, that of the checkpoint that the step
-            keeps of them, and how many of its tokens come before that; slots that don't exist are not written
-            to. None if no layer keeps a state.
-        mrope_positions: int32 [3, T], as ForwardContext has them.
+        is_decode: Static. True if T == B and token row b is the only one of sequence b.
+        backend: Static. The implementation of the attention kernels.
+        places: Static. Location of each layer's cache, in the order of the model's kv_cache_specs().
+        is_row_by_row: Static. Whether every token row attends as if it were a decode step of its own. Its
+            result then depends neither on the other rows of the batch nor on how the prompt was divided into
+            chunks.
+        attend: Static. Custom attention function; None for the backend.
+        grid: Static. The devices that the heads are divided among; None for a single device.
+        shared_blocks: int32 [B], number of leading blocks that sequences with one token row attend to
+            together (cascade attention); see `ops.paged_decode`. Not used in groups with a window. None if
+            sequences never share blocks in this way.
+        state_slots: int32 [3, B], for each sequence: the slot of its recurrent states, the slot of the state
+            checkpoint that this step writes, and the number of this step's tokens that the checkpoint
+            includes. Slots out of range are not written. None if no layer has a recurrent state.
+        mrope_positions: int32 [3, T], rotary positions along three axes; None if all three are `positions`.
     """
 
     positions: Int[Array, " t"]
@@ -114,7 +141,16 @@ class AttentionMetadata:
     mrope_positions: Int[Array, "3 t"] | None = None
 
     def of_token_rows(self, group: int, *, is_causal: bool) -> tuple[Int[Array, "t m"], Int[Array, " t"]]:
-        """Returns the block table of each token row, and how many tokens it attends to; 0 in padding."""
+        """Returns the block table and the context length of each token row.
+
+        Args:
+            group: Index of the cache group.
+            is_causal: Whether a row attends only to tokens up to its own position. If not, every row attends
+                to the whole context.
+
+        Returns:
+            int32 [T, M], block tables, and int32 [T], numbers of tokens attended to; 0 in padding.
+        """
         tables, lens = self.block_tables[group], self.context_lens[group]
         if self.is_decode:
             return tables, lens
@@ -128,7 +164,7 @@ class AttentionMetadata:
 
 @dataclasses.dataclass(frozen=True)
 class FullAttentionSpec:
-    """A layer that caches the keys and values of every token of a sequence.
+    """Layer that caches the keys and values of all tokens of a sequence.
 
     Args:
         num_kv_heads: Number of key and value heads.
@@ -141,12 +177,12 @@ class FullAttentionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindowSpec:
-    """A layer whose tokens attend to the latest tokens only: blocks before the window are freed.
+    """Layer with sliding window attention. Blocks that have left the window are freed.
 
     Args:
         num_kv_heads: Number of key and value heads.
         head_dim: Size of a head.
-        window: Tokens that a token attends to, including itself.
+        window: Number of tokens that a token attends to, including itself.
     """
 
     num_kv_heads: int
@@ -156,7 +192,9 @@ class SlidingWindowSpec:
 
 @dataclasses.dataclass(frozen=True)
 class CrossAttentionSpec:
-    """A layer that attends to an encoder's output, which is written once per request and then only read.
+    """Layer that attends to the encoder's output.
+
+    Its keys and values are written once per request. After that they are only read.
 
     Args:
         num_kv_heads: Number of key and value heads.
@@ -168,11 +206,11 @@ class CrossAttentionSpec:
 
 
 class StateArray(NamedTuple):
-    """What a layer keeps of a sequence.
+    """Shape and dtype of a recurrent state of a layer, for one sequence.
 
     Args:
-        shape: At least two dimensions; devices divide the second.
-        dtype: None for that of the model.
+        shape: Has at least two dimensions. Tensor-parallel devices divide the second one.
+        dtype: Name of the dtype; None for the dtype of the model.
     """
 
     shape: tuple[int, ...]
@@ -181,10 +219,10 @@ class StateArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StateSpec:
-    """A layer that keeps arrays of fixed shapes per sequence, such as a recurrence (see recurrence.py).
+    """Layer that keeps recurrent states: arrays of a fixed shape per sequence (see recurrent/recurrence.py).
 
     Args:
-        arrays: What it keeps.
+        arrays: The recurrent states of the layer.
     """
 
     arrays: tuple[StateArray, ...]
@@ -192,13 +230,14 @@ class StateSpec:
 
 @dataclasses.dataclass(frozen=True)
 class LatentAttentionSpec:
-    """A layer of multi-head latent attention: it caches one vector per token, which all heads attend to.
+    """Layer with multi-head latent attention (MLA), which caches one vector per token.
 
-    The vector is the key, and its first numbers are the value. Where devices share the heads, each has it.
+    All query heads attend to this vector. The whole vector is the key, and its first `value_dim` elements are
+    the value. If devices divide the heads, each device caches the whole vector.
 
     Args:
-        head_dim: Numbers of the vector.
-        value_dim: How many of them are the value.
+        head_dim: Size of the vector.
+        value_dim: Size of the value.
 
     Source: DeepSeek-AI, DeepSeek-V2, 2024.
     """
@@ -213,17 +252,17 @@ KVCacheSpec = AttentionSpec | StateSpec
 
 
 def window_of(spec: KVCacheSpec) -> int | None:
-    """Returns the window of a layer in tokens; None if its tokens attend to all before them."""
+    """Returns the sliding window of a layer (tokens); None if the layer has no window."""
     return spec.window if isinstance(spec, SlidingWindowSpec) else None
 
 
 def value_dim_of(spec: KVCacheSpec) -> int | None:
-    """Returns how many numbers of a key are its value; None if values are cached beside the keys."""
+    """Returns the number of leading elements of a key that are its value; None if keys are not latents."""
     return spec.value_dim if isinstance(spec, LatentAttentionSpec) else None
 
 
 def num_parts(spec: KVCacheSpec) -> int:
-    """Returns the parts of a layer's pool: 2 for keys and values, 1 for latents."""
+    """Returns the size N of a pool's second dimension: 2 for keys and values, 1 for latents."""
     return 2 if value_dim_of(spec) is None else 1
 
 
@@ -238,20 +277,25 @@ def dense_attention(
     sinks: Float[Array, " h"] | None = None,
     distance_bias: Float[Array, "h n"] | None = None,
 ) -> Float[Array, "b t h d"]:
-    """Causal attention of a dense batch without a cache, which trains models and checks the paged path.
+    """Returns the causal attention of a dense batch, without a KV cache.
+
+    It is used to train models and to check the paged path.
 
     Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
+        q: float [B, T, H, D], queries.
+        k: float [B, T, K, D], keys.
+        v: float [B, T, K, D], values.
         scale: Factor of the scores.
-        window: Tokens that a token attends to, including itself; None for all.
+        window: Number of tokens that a token attends to, including itself; None for all.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
-        sinks: One logit per head that joins the denominator of the softmax and has no value.
-        distance_bias: Added to the score of query i and key j: distance_bias[head, min(i - j, n - 1)].
+        sinks: float [H], one logit per head that is added to the denominator of the softmax; it has no value.
+            None for no sinks.
+        distance_bias: float [H, n], added to the score of query position i and key position j:
+            distance_bias[head, min(i - j, n - 1)]. None for no bias. Cannot be combined with `soft_cap` or
+            `sinks`.
 
     Returns:
-        The attention of every token.
+        float [B, T, H, D].
     """
     distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
     live = distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -282,19 +326,19 @@ def bidirectional_attention(
     scale: float,
     distance_bias: Float[Array, "h r"] | None = None,
 ) -> Float[Array, "b n h d"]:
-    """Attention of an encoder: every token attends to the whole text.
+    """Returns the attention of an encoder, in which every token attends to the whole sequence.
 
     Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        lens: int32, tokens of each text; what is behind them is padding, and not attended to.
+        q: float [B, N, H, D], queries.
+        k: float [B, N, K, D], keys.
+        v: float [B, N, K, D], values.
+        lens: int32 [B], tokens of each sequence. Later tokens are padding and are not attended to.
         scale: Factor of the scores.
-        distance_bias: With 2N - 1 columns; added to the score of query i and key j:
-            distance_bias[head, i - j + N - 1].
+        distance_bias: float [H, 2N - 1], added to the score of query position i and key position j:
+            distance_bias[head, i - j + N - 1]. None for no bias.
 
     Returns:
-        The attention of every token, arbitrary in padding.
+        float [B, N, H, D]; arbitrary in padding.
     """
     bias = None
     if distance_bias is not None:

@@ -1,4 +1,8 @@
-"""What every family offers to the engine and the loader, and what all decoder families share."""
+"""Base class of all models, and base class of decoder-only models.
+
+Letters in shapes: T token rows, B sequences, E hidden size, V vocabulary size. *T stands for [T] in a paged
+pass and for [B, T] in a dense one. The letters in the shape of the KV cache are explained in attention.py.
+"""
 
 import abc
 import dataclasses
@@ -28,22 +32,24 @@ from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul
 
 
 class LanguageModel(nnx.Module):
-    """What the engine and the loader ask of every family.
+    """Interface that the engine and the checkpoint loader use for every family.
 
-    A family adds its modules and the abstract methods.
+    A family creates its modules in `__init__` and implements the abstract methods.
 
     Args:
-        config: Of the family's config_class.
-        dtype: Of weights and activations.
-        rngs: Where random weights come from.
+        config: An instance of the family's `config_class`.
+        dtype: The dtype of weights and activations: float32 or bfloat16.
+        rngs: Source of the random initial weights.
 
     Attributes:
-        ends: Whether it makes logits; a stage of a pipeline may not, see CausalLM.
+        config_class: The class that reads the family's config.json.
+        weight_table: Names of the weights in a checkpoint.
+        ends: Whether the model computes logits. False for a pipeline stage that is not the last one.
     """
 
     config_class: ClassVar[Any]
     weight_table: ClassVar[WeightTable]
-    # Where the table of token embeddings stands, if a prompt's vectors may stand for what it returns.
+    # Path of the token embedding module if prompt embeddings may replace its output; else empty.
     embed_path: ClassVar[str] = ""
     config: Any
     ends: bool = True
@@ -53,41 +59,65 @@ class LanguageModel(nnx.Module):
 
     @abc.abstractmethod
     def hidden(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
-        """Returns the decoder's last hidden state of every token row.
+        """Returns the last hidden state of every token row.
 
         Args:
-            tokens: int32, token ids.
-            context: Goes to every module; says where the tokens stand and how they attend.
+            tokens: int32 [*T], token ids.
+            context: The context of this forward pass, which is passed to every module.
+
+        Returns:
+            float [*T, E].
         """
 
     @abc.abstractmethod
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
-        """Returns the float32 logits of hidden states.
+        """Returns the logits for some hidden states.
 
-        There is no context: the rows are those of `hidden` that somebody samples from, not the token rows.
+        There is no `context` argument because the rows of `hidden` are not the token rows of the pass: they
+        are only the rows from which tokens are sampled.
+
+        Args:
+            hidden: float [..., E].
+
+        Returns:
+            float32 [..., V].
         """
 
     @property
     @abc.abstractmethod
     def head(self) -> Linear | Embedding | None:
-        """What makes logits of hidden states: the table of token embeddings where the two are tied."""
+        """The module that computes logits: the LM head, or the token embedding table if the two are tied.
+
+        None if the model has no logits of tokens.
+        """
 
     @property
     def image_spec(self) -> ImageSpec | PatchSpec | None:
-        """How images stand in its prompts; None if it reads text alone. Else it has `encode_images`."""
+        """The format of images in the model's prompts; None if the model reads only text.
+
+        A model with an image spec has a method `encode_images`.
+        """
         return None
 
     def pooled(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
-        """Returns what a pooled hidden state becomes, in float32: of a classifier, the logits of its classes.
+        """Returns the model's output for pooled hidden states, for example the class logits of a classifier.
+
+        The default is the hidden states themselves.
 
         Args:
-            hidden: float32.
+            hidden: float32 [B, E], one pooled hidden state per sequence.
+
+        Returns:
+            float32 [B, P].
         """
         return hidden
 
     @abc.abstractmethod
     def kv_cache_specs(self) -> list[KVCacheSpec]:
-        """Returns what each layer caches."""
+        """Returns what each layer caches.
+
+        The index of a spec is the layer index that `ForwardContext.attend`, `cross_attend` and `recur` take.
+        """
 
     def paged(
         self,
@@ -97,14 +127,18 @@ class LanguageModel(nnx.Module):
         hooks: Mapping[str, Callable[[Array], Array]] = types.MappingProxyType({}),
         changes: Mapping[str, Callable[[Any, Array], Array]] = types.MappingProxyType({}),
     ) -> tuple[Float[Array, "t e"], list[Array]]:
-        """Returns the last hidden state of every token row of a paged batch, and the pools written to.
+        """Returns the last hidden state of every token row of a paged batch, and the updated pools.
 
         Args:
             tokens: int32 [T], token ids.
-            kv_cache: The pools, [P, N, K, S, D] each.
-            metadata: Where the token rows stand, and which pool belongs to which layer.
-            hooks: As ForwardContext has them; so are changes.
-            changes: See hooks.
+            kv_cache: The pool arrays: [P, N, K, S, D] for keys and values, [slots, ...] for recurrent states.
+                The list itself is not modified.
+            metadata: Positions of the token rows, block tables, and the pool array of each layer.
+            hooks: Functions that are applied to the outputs of modules, by module path; see ForwardContext.
+            changes: Functions that are applied before the hooks, by module path; see ForwardContext.
+
+        Returns:
+            float [T, E], the last hidden states, and the list of pool arrays after this step's writes.
         """
         kv_cache = list(kv_cache)
         context = self.paged_context(kv_cache, metadata)
@@ -112,11 +146,12 @@ class LanguageModel(nnx.Module):
         return self.hidden(tokens, context), kv_cache
 
     def paged_context(self, kv_cache: list[Array], metadata: AttentionMetadata) -> ForwardContext:
-        """Returns the context of a pass over a paged batch.
+        """Returns the context of a forward pass over a paged batch.
 
         Args:
-            kv_cache: The pools; as the pass goes on, the list gets the pools that were written to.
-            metadata: Where the token rows stand, and which pool belongs to which layer.
+            kv_cache: The pool arrays; see `paged`. During the pass, each array that is written is replaced in
+                this list.
+            metadata: Positions of the token rows, block tables, and the pool array of each layer.
         """
         cache = PagedKVCache(self.kv_cache_specs(), kv_cache, metadata)
 
@@ -136,57 +171,101 @@ class LanguageModel(nnx.Module):
 
 
 class CausalLM(LanguageModel):
-    """A decoder; a family adds its modules and the abstract methods.
+    """Base class of decoder-only models.
 
-    It may be one stage of a pipeline, which has some of the layers (see stages.py).
+    A family adds its modules and implements the abstract methods. With pipeline parallelism, an instance may
+    be a stage that has only some of the layers; see parallel/stages.py.
 
     Attributes:
-        begins: Whether it has the first layer, and embeds tokens; else it gets hidden states in their place.
-        ends: Whether it has the last layer, and what follows it; else it returns hidden states for the next.
+        begins: Whether this stage has the first layer and embeds tokens. If not, it receives hidden states in
+            place of token ids.
+        ends: Whether this stage has the last layer and the modules after it. If not, it returns hidden states
+            for the next stage.
     """
 
-    # Where its layers are, and what stands before them; all else follows them.
+    # Name of the attribute that holds the layers, and names of the modules that run before them. All other
+    # modules run after the layers.
     layers_name: ClassVar[str] = "layers"
     first_names: ClassVar[tuple[str, ...]] = ("embed_tokens",)
     begins: bool = True
 
     @abc.abstractmethod
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
-        """Returns what goes into the first layer."""
+        """Returns the input of the first layer.
+
+        Args:
+            tokens: int32 [*T], token ids.
+            context: The context of this forward pass.
+
+        Returns:
+            float [*T, E].
+        """
 
     @abc.abstractmethod
     def apply_layers(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
-        """Returns what comes out of the last layer."""
+        """Returns the output of this stage's last layer.
+
+        Args:
+            x: float [*T, E], the input of this stage's first layer.
+            context: The context of this forward pass.
+
+        Returns:
+            float [*T, E].
+        """
 
     @abc.abstractmethod
     def final_norm(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
-        """Returns the last hidden state, of what has come out of the last layer."""
+        """Applies the final norm to the output of the last layer.
+
+        Args:
+            x: float [*T, E].
+            context: The context of this forward pass.
+
+        Returns:
+            float [*T, E], the last hidden state.
+        """
 
     def hidden(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the last hidden state of every token row, or the output of this pipeline stage.
+
+        Args:
+            tokens: int32 [*T], token ids; for a stage that does not have the first layer, float [*T, E], the
+                output of the previous stage.
+            context: The context of this forward pass.
+
+        Returns:
+            float [*T, E].
+        """
         x = self.apply_layers(self.embed(tokens, context) if self.begins else tokens, context)
         return self.final_norm(x, context) if self.ends else x
 
     @property
     def pp_unsupported_reason(self) -> str:
-        """Why it can't be cut into stages; empty if it can."""
+        """The reason why the model cannot be split into pipeline stages; empty if it can."""
         return ""
 
     @property
     def own_layers(self) -> list[Module]:
-        """The layers that it has, without those of other stages."""
+        """The layers of this stage."""
         return [getattr(self, self.layers_name)[i] for i in self.own_places]
 
     @property
     def own_places(self) -> list[int]:
-        """The places of these among all layers."""
+        """The indices of this stage's layers among all layers of the model."""
         layers = getattr(self, self.layers_name)
         return [i for i, layer in enumerate(layers) if not isinstance(layer, MissingLayer)]
 
     def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t v"]:
-        """Returns the float32 logits of a dense causal batch, without a cache.
+        """Returns the logits of a dense causal batch, without a KV cache.
+
+        Args:
+            tokens: int32 [B, T], sequences of equal length.
+
+        Returns:
+            float32 [B, T, V].
 
         Raises:
-            ValueError: If the texts are longer than the model's maximum.
+            ValueError: If T is larger than max_position_embeddings.
         """
         limit = self.config.max_position_embeddings
         if tokens.shape[1] > limit:
@@ -194,7 +273,11 @@ class CausalLM(LanguageModel):
         return self.logits(self.hidden(tokens, self.dense_context(tokens)))
 
     def dense_context(self, tokens: Int[Array, "b t"]) -> ForwardContext:
-        """Returns the context of a pass over a dense batch, whose texts all start at position 0."""
+        """Returns the context of a forward pass over a dense batch whose sequences all start at position 0.
+
+        Args:
+            tokens: int32 [B, T], token ids.
+        """
         specs, given = self.kv_cache_specs(), dict[int, tuple[Array, Array]]()
 
         def attend(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
@@ -208,5 +291,12 @@ class CausalLM(LanguageModel):
 
 
 def dense_positions(tokens: Int[Array, "b t"]) -> Int[Array, "b t"]:
-    """Returns the positions of a dense batch, whose texts all start at position 0."""
+    """Returns the positions of a dense batch whose sequences all start at position 0.
+
+    Args:
+        tokens: int32 [B, T], token ids.
+
+    Returns:
+        int32 [B, T].
+    """
     return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

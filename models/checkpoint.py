@@ -1,4 +1,4 @@
-"""Finds a model folder in Hugging Face layout and reads its JSON files, without JAX."""
+"""Location of a model folder in Hugging Face layout, and its JSON files. Does not import JAX."""
 
 import json
 import logging
@@ -14,7 +14,8 @@ GGUF_HINT = (
     "AutoModelForCausalLM.from_pretrained(REPOSITORY, gguf_file=FILE).save_pretrained(FOLDER), and the "
     "tokenizer likewise"
 )
-# No pickled weights and no code, so nothing that is downloaded can run.
+# The patterns match neither pickled weights nor Python files, so that nothing that is downloaded can be
+# executed.
 HUB_FILES = [
     "*.json",
     "model*.safetensors",
@@ -27,7 +28,8 @@ HUB_FILES = [
     "merges.txt",
 ]
 
-# Objects in config.json of models that read more than texts, and what may stand outside of text_config.
+# In the config.json of multimodal models: the objects of the parts, and the fields that may be outside of
+# text_config.
 _PARTS = ("text_config", "vision_config")
 _OUTER = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
 
@@ -35,14 +37,14 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def resolve_model_dir(model: str) -> Path:
-    """Returns the folder of a model, downloading it if it is a hub id.
+    """Returns the folder of a model, after downloading the model if it is a hub id.
 
     Args:
-        model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
+        model: "pagelet" (the built-in model), a local folder in Hugging Face layout, or a hub id.
 
     Raises:
-        ValueError: If it is none of these, if the hub can't be reached and the model isn't cached, or if the
-            model belongs to a family that is not supported.
+        ValueError: If `model` is none of these, if the hub cannot be reached and the model is not cached, or
+            if the architecture of the model is not supported.
     """
     if model == "pagelet":
         return Path(__file__).parent / "pagelet"
@@ -53,7 +55,8 @@ def resolve_model_dir(model: str) -> Path:
         raise ValueError(
             f"`model` must be a folder or hub id of safetensors, got {shown(model)}. {GGUF_HINT}"
         )
-    from huggingface_hub import snapshot_download  # takes 0.2 s, and only hub models need it
+    # This import takes 0.2 s, and only hub models need it.
+    from huggingface_hub import snapshot_download
 
     def download(patterns: list[str]) -> Path:
         return Path(snapshot_download(model, allow_patterns=patterns))
@@ -68,15 +71,19 @@ def resolve_model_dir(model: str) -> Path:
             "network, run `hf auth login` for a gated model, or download it elsewhere and pass its folder."
             + (f" {GGUF_HINT}." if "gguf" in model.lower() else "")
         ) from e
-    get_architecture(read_json(config))  # rejects models of other families before their weights are fetched
+    # Reject unsupported architectures before the weights are downloaded.
+    get_architecture(read_json(config))
     return download(HUB_FILES)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file of a model folder.
+    """Returns the JSON object in a file of a model folder.
+
+    Args:
+        file: Path of the file.
 
     Raises:
-        ValueError: If there is no such file, or no JSON object in it.
+        ValueError: If the file does not exist or does not hold a JSON object.
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -90,10 +97,16 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json with other fields; those of the objects in _PARTS are replaced one by one.
+    """Returns config.json with some fields replaced.
+
+    Args:
+        folder: The model folder.
+        overrides: New values of fields. The fields of text_config and vision_config are replaced one by one;
+            any other object is replaced as a whole.
 
     Raises:
-        ValueError: If there is none, or if a field of the text model stands outside of its object.
+        ValueError: If config.json does not exist, or if a field of the text model is overridden outside of
+            text_config.
     """
     found = read_json(folder / "config.json")
     text = found.get("text_config")
@@ -107,7 +120,11 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Returns the object in generation_config.json; an empty one if there is no such file."""
+    """Returns the object in generation_config.json; an empty dict if the file does not exist.
+
+    Args:
+        folder: The model folder.
+    """
     file = folder / "generation_config.json"
     return read_json(file) if file.exists() else {}
 
@@ -115,10 +132,17 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 def end_token_ids(
     generation_config: dict[str, Any], hf_config: dict[str, Any], vocab_size: int
 ) -> frozenset[int]:
-    """Returns the end tokens that generation_config.json names, or else config.json, or its text_config.
+    """Returns the ids of the tokens that end a sequence.
+
+    eos_token_id is read from generation_config.json, else from config.json, else from its text_config.
+
+    Args:
+        generation_config: The parsed generation_config.json.
+        hf_config: The parsed config.json.
+        vocab_size: Number of tokens in the vocabulary.
 
     Raises:
-        ValueError: If eos_token_id is not an id below vocab_size, a list of such ids, or null.
+        ValueError: If eos_token_id is not null, an id below vocab_size, or a list of such ids.
     """
     given = (generation_config, hf_config, hf_config.get("text_config") or {})
     value = next((x["eos_token_id"] for x in given if x.get("eos_token_id") is not None), None)
@@ -132,10 +156,13 @@ def end_token_ids(
 
 
 def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the sampling values that a checkpoint asks for, by the names of SamplingParams.
+    """Returns the sampling parameters that a checkpoint recommends, by their names in SamplingParams.
 
-    do_sample false means temperature 0, and max_new_tokens is the default of max_tokens. A value of
-    max_new_tokens that is not a positive integer is ignored, with a warning.
+    If do_sample is false, the temperature is 0. max_new_tokens becomes max_tokens. It is ignored with a
+    warning if it is not a positive integer.
+
+    Args:
+        generation_config: The parsed generation_config.json.
     """
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
     most = generation_config.get("max_new_tokens")

@@ -1,4 +1,4 @@
-"""What all encoder-decoder families share: the dense call, and the paged one after an encoder."""
+"""Base class of encoder-decoder models: the dense call, and the paged call after the encoder has run."""
 
 import abc
 import dataclasses
@@ -16,10 +16,11 @@ from jax_paged.models.parallel.sharding import DeviceGrid
 
 
 class EncoderDecoderLM(LanguageModel):
-    """An encoder and a decoder; a family adds its modules and the abstract methods.
+    """Base class of encoder-decoder models.
 
-    A layer of the decoder has two entries in kv_cache_specs(), one for its own attention and one for cross
-    attention; the indices of these entries are the layers that context.attend and context.cross_attend take.
+    A family adds its modules and implements the abstract methods. Each decoder layer has two entries in
+    `kv_cache_specs()`: one for self-attention and one for cross attention. The indices of these entries are
+    the layer indices for `context.attend` and `context.cross_attend`.
     """
 
     @abc.abstractmethod
@@ -27,33 +28,48 @@ class EncoderDecoderLM(LanguageModel):
         """Returns the encoder's output.
 
         Args:
-            tokens: int32, token ids.
-            context: As encoder_context returns it. Padding is never attended to; its output is arbitrary.
+            tokens: int32 [B, N], token ids.
+            context: The context that `encoder_context` returns. It excludes padding from attention.
+
+        Returns:
+            float [B, N, E]; arbitrary in padding.
         """
 
     @abc.abstractmethod
     def cross_kv(self, encoded: Float[Array, "b n e"], context: ForwardContext) -> list[tuple[Array, Array]]:
-        """Returns the keys and values [B, N, K, D] of an encoder's output, one pair per CrossAttentionSpec.
+        """Returns the cross-attention keys and values of an encoder output, one pair per CrossAttentionSpec.
 
         Args:
-            encoded: As `encode` returns it.
-            context: The one that `encode` took: the rows are the encoder's.
+            encoded: float [B, N, E], the encoder's output.
+            context: The context that was passed to `encode`, because the rows are the encoder's token rows.
+
+        Returns:
+            Pairs of keys and values, float [B, N, K, D] each.
         """
 
     def __call__(
         self, encoder_tokens: Int[Array, "b n"], encoder_lens: Int[Array, " b"], tokens: Int[Array, "b t"]
     ) -> Float[Array, "b t v"]:
-        """Returns the float32 logits of a dense batch, without a cache."""
+        """Returns the logits of a dense batch, without a KV cache.
+
+        Args:
+            encoder_tokens: int32 [B, N], token ids of the encoder's sequences, padded.
+            encoder_lens: int32 [B], tokens of each encoder sequence.
+            tokens: int32 [B, T], token ids of the decoder's sequences.
+
+        Returns:
+            float32 [B, T, V].
+        """
         context = self.encoder_context(encoder_tokens, encoder_lens)
         cross = self.cross_kv(self.encode(encoder_tokens, context), context)
         return self.logits(self.hidden(tokens, self.dense_context(tokens, cross, encoder_lens)))
 
     def encoder_context(self, tokens: Int[Array, "b n"], lens: Int[Array, " b"]) -> ForwardContext:
-        """Returns the context of a pass of the encoder.
+        """Returns the context of a forward pass of the encoder.
 
         Args:
-            tokens: int32, token ids; padding from lens on.
-            lens: int32, tokens of each text.
+            tokens: int32 [B, N], token ids; entries from `lens` on are padding.
+            lens: int32 [B], tokens of each sequence.
         """
 
         def attend(layer: int, q: Array, k: Any, v: Any, **options: Any) -> Array:
@@ -64,12 +80,12 @@ class EncoderDecoderLM(LanguageModel):
     def dense_context(
         self, tokens: Int[Array, "b t"], cross: list[tuple[Array, Array]], encoder_lens: Int[Array, " b"]
     ) -> ForwardContext:
-        """Returns the context of a pass of the decoder over a dense batch.
+        """Returns the context of a forward pass of the decoder over a dense batch.
 
         Args:
-            tokens: int32, token ids; all texts start at position 0.
-            cross: As cross_kv returns it.
-            encoder_lens: int32, tokens that the encoder read of each text.
+            tokens: int32 [B, T], token ids. All sequences start at position 0.
+            cross: Keys and values that `cross_kv` returns, float [B, N, K, D] each.
+            encoder_lens: int32 [B], tokens of each encoder sequence.
         """
         by_layer = dict(zip(self._cross_layers(), cross, strict=True))
 
@@ -93,19 +109,19 @@ class EncoderDecoderLM(LanguageModel):
         backend: Backend,
         grid: DeviceGrid | None = None,
     ) -> list[Array]:
-        """Runs the encoder on one text and writes the keys and values for cross attention to the pools.
+        """Runs the encoder on one sequence and writes the cross-attention keys and values to the pool.
 
         Args:
-            tokens: int32 [N], padded.
-            length: Tokens of the text.
-            kv_cache: The pools.
+            tokens: int32 [N], token ids, padded.
+            length: int32 [], number of tokens without padding.
+            kv_cache: The pool arrays, [P, 2, K, S, D] each. The list itself is not modified.
             slot_mapping: int32 [G, N], slot of each token in each cache group; out of range in padding.
-            places: Of each layer.
-            backend: Which kernels write.
-            grid: The devices that the model is divided among; None for one.
+            places: Location of each layer's cache, in the order of kv_cache_specs().
+            backend: The implementation that writes.
+            grid: The devices that the model is divided among; None for a single device.
 
         Returns:
-            The pools, those of cross attention written to.
+            The list of pool arrays, with the written arrays of cross attention.
         """
         kv_cache = list(kv_cache)
         context = dataclasses.replace(self.encoder_context(tokens[None], length[None]), grid=grid)

@@ -1,8 +1,8 @@
-"""What one forward pass carries to every module of a model, and the way every module is called.
+"""The context of a forward pass, and the way in which modules are called.
 
     model(tokens)        model.paged(tokens, kv_cache, metadata)
           |                         |
-    dense_context()          paged_context()       how tokens attend differs, nothing else does
+    dense_context()          paged_context()       the two contexts differ only in how tokens attend
           |                         |
           +------- context ---------+
                       |
@@ -12,8 +12,9 @@
             |-- self_attn(x, context)              q_proj, k_proj, v_proj(x, context); context.attend(...)
             `-- mlp(x, context)                    gate_proj, up_proj, down_proj(x, context)
 
-Each call `module(x, context)` passes through `context.run(module, x)`, so what is to happen at any module is
-decided in one place. There is no global and no thread-local: a context lives while its pass is traced.
+Every call `module(x, context)` goes through `context.run(module, x)`. Behavior that applies to any module,
+such as hooks and LoRA adapters, is implemented there once. There are no globals and no thread-locals: a
+context exists only while its forward pass is traced.
 """
 
 import abc
@@ -35,13 +36,7 @@ from jax_paged.pallas_kernels import grouped_loop
 
 
 class Attend(Protocol):
-    """How the tokens of a layer attend: (layer, q, k, v) to the attention of every token.
-
-    `layer` is an index into the model's kv_cache_specs(); the window comes from the spec. With None for k and
-    v, queries attend to the keys and values that an earlier call gave for that layer. The options are those
-    of dense_attention. Of a LatentAttentionSpec, k and v are the same vectors, of one head, and what is
-    returned has the first value_dim numbers of a head.
-    """
+    """Self-attention function of a forward pass."""
 
     def __call__(
         self,
@@ -54,48 +49,89 @@ class Attend(Protocol):
         soft_cap: float | None = None,
         sinks: Array | None = None,
         distance_bias: Array | None = None,
-    ) -> Array: ...
+    ) -> Array:
+        """Returns the attention output of every token row.
+
+        Args:
+            layer: Index into the model's kv_cache_specs(). The sliding window is taken from this spec.
+            q: float [*T, H, D], queries.
+            k: float [*T, K, D], keys in the form in which they are cached; None to attend to the keys and
+                values that an earlier call passed for this layer.
+            v: float [*T, K, D], values; None if `k` is None. For a LatentAttentionSpec, the same array as
+                `k`.
+            scale: Factor of the scores.
+            soft_cap: See `attention.dense_attention`.
+            sinks: float [H], see `attention.dense_attention`.
+            distance_bias: float [H, n], see `attention.dense_attention`.
+
+        Returns:
+            float [*T, H, D], or [*T, H, value_dim] for a LatentAttentionSpec.
+        """
+        ...
 
 
 class GroupedMatmul(Protocol):
-    """What multiplies the rows of experts: grouped_matmul, with a backend."""
+    """Multiplication of rows by the weight matrices of experts: `grouped_matmul` with a fixed backend."""
 
-    def __call__(self, x: Array, kernels: Array, group_sizes: Array, /) -> Array: ...
+    def __call__(self, x: Array, kernels: Array, group_sizes: Array, /) -> Array:
+        """Returns the product of each expert's rows and its weight matrix.
+
+        Args:
+            x: float [N, I], rows sorted by expert.
+            kernels: float [G, I, O], one matrix per expert.
+            group_sizes: int32 [G], number of rows of each expert.
+
+        Returns:
+            float [N, O]; 0 in rows after the last expert's rows.
+        """
+        ...
 
 
 class CrossAttend(Protocol):
-    """How the tokens of a layer attend to the encoder's output: (layer, q) to each token's attention."""
+    """Cross-attention function of a forward pass."""
 
-    def __call__(self, layer: int, q: Array, *, scale: float) -> Array: ...
+    def __call__(self, layer: int, q: Array, *, scale: float) -> Array:
+        """Returns the attention of the decoder's token rows to the encoder's output.
+
+        Args:
+            layer: Index of a CrossAttentionSpec in the model's kv_cache_specs().
+            q: float [*T, H, D], queries.
+            scale: Factor of the scores.
+
+        Returns:
+            float [*T, H, D].
+        """
+        ...
 
 
 def no_cross_attention(layer: int, q: Array, *, scale: float) -> Array:
+    """Raises an AssertionError: the default of `cross_attend` in passes without an encoder."""
     raise AssertionError(f"layer {layer} asks for cross attention in a pass without an encoder's output")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ForwardContext:
-    """What a forward pass carries to every module.
+    """Data and functions of one forward pass, passed to every module.
 
-    Immutable: a part of a model that needs another context for the modules below it derives one with
-    dataclasses.replace. What is to reach every layer becomes a field here, and what is to happen at every
-    module becomes a line in `run`.
+    A context is immutable. A module that needs another context for the modules below it creates one with
+    `dataclasses.replace`. Add a field here for data that every layer needs, and a line in `run` for behavior
+    that applies to every module.
 
     Args:
-        model: The module that `path` is relative to.
-        positions: int32, position of each token in its sequence. Its shape is that of the token rows: the
-            leading dimensions of what every module takes and returns.
-        attend: How tokens attend to their sequence.
-        cross_attend: How tokens attend to the encoder's output.
-        recur: How the states that layers keep are advanced, see recurrence.py.
-        grouped_matmul: What multiplies the rows of experts; by default what can be differentiated.
-        mrope_positions: int32 [3, ...], of each token its rotary positions along three axes; None if they are
-            those of `positions`.
-        rotations: By how much the tokens are rotated, for each rope of the model.
-        grid: The devices that the model is divided among; None for one.
-        hooks: What happens to the output of some modules, by their paths; see hooks.py.
-        changes: What becomes of a module's output before that, by what it was given and has returned: what
-            adapters add (lora.py), vectors in place of tokens.
+        model: The model that module paths are relative to.
+        positions: int32 [*T], position of each token in its sequence. The inputs and outputs of all modules
+            have the same leading dimensions.
+        attend: Computes self-attention.
+        cross_attend: Computes attention to the encoder's output.
+        recur: Advances the recurrent states of layers; see recurrent/recurrence.py.
+        grouped_matmul: Multiplies the rows of experts. The default is differentiable.
+        mrope_positions: int32 [3, *T], rotary positions of each token along three axes (M-RoPE); None if all
+            three are `positions`.
+        rotations: Rotation of queries and keys, for each Rope of the model.
+        grid: The devices that share the model (tensor parallelism); None for a single device.
+        hooks: Functions that take and return the output of a module, by module path; see features/hooks.py.
+        changes: Functions that take the input and the output of a module and return a new output, by module
+            path. They run before the hooks. LoRA adapters and prompt embeddings are applied this way.
     """
 
     model: nnx.Module
@@ -111,14 +147,15 @@ class ForwardContext:
     changes: Mapping[str, Callable[[Any, Array], Array]] = types.MappingProxyType({})
 
     def run(self, module: "Module", x: Any) -> Array:
-        """Returns module.forward(x, self), or what changes and a hook make of it. Every call comes here.
+        """Returns the output of a module after `changes` and `hooks` have been applied to it.
 
-        Only gate and up of an MLP whose kernels are packed, and that nothing changes, are not called, see
-        layers.gated.
+        All calls of modules go through this method, with one exception: `layers.gated` computes the gate and
+        up projections of an MLP in one operation if their weights are packed and neither has a hook or a
+        change.
 
         Args:
-            module: The module that was called.
-            x: What it was called with.
+            module: The module to call.
+            x: Its input.
         """
         y = module.forward(x, self)
         if self.changes and (change := self.changes.get(self.path(module))):
@@ -127,22 +164,30 @@ class ForwardContext:
         return y if hook is None else hook(y)
 
     def sees(self, *modules: "Module") -> bool:
-        """Returns whether anything happens to the output of one of some modules."""
+        """Returns whether a hook or a change applies to any of the given modules."""
         if not self.hooks and not self.changes:
             return False
         paths = set(map(self.path, modules))
         return bool(self.hooks.keys() & paths or self.changes.keys() & paths)
 
     def parts(self, y: Array, units: Sequence[Units]) -> list[Array]:
-        """Takes the output of a map apart that computes several things at once, each in these units."""
+        """Splits the output of a linear map that computes several projections at once.
+
+        Args:
+            y: float [..., W], the columns of all projections.
+            units: The units of each projection, in order.
+
+        Returns:
+            One array float [..., w] per projection.
+        """
         if self.grid is not None:
             return self.grid.parts(y, units)
         return jnp.split(y, list(itertools.accumulate(u.num * u.size for u in units[:-1])), axis=-1)
 
     def path(self, module: "Module") -> str:
-        """Returns where a module stands in the model, such as "layers.7.self_attn.q_proj".
+        """Returns the path of a module in the model, such as "layers.7.self_attn.q_proj".
 
-        The weights of the module have this path too, in the model's state and in its WeightTable.
+        The paths of the module's weights, in the model's state and in its WeightTable, start with this path.
         """
         assert module in self._paths, f"{type(module).__name__} is not a part of the context's model"
         return self._paths[module]
@@ -154,24 +199,35 @@ class ForwardContext:
 
 
 class Module(nnx.Module):
-    """A part of a model; called as `module(x, context)`, it computes what its `forward` returns.
+    """Base class of the parts of a model. `module(x, context)` returns the output of `forward`.
 
     Attributes:
-        same_input: Names of linear maps in it that are applied to the same rows, and may be packed together.
+        same_input: Names of linear maps in this module that have the same input. Their weights may be packed
+            together.
     """
 
     same_input: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, x: Any, context: ForwardContext) -> Array:
+        """Calls the module through the context and returns its output; see ForwardContext.run.
+
+        Args:
+            x: The input of the module, usually float [*T, E].
+            context: The context of this forward pass.
+        """
         return context.run(self, x)
 
     @abc.abstractmethod
     def forward(self, x: Any, context: ForwardContext) -> Array:
-        """Returns the output of every token row of x; called by the context only."""
+        """Returns the output for every token row of x. Only the context calls this method."""
 
 
 class MissingLayer(Module):
-    """In the place of a layer that another stage of a pipeline has: paths stay those of the whole model."""
+    """Placeholder for a layer of another pipeline stage.
+
+    It keeps the layer indices, and therefore module paths, the same as in the whole model.
+    """
 
     def forward(self, x: Any, context: ForwardContext) -> Array:
+        """Raises an AssertionError because another stage has this layer."""
         raise AssertionError("another stage has this layer")

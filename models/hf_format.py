@@ -1,4 +1,4 @@
-"""Hugging Face's checkpoint format, as far as all families share it: config.json's fields, weights' keys."""
+"""Hugging Face's checkpoint format: reading fields of config.json, and names of weights."""
 
 import dataclasses
 import math
@@ -13,17 +13,18 @@ _REQUIRED: Any = object()
 
 
 class ConfigReader:
-    """Reads fields of a config.json and collects everything that is wrong with them.
+    """Reader of a config.json that collects all problems with its fields.
 
-    Reading a bad value notes the problem and returns a placeholder, so that one pass finds all problems;
-    `finish` then raises. As in transformers, null means absent.
+    If a field has a wrong value, the reader notes the problem and returns a placeholder. One pass therefore
+    finds all problems, and `finish` raises an error that lists them. As in transformers, null means that a
+    field is missing.
 
     Args:
         config: The parsed config.json, or an object inside it.
-        prefix: Put before the names in messages.
-        problems: Problems noted so far, by name; a nested reader shares its parent's.
-        max_model_len: Maximum tokens of a text that the user asks for; None leaves it to the model. Only
-            rotary positions that depend on the length of the text ask for it.
+        prefix: Prefix of the field names in messages.
+        problems: Problems noted so far, by field name. A nested reader shares the dict of its parent.
+        max_model_len: The maximum sequence length that the user requests (tokens); None for the default. It
+            only affects rotary positions that depend on the sequence length.
     """
 
     def __init__(
@@ -39,12 +40,23 @@ class ConfigReader:
         self._problems: dict[str, str] = {} if problems is None else problems
 
     def get(self, name: str, default: Any) -> Any:
-        """Returns a value of any kind."""
+        """Returns a value of any type.
+
+        Args:
+            name: Name of the field.
+            default: The result if the field is missing.
+        """
         value = self._config.get(name)
         return default if value is None else value
 
     def integer(self, name: str, default: Any = _REQUIRED, low: int = 1) -> int:
-        """Returns an integer of at least `low`."""
+        """Returns an integer of at least `low`.
+
+        Args:
+            name: Name of the field.
+            default: The result if the field is missing. Without a default, a missing field is a problem.
+            low: The smallest allowed value.
+        """
         value = self.get(name, default)
         ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
         self.check(ok, name, value, f"an integer of at least {low}")
@@ -53,7 +65,14 @@ class ConfigReader:
     def number(
         self, name: str, default: Any = _REQUIRED, low: float = 0.0, *, low_open: bool = True
     ) -> float:
-        """Returns a finite number above `low`, or at least `low` if not `low_open`."""
+        """Returns a finite number.
+
+        Args:
+            name: Name of the field.
+            default: The result if the field is missing. Without a default, a missing field is a problem.
+            low: The lower bound of the allowed values.
+            low_open: Whether `low` itself is not allowed.
+        """
         value = self.get(name, default)
         ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         ok = ok and (value > low if low_open else value >= low)
@@ -61,33 +80,46 @@ class ConfigReader:
         return float(value) if ok else low + 1
 
     def choice(self, name: str, default: Any, choices: tuple[Any, ...]) -> Any:
-        """Returns a value that is one of `choices`; False and True don't count as 0 and 1."""
+        """Returns a value that is one of `choices`. False and True are not equal to 0 and 1.
+
+        Args:
+            name: Name of the field.
+            default: The value if the field is missing.
+            choices: The allowed values.
+        """
         value = self.get(name, default)
         ok = any(value == c and isinstance(value, bool) == isinstance(c, bool) for c in choices)
         self.check(ok, name, value, one_of(choices))
         return value if ok else choices[0]
 
     def num_labels(self) -> int:
-        """Returns the classes of a classifier, 2 if nothing says it; 0 of any other model."""
+        """Returns the number of classes of a classifier; 0 if the model is not a classifier.
+
+        The default is the number of entries in id2label, or 2.
+        """
         names = self.get("architectures", None)
         if not isinstance(names, list) or not any("Classification" in str(name) for name in names):
             return 0
         return self.integer("num_labels", len(self.table("id2label")) or 2)
 
     def table(self, name: str) -> dict[str, Any]:
-        """Returns an object; an empty one if the value is absent."""
+        """Returns an object as a dict; an empty dict if the field is missing.
+
+        Args:
+            name: Name of the field.
+        """
         value = self.get(name, {})
         return value if self.check(isinstance(value, dict), name, value, "an object or null") else {}
 
     def windows(
         self, num_layers: int, default_types: Sequence[str], window: int | None
     ) -> tuple[int | None, ...]:
-        """Returns the window of each layer by `layer_types`, None for a layer that attends to all tokens.
+        """Returns the sliding window of each layer (tokens) by `layer_types`; None for full attention.
 
         Args:
             num_layers: Number of layers.
-            default_types: Stands in for `layer_types` if config.json leaves it out.
-            window: Of layers of type "sliding_attention"; None if that type is not allowed.
+            default_types: The value of `layer_types` if the field is missing.
+            window: The window of layers of type "sliding_attention"; None if this type is not allowed.
         """
         types = self.get("layer_types", list(default_types))
         choices = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
@@ -98,7 +130,13 @@ class ConfigReader:
         return tuple(window if t == "sliding_attention" else None for t in types)
 
     def layer_types(self, num_layers: int, default: Sequence[str], other: str) -> list[str]:
-        """Returns `layer_types`, each "full_attention", which at least one has, or another type."""
+        """Returns `layer_types`, in which at least one layer is of type "full_attention".
+
+        Args:
+            num_layers: Number of layers.
+            default: The value if the field is missing.
+            other: The only other type that is allowed.
+        """
         types = self.get("layer_types", list(default))
         ok = isinstance(types, list) and len(types) == num_layers
         ok = ok and set(types) <= {"full_attention", other} and "full_attention" in types
@@ -110,21 +148,26 @@ class ConfigReader:
         )
 
     def nested(self, name: str, values: Mapping[str, Any]) -> "ConfigReader":
-        """Returns a reader of the values under `name`; it notes its problems in this reader."""
+        """Returns a reader of the values under `name`. It notes problems in this reader.
+
+        Args:
+            name: Name of the object.
+            values: The values in it.
+        """
         return ConfigReader(values, f"{self._prefix}{name}.", self._problems, self.max_model_len)
 
     def check(
         self, ok: bool, name: str, value: Any, allowed: str, *, also_needs: tuple[str, ...] = ()
     ) -> bool:
-        """Notes a problem with `name` unless `ok`, and returns `ok`.
+        """Notes a problem with a field unless `ok`, and returns `ok`.
 
         Args:
             ok: Whether the value is allowed.
             name: Name of the field.
             value: Its value.
-            allowed: What is allowed, for the message.
-            also_needs: Other fields that `ok` depends on. If one of them has a problem of its own, its value
-                is a placeholder, and nothing is noted.
+            allowed: Description of the allowed values, for the message.
+            also_needs: Other fields that `ok` depends on. If one of them has a problem, its value is a
+                placeholder. In that case no problem is noted for this field.
         """
         name = self._prefix + name
         if not ok and not any(n in self._problems for n in (name, *also_needs)):
@@ -133,13 +176,14 @@ class ConfigReader:
         return ok
 
     def finish(self) -> None:
-        """Raises a ValueError that lists all problems, if any were noted."""
+        """Raises a ValueError that lists all problems, if there are any."""
         if self._problems:
             lines = "".join(f"\n  {problem}" for problem in self._problems.values())
             raise ValueError(f"config.json does not describe a supported model:{lines}")
 
 
-# What the checkpoint calls the last part of a path, without one of the model's own.
+# End of a weight's key in the checkpoint, by the last part of its NNX path. Weights with another last part
+# have no such end.
 _ENDS = {
     "kernel": ".weight",
     "scale": ".weight",
@@ -151,24 +195,27 @@ _ENDS = {
 
 @dataclasses.dataclass(frozen=True)
 class WeightTable:
-    """The names of a family's weights in a checkpoint.
+    """Names of a family's weights in a checkpoint.
 
-    The weights of a module, such as `layers.0.norm.scale`, have the module's name in the checkpoint, with
-    "weight" or "bias" at the end: `model.layers.0.norm.weight`. A weight with another last name is its own
-    module.
+    The key of a weight is the name of its module in the checkpoint, followed by ".weight" or ".bias". By
+    default, the name of a module is `start` plus its NNX path. For example, `layers.0.norm.scale` is stored
+    as `model.layers.0.norm.weight`. If the last part of a weight's path is none of kernel, scale, embedding,
+    weight and bias, its whole path is treated as the path of a module, and nothing is appended.
 
     Args:
-        names: (regular expression that matches the whole NNX path of a module, joined by dots; template of
-            its name in the checkpoint). The first match counts; other modules have their path, after `start`.
-            If the name contains {}, the checkpoint holds one weight per index of the first dimension.
-        tied: Keys of weights that a tied model shares, each with the key of the weight that is kept.
-        ignored: Regular expression that matches whole keys of older checkpoints which no model reads.
-        unused: Regular expression that matches whole keys of weights for other tasks, which this model has no
-            place for. They are ignored with a warning.
-        prefix: Start of all keys except the tied ones; older checkpoints leave it out.
-        start: Start of the names of modules that `names` does not have; the prefix if it is None.
-        renamed: Starts that keys of older checkpoints have, each with what they start with now.
-        transposed: Regular expression that matches the whole NNX path of each weight that is stored
+        names: Pairs (pattern, template) for modules that do not have the default name. The pattern, a regular
+            expression, must match the whole NNX path; the template is the name in the checkpoint. The first
+            match is used. If the name contains {}, the checkpoint has one tensor for each index of the
+            weight's first dimension.
+        tied: Keys of weights that a tied model shares with others, each with the key of the weight that is
+            kept.
+        ignored: Regular expression that matches whole keys of older checkpoints which are not read.
+        prefix: Prefix of all keys except those in `tied`. Older checkpoints leave it out.
+        start: Prefix of the default name of a module; None for `prefix`.
+        renamed: Prefixes of keys in older checkpoints, each with its replacement.
+        unused: Regular expression that matches whole keys of weights for other tasks. These weights are
+            ignored with a warning.
+        transposed: Regular expression that matches the whole NNX path of every weight that is stored
             transposed.
     """
 
@@ -182,7 +229,11 @@ class WeightTable:
     transposed: str = r".*\.kernel|.*\.experts\.\w+"
 
     def hf_key(self, path: str) -> tuple[str, bool]:
-        """Returns the Hugging Face key of the weight at an NNX path, and whether it is stored transposed."""
+        """Returns the key of a weight in a checkpoint, and whether it is stored transposed.
+
+        Args:
+            path: NNX path of the weight, joined by dots.
+        """
         module, _, last = path.rpartition(".")
         end = _ENDS.get(last, "")
         module = module if end else path
@@ -192,15 +243,23 @@ class WeightTable:
         return key + end, re.fullmatch(self.transposed, path) is not None
 
     def with_names(self, *names: tuple[str, str], **changes: Any) -> "WeightTable":
-        """Returns a table with more names, which go before the others, and with other changes."""
+        """Returns a copy of the table with more names, which take precedence over the existing ones.
+
+        Args:
+            *names: Pairs (pattern, template).
+            **changes: New values of other fields.
+        """
         return dataclasses.replace(self, names=(*names, *self.names), **changes)
 
 
 def text_values(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of the text model, of the config.json of a model that reads more than texts.
+    """Returns the values of the text model in the config.json of a multimodal model.
+
+    Args:
+        hf_config: The parsed config.json.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If config.json has no text_config.
     """
     text = hf_config.get("text_config")
     if not isinstance(text, dict):
@@ -210,11 +269,11 @@ def text_values(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_text_model(table: WeightTable, others: Sequence[str]) -> WeightTable:
-    """Returns the table of a model that has a text model, given that of the text model alone.
+    """Returns the weight table of a multimodal checkpoint of which only the text model is read.
 
     Args:
-        table: Its keys begin with "model.", except for that of the head.
-        others: Names of the parts that are not read.
+        table: The table of the text model alone. Its keys begin with "model.", except the key of the head.
+        others: Names of the parts of the checkpoint that are not read.
     """
     name = "model.language_model."
 

@@ -1,4 +1,7 @@
-"""What a model reads of images, and how an image reaches it. Imports neither JAX nor NumPy."""
+"""Image formats of models, and the image data that is passed to the encoder.
+
+This module imports neither JAX nor NumPy.
+"""
 
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -7,18 +10,22 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# Patches of an image: what attends to so many takes a second and some gigabytes.
+# Maximum number of patches of an image. Attention over this many patches takes about a second and several
+# gigabytes of memory.
 MAX_PATCHES = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageSpec:
-    """How images stand in the prompts of a model: cut into square tiles, each in place of some tokens.
+    """Image format of a model that cuts images into square tiles of a fixed size.
+
+    In the prompt, each tile is a fixed number of placeholder tokens.
 
     Args:
-        token_id: The placeholder in whose place the vectors of an image stand.
-        num_tokens: How many of them stand for a tile.
-        tile_size: Pixels on each side of a tile.
+        token_id: Token id of the placeholder. The embeddings of the placeholders are replaced by image
+            vectors.
+        num_tokens: Number of placeholders per tile.
+        tile_size: Width and height of a tile (pixels).
     """
 
     token_id: int
@@ -28,12 +35,12 @@ class ImageSpec:
 
 
 class Tile(NamedTuple):
-    """A part of an image; the encoder gets pixels * scale + offset.
+    """A square part of an image. The encoder's input is pixels * scale + offset.
 
     Args:
         pixels: uint8 [3, tile_size, tile_size].
-        scale: float32 [3], of each channel.
-        offset: float32 [3], of each channel.
+        scale: float32 [3], factor for each channel.
+        offset: float32 [3], offset for each channel.
     """
 
     pixels: "np.ndarray"
@@ -43,15 +50,18 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PatchSpec:
-    """How images stand in the prompts of a model: cut into patches, with a token for each square of some.
+    """Image format of a model that cuts images of any size into patches.
 
-    The tokens of an image have rotary positions by their rows and columns.
+    In the prompt, each square of merge_size * merge_size patches is one placeholder token. The rotary
+    positions of these tokens are their rows and columns in the image.
 
     Args:
-        token_id: The placeholder in whose place the vectors of an image stand.
-        patch_size: Pixels on each side of a patch.
-        merge_size: Patches on each side of a square.
-        added_paths: A token has one more vector for each of these modules, which is added to its output.
+        token_id: Token id of the placeholder. The embeddings of the placeholders are replaced by image
+            vectors.
+        patch_size: Width and height of a patch (pixels).
+        merge_size: Width and height of a square of patches (patches).
+        added_paths: Paths of modules. For each of them, the image encoder returns one more vector per
+            placeholder, which is added to the output of the module (DeepStack).
     """
 
     token_id: int
@@ -61,13 +71,13 @@ class PatchSpec:
 
 
 class Patches(NamedTuple):
-    """An image of a size of its own; the encoder gets pixels * scale + offset.
+    """An image of any size. The encoder's input is pixels * scale + offset.
 
     Args:
-        pixels: uint8 [patches, 3 * patch_size**2], those of a square of patches side by side.
-        scale: float32 [3], of each channel.
-        offset: float32 [3], of each channel.
-        grid: Rows and columns of its tokens.
+        pixels: uint8 [patches, 3 * patch_size**2]. The patches of one square are consecutive.
+        scale: float32 [3], factor for each channel.
+        offset: float32 [3], offset for each channel.
+        grid: Rows and columns of the image's placeholder tokens.
     """
 
     pixels: "np.ndarray"

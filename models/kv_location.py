@@ -1,4 +1,4 @@
-"""Where a layer's keys and values are in the pool, and how layers that differ in heads share its arrays."""
+"""Locations of the layers' KV caches in the pool, and views for layers that share an array."""
 
 from typing import Any, NamedTuple
 
@@ -7,18 +7,20 @@ from jaxtyping import Array, Int
 
 
 class View(NamedTuple):
-    """How a layer sees an array of the pool whose pages were made for layers with more numbers per token.
+    """View of a pool array by a layer whose pages are smaller than the array's pages.
 
-    A page of the array is several of the layer's, of which it has one; the others belong to other layers of
-    its cache group. The bytes stay where they are:
+    Layers with different numbers or sizes of heads can share an array. The pages of the array are as large as
+    the largest pages of these layers need to be. A layer with smaller pages sees each page of the array as
+    `num_parts` pages of its own size and uses one of them. The other parts belong to other layers of its
+    cache group. A view only reshapes the array; it does not move data:
 
         array            page 0              page 1
         layers a, b      0: a    1: b        2: a    3: b
 
     Args:
         head_dim: Size of the layer's heads.
-        num_parts: Pages of the layer's size in a page of the array, on every device.
-        part: Which of them is the layer's.
+        num_parts: Number of the layer's pages in one page of the array, on every device.
+        part: Index of the layer's part in a page of the array.
     """
 
     head_dim: int
@@ -26,14 +28,14 @@ class View(NamedTuple):
     part: int
 
     def pages(self, kv_pages: Any, num_devices: int = 1) -> Any:
-        """Returns the array as pages of the layer's size.
+        """Returns the array reshaped to pages of the layer's size.
 
         Args:
-            kv_pages: [P, 2, K, S, D], the array, of JAX or NumPy, or what one device has of it.
-            num_devices: How many devices' heads are in it, side by side.
+            kv_pages: [P, 2, K, S, D], the pool array or one device's part of it; a JAX or NumPy array.
+            num_devices: Number of devices whose heads are side by side in `kv_pages`.
 
         Returns:
-            [P * num_parts, 2, heads of the layer, S, head_dim].
+            [P * num_parts, 2, kv heads of the layer, S, head_dim].
         """
         num_pages, _, heads, size, width = kv_pages.shape
         if num_devices == 1:
@@ -44,11 +46,27 @@ class View(NamedTuple):
         return x.reshape(num_pages * self.num_parts, 2, -1, size, self.head_dim)
 
     def blocks(self, block_ids: Int[Array, "..."]) -> Int[Array, "..."]:
-        """Returns the layer's pages of some blocks; of the null block, one that lies in it."""
+        """Returns the layer's pages for some blocks. The null block maps to a page inside the null block.
+
+        Args:
+            block_ids: int32 [...], blocks of the array.
+
+        Returns:
+            int32 [...].
+        """
         return block_ids * self.num_parts + self.part
 
     def slots(self, slots: Int[Array, "..."], num_blocks: int, block_size: int) -> Int[Array, "..."]:
-        """Returns the layer's slots; those behind the array stay behind it."""
+        """Returns the layer's slots for some slots of the array. Slots out of range stay out of range.
+
+        Args:
+            slots: int32 [...], slots of the array.
+            num_blocks: Number of blocks in the array.
+            block_size: Tokens per block.
+
+        Returns:
+            int32 [...].
+        """
         blocks = self.blocks(jnp.minimum(slots // block_size, num_blocks))
         return blocks * block_size + slots % block_size
 
@@ -57,12 +75,13 @@ NO_GROUP = -1
 
 
 class Place(NamedTuple):
-    """Where a layer's keys and values are, or its states.
+    """Location of a layer's keys and values, or of its recurrent states, in the pool.
 
     Args:
-        array: Of the pool; the first of several of states.
-        group: Cache group, whose blocks they are in; NO_GROUP of states.
-        view: How the layer sees the array; None if its heads are those of the array.
+        array: Index in the list of pool arrays. A layer with several recurrent states has consecutive arrays,
+            and this is the first of them.
+        group: Index of the cache group whose block tables the layer uses; NO_GROUP for recurrent states.
+        view: The layer's view of the array; None if the pages of the array have the layer's own shape.
     """
 
     array: int

@@ -1,4 +1,4 @@
-"""Parts that several families share: linear maps, embeddings, norms, activations."""
+"""Layers that several families share: linear maps, embeddings, norms and activations."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,11 +17,14 @@ from jax_paged.pallas_kernels.native import products
 
 
 def _in_float32(activation: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """Returns an activation that is rounded once, at its end: quicker than after each of its operations."""
+    """Returns an activation that computes in float32 and rounds its result once.
+
+    This is faster than rounding after each operation.
+    """
     return lambda x: activation(x.astype(jnp.float32)).astype(x.dtype)
 
 
-# By their names in config.json.
+# Activation functions by their names in config.json.
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": _in_float32(jax.nn.silu),
     "relu": jax.nn.relu,
@@ -33,41 +36,56 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def parameter(value: Array, split: Split) -> nnx.Param:
-    """Makes a weight that carries how each of its dimensions is divided among devices."""
+    """Returns a weight whose metadata says how each dimension is divided among devices.
+
+    Args:
+        value: The initial value.
+        split: The units of each dimension; see parallel/sharding.py.
+    """
     return nnx.Param(value, split=split)
 
 
 class Float32Param(nnx.Param[Array]):
-    """A weight that stays float32 in a model of another type."""
+    """Weight that stays float32 in a model of another dtype."""
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype", "std"))
 def normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, std: float) -> Array:
-    """Draws an initial weight of standard deviation `std`.
+    """Returns an initial weight, drawn from a normal distribution with mean 0.
 
-    Compiled once per shape, so that nothing but the weight itself is ever allocated.
+    The function is jitted, so that no temporary array is allocated.
+
+    Args:
+        key: PRNG key.
+        shape: Shape of the weight.
+        dtype: The dtype of the weight.
+        std: Standard deviation.
     """
     return (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)
 
 
 class PackedKernel(nnx.Variable[Array]):
-    """A kernel as oneDNN reads it (pallas_kernels/native/products.py), to serve with and not to train.
+    """Weight matrix in the packed layout of oneDNN (pallas_kernels/native/products.py).
 
-    Maps that are applied to the same rows may share one: their kernels side by side.
+    It can only be used for inference. Linear maps with the same input may share one packed array, which then
+    holds their matrices side by side. The array is uint8 [bytes].
     """
 
 
 class Linear(Module):
-    """y = x @ kernel + bias, the kernel laid out [in, out], or small, or packed.
+    """Linear map y = x @ kernel + bias.
+
+    The kernel, the weight matrix, is float [in_features, out_features]. Loading a model may replace it with a
+    QuantizedWeight or a PackedKernel.
 
     Args:
         in_features: Size of x.
         out_features: Size of y.
-        bias: Whether there is one.
+        bias: Whether the map has a bias.
         split: How each dimension of the kernel is divided among devices.
         std: Standard deviation of the initial kernel.
-        dtype: Of the weights.
-        rngs: Where random weights come from.
+        dtype: The dtype of the weights.
+        rngs: Source of the random initial weights.
     """
 
     def __init__(
@@ -82,7 +100,8 @@ class Linear(Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.in_features, self.out_features, self.split = in_features, out_features, split
-        # Where its columns are in a packed kernel that it shares.
+        # If the packed kernel is shared with other maps: this map's first column in it, and the number of
+        # columns of all maps together.
         self.first_column, self.num_columns = 0, out_features
         self.kernel: nnx.Param | PackedKernel | QuantizedWeight = parameter(
             normal(rngs.params(), (in_features, out_features), dtype, std), split
@@ -90,18 +109,43 @@ class Linear(Module):
         self.bias = parameter(jnp.zeros(out_features, dtype), split[1:]) if bias else None
 
     def forward(self, x: Float[Array, "... i"], context: ForwardContext) -> Float[Array, "... o"]:
+        """Returns x @ kernel + bias.
+
+        Args:
+            x: float [..., in_features].
+            context: The context of this forward pass.
+
+        Returns:
+            float [..., out_features].
+        """
         y = self.product(x, is_divided=context.grid is not None and self.split[0] is not None)
         return y if self.bias is None else y + self.bias[...]
 
     def logits(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        """Returns float32 logits, whatever the type of the weights."""
+        """Returns x @ kernel + bias in float32, whatever the dtype of the weights.
+
+        Args:
+            x: float [..., in_features].
+
+        Returns:
+            float32 [..., out_features].
+        """
         y = self.product(x, jnp.float32)
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
     def product(
         self, x: Float[Array, "... i"], dtype: DTypeLike | None = None, *, is_divided: bool = False
     ) -> Float[Array, "... o"]:
-        """Returns x @ kernel, of type `dtype` if given; for `is_divided` see QuantizedWeight.product."""
+        """Returns x @ kernel, without the bias.
+
+        Args:
+            x: float [..., in_features].
+            dtype: The dtype of the result; None for the dtype of x.
+            is_divided: Whether the rows of the kernel are divided among devices; see QuantizedWeight.product.
+
+        Returns:
+            [..., out_features].
+        """
         if isinstance(self.kernel, PackedKernel):
             y = products.multiply(x, self.kernel[...], self.num_columns, dtype or x.dtype)
             return y[..., self.first_column : self.first_column + self.out_features]
@@ -111,10 +155,13 @@ class Linear(Module):
 
     @staticmethod
     def pack(maps: "Sequence[Linear]") -> None:
-        """Replaces the kernels of maps that are applied to the same rows by one packed kernel.
+        """Replaces the kernels of linear maps that have the same input by one packed kernel.
 
-        Each map still asks for its own columns; where the rows are the same, XLA sees the same product, and
-        computes it once.
+        Each map multiplies its input by the whole packed kernel and returns its own columns. If the inputs
+        are the same array, the products are identical, and XLA computes them once.
+
+        Args:
+            maps: Linear maps with the same in_features and without quantized kernels.
         """
         kernel = PackedKernel(products.pack(jnp.concatenate([m.kernel[...] for m in maps], axis=1)))
         columns = np.cumsum([0, *(m.out_features for m in maps)]).tolist()
@@ -127,15 +174,19 @@ def gated(
 ) -> Float[Array, "... o"]:
     """Returns activation(gate(x)) * up(x).
 
-    Where both kernels are packed, neither a hook nor an adapter is at the two maps, and the native product
-    has the activation, this is a single call, and the context does not see them.
+    This is one native call if both kernels are packed, there are no biases, the native library has the
+    activation, and neither map has a hook or an adapter. In that case `context.run` is not called for the two
+    maps.
 
     Args:
-        activation: One of ACTIVATIONS, by its name.
-        gate: What is activated.
-        up: What is gated; of the same sizes.
-        x: What both are applied to.
-        context: Of the pass.
+        activation: Name of an activation in ACTIVATIONS.
+        gate: The linear map that the activation is applied to.
+        up: The linear map whose output is gated; it has the same sizes.
+        x: float [..., in_features], the input of both maps.
+        context: The context of this forward pass.
+
+    Returns:
+        float [..., out_features].
     """
     kernels = gate.kernel, up.kernel
     is_packed = all(isinstance(kernel, PackedKernel) for kernel in kernels) and gate.bias is up.bias is None
@@ -146,15 +197,15 @@ def gated(
 
 
 class Embedding(Module):
-    """A table with one vector per token, and its packed transpose if it has been packed as a head.
+    """Token embedding table, which may also serve as the output head (tied embeddings).
 
     Args:
         vocab_size: Number of vectors.
         features: Size of a vector.
-        is_divided: Whether devices share the table; else each has all of it.
+        is_divided: Whether the vectors are divided among devices. If not, each device has the whole table.
         std: Standard deviation of the initial table.
-        dtype: Of the table.
-        rngs: Where random weights come from.
+        dtype: The dtype of the table.
+        rngs: Source of the random initial weights.
     """
 
     def __init__(
@@ -172,16 +223,35 @@ class Embedding(Module):
         self.packed_head: PackedKernel | None = nnx.data(None)
 
     def forward(self, x: Int[Array, "..."], context: ForwardContext) -> Float[Array, "... e"]:
+        """Returns the vectors of some tokens.
+
+        Args:
+            x: int32 [...], token ids.
+            context: The context of this forward pass.
+
+        Returns:
+            float [..., E].
+        """
         return self.embedding[...][x]
 
     def logits(self, x: Float[Array, "... e"]) -> Float[Array, "... v"]:
-        """Returns the float32 logits of a head that is tied to this table."""
+        """Returns the logits of an output head that is tied to this table.
+
+        Args:
+            x: float [..., E].
+
+        Returns:
+            float32 [..., V].
+        """
         if self.packed_head is not None:
             return products.multiply(x, self.packed_head[...], self.embedding.shape[0], jnp.float32)
         return jnp.einsum("...e,ve->...v", x, self.embedding[...], preferred_element_type=jnp.float32)
 
     def pack(self) -> None:
-        """Packs the table as a head, beside the table: vectors are still read from that."""
+        """Packs a transposed copy of the table for `logits`.
+
+        The table itself is kept, and `forward` still reads from it.
+        """
         self.packed_head = PackedKernel(products.pack(self.embedding[...], transposed=True))
 
 
@@ -196,13 +266,29 @@ class RMSNorm(Module):
         self.epsilon = epsilon
 
     def forward(self, x: Float[Array, "... e"], context: ForwardContext) -> Float[Array, "... e"]:
+        """Returns x divided by its root mean square over the last dimension, times the learned scale.
+
+        Args:
+            x: float [..., E].
+            context: The context of this forward pass.
+
+        Returns:
+            float [..., E].
+        """
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
         return x32.astype(x.dtype) * self.scale[...]
 
 
 class LayerNorm(Module):
-    """Norm to mean 0 and variance 1, computed in float32, then scaled and shifted if `affine` and `bias`.
+    """Norm to mean 0 and variance 1, computed in float32, with an optional scale and bias.
+
+    Args:
+        features: Size of the last dimension.
+        epsilon: Added to the variance.
+        affine: Whether there is a learned scale.
+        bias: Whether there is a learned bias. Ignored without `affine`.
+        dtype: The dtype of scale and bias.
 
     Source: Ba et al., Layer Normalization, 2016.
     """
@@ -215,12 +301,28 @@ class LayerNorm(Module):
         self.epsilon = epsilon
 
     def normalize(self, x: Float[Array, "... e"]) -> Float[Array, "... e"]:
-        """Returns x with mean 0 and variance 1, in float32."""
+        """Returns x with mean 0 and variance 1 over the last dimension.
+
+        Args:
+            x: float [..., E].
+
+        Returns:
+            float32 [..., E].
+        """
         x32 = x.astype(jnp.float32)
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         return x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
 
     def forward(self, x: Float[Array, "... e"], context: ForwardContext) -> Float[Array, "... e"]:
+        """Returns the normalized x, times the scale and plus the bias.
+
+        Args:
+            x: float [..., E].
+            context: The context of this forward pass.
+
+        Returns:
+            float [..., E].
+        """
         x32 = self.normalize(x)
         if self.scale is not None:
             x32 = x32 * self.scale[...].astype(jnp.float32)

@@ -1,4 +1,9 @@
-"""Mixtures of experts: a router chooses a few MLPs for each token, and only those are computed.
+"""Mixture-of-experts (MoE) layers: a router selects a few experts for each token, and only those run.
+
+The rows of a step are sorted by expert. Each weight matrix of the experts is one stacked array, and a grouped
+matrix product multiplies the rows of every expert by that expert's matrix. With several devices, either each
+device has whole experts (expert parallelism) or each has a part of every expert (tensor parallelism). In both
+cases a device computes a partial result, and the results of all devices are added.
 
 Source: Shazeer et al., Outrageously Large Neural Networks, 2017.
 """
@@ -21,7 +26,7 @@ from jax_paged.models.parallel.sharding import TENSOR, Split, Units, even
 from jax_paged.models.quantization.quantized_linear import KernelStack, QuantizedWeight
 from jax_paged.pallas_kernels import grouped_loop
 
-# Llama's table, and experts each of which the checkpoint holds alone.
+# Llama's weight names, and a checkpoint tensor of its own for each expert.
 EXPERT_TABLE = WEIGHT_TABLE.with_names(
     (r"layers\.(\d+)\.mlp\.experts\.(\w+)", r"model.layers.\1.mlp.experts.{}.\2.weight")
 )
@@ -29,13 +34,13 @@ EXPERT_TABLE = WEIGHT_TABLE.with_names(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoeConfig(LlamaConfig):
-    """Shape of a Llama with experts.
+    """Configuration of a Llama with mixture-of-experts layers.
 
     Args:
-        moe_layers: Layers that have experts; the others have an MLP.
-        moe_intermediate_size: Width of an expert.
-        num_experts: Experts per layer.
-        num_experts_per_tok: Experts per token.
+        moe_layers: Indices of the layers with experts. The other layers have a dense MLP.
+        moe_intermediate_size: Intermediate size of an expert.
+        num_experts: Number of experts per layer.
+        num_experts_per_tok: Number of experts per token.
         norm_topk_prob: Whether the weights of a token's experts are scaled to sum to 1.
     """
 
@@ -47,7 +52,13 @@ class MoeConfig(LlamaConfig):
 
     @staticmethod
     def read_experts(read: ConfigReader, name: str | None = None) -> dict[str, int]:
-        """Returns the fields num_experts, which may have another name, and num_experts_per_tok."""
+        """Returns the fields num_experts and num_experts_per_tok.
+
+        Args:
+            read: The reader of config.json. Problems are noted in it.
+            name: The name of the number of experts in config.json. If it is None, the name is
+                num_local_experts or num_experts.
+        """
         if name is None:
             name = "num_experts" if read.get("num_local_experts", None) is None else "num_local_experts"
         num, chosen = read.integer(name), read.integer("num_experts_per_tok")
@@ -56,7 +67,7 @@ class MoeConfig(LlamaConfig):
         return {"num_experts": num, "num_experts_per_tok": chosen}
 
 
-# Multiplies the rows of each expert by its kernel.
+# Multiplies the rows of each expert by the expert's weight matrix.
 Multiply = Callable[[Array, Any], Array]
 
 
@@ -64,9 +75,9 @@ class RoutedTokens(NamedTuple):
     """The input of a layer's experts.
 
     Args:
-        tokens: [*t, E], the token rows.
-        chosen: int32 [*t, K], the experts of each token.
-        weights: float32 [*t, K], factor of each of these experts' outputs.
+        tokens: float [*T, E], the token rows.
+        chosen: int32 [*T, K], indices of each token's K experts.
+        weights: float32 [*T, K], factors of the outputs of these K experts.
     """
 
     tokens: Float[Array, "*t e"]
@@ -75,9 +86,13 @@ class RoutedTokens(NamedTuple):
 
 
 class Experts(Module):
-    """Gated MLPs, of which each token goes through those chosen for it; their weights are stacked.
+    """The experts of a layer: gated MLPs whose weights are stacked.
 
-    A family with other experts overrides kernel_names, make_weights, divided_weights and apply_experts.
+    A family with another type of experts overrides kernel_names, make_weights, divided_weights and
+    apply_experts.
+
+    Attributes:
+        kernel_names: Names of the attributes that hold the stacked weight matrices.
     """
 
     kernel_names: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj", "down_proj")
@@ -92,13 +107,18 @@ class Experts(Module):
         self.make_weights(make)
 
     def make_weights(self, make: Callable[..., nnx.Param]) -> None:
+        """Creates the stacked weights as attributes.
+
+        Args:
+            make: A function (shape, split, std) that returns a parameter [num_experts, *shape].
+        """
         size, inner = self.config.hidden_size, self.config.moe_intermediate_size
         self.gate_proj = make((size, inner), (None, even(inner)))
         self.up_proj = make((size, inner), (None, even(inner)))
         self.down_proj = make((inner, size), (even(inner), None))
 
     def divided_weights(self) -> tuple[nnx.Param | QuantizedWeight, ...]:
-        """Returns the weights of which every device has some experts, or a part of each."""
+        """Returns the weights that are divided among devices, by expert or within each expert."""
         return tuple(getattr(self, name) for name in self.kernel_names)
 
     def apply_experts(
@@ -108,23 +128,49 @@ class Experts(Module):
         weights: tuple[Any, ...],
         multiply: Multiply,
     ) -> Float[Array, "n e"]:
-        """Returns what becomes of rows that are sorted by their experts, but for a sum over devices.
+        """Returns the outputs of this device's experts for rows that are sorted by expert.
+
+        If each device has a part of every expert, the outputs are partial sums that still have to be added.
 
         Args:
-            rows: Sorted; those behind the last expert that is here must become 0.
-            experts: int32, the place of each row's expert among those that are here; any behind the last.
-            weights: Of the experts that are here, as divided_weights has them: arrays, or quantized weights.
-            multiply: Multiplies the rows of each expert by its kernel; those behind the last one become 0.
+            rows: float [N, E], sorted by expert. Rows that belong to no expert of this device come last, and
+                their outputs must be 0.
+            experts: int32 [N], index of each row's expert among the experts of this device; arbitrary for
+                rows that belong to none of them.
+            weights: The weights of this device's experts, in the order of `divided_weights`: arrays, or
+                KernelStacks if they are quantized.
+            multiply: Multiplies the rows of each expert by the expert's weight matrix. Rows that belong to no
+                expert of this device become 0.
+
+        Returns:
+            float [N, E].
         """
         gate_proj, up_proj, down_proj = weights
         gate = ACTIVATIONS[self.config.hidden_act](multiply(rows, gate_proj))
         return multiply(gate * multiply(rows, up_proj), down_proj)
 
     def forward(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the weighted sum of the outputs of each token's experts.
+
+        Args:
+            x: The token rows, and the experts and weights that the router selected.
+            context: The context of this forward pass.
+
+        Returns:
+            [*T, E] in the dtype of x.tokens.
+        """
         return self.mixed(x, context).astype(x.tokens.dtype)
 
     def mixed(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
-        """Returns the sum of what the experts make of each token, in float32."""
+        """Returns the weighted sum of the outputs of each token's experts, in float32.
+
+        Args:
+            x: The token rows, and the experts and weights that the router selected.
+            context: The context of this forward pass.
+
+        Returns:
+            float32 [*T, E].
+        """
         own, grid = self.divided_weights(), context.grid
         weights = [w.stack if isinstance(w, QuantizedWeight) else w[...] for w in own]
         if grid is None:
@@ -147,17 +193,21 @@ class Experts(Module):
         context: ForwardContext,
         first: Int[Array, ""] | int = 0,
     ) -> Float[Array, "*t e"]:
-        """Returns the sum of what some of the experts make of their tokens, or a part of each of them.
+        """Returns the weighted sum of the outputs of the experts, or parts of experts, on this device.
 
         Args:
-            x: The input of the layer.
-            weights: Of the experts that are here.
-            context: Of the pass.
-            first: The first of the experts that are here.
+            x: The token rows, and the experts and weights that the router selected.
+            *weights: The weights of this device's experts, in the order of `divided_weights`.
+            context: The context of this forward pass.
+            first: Index of this device's first expert among all experts.
+
+        Returns:
+            float32 [*T, E].
         """
         *leading, features = x.tokens.shape
         tokens, top_k = x.tokens.reshape(-1, features), x.chosen.shape[-1]
-        # The rows of the experts that are here come first; those of others belong to no group, and become 0.
+        # Sort the rows by expert, with this device's experts first. Rows of other experts belong to no group,
+        # so the grouped product sets them to 0.
         num_experts, num_here = self.config.num_experts, len(jax.tree.leaves(weights)[0])
         experts = (x.chosen.reshape(-1) - first) % num_experts
         by_expert = jnp.argsort(experts, stable=True)
@@ -175,11 +225,12 @@ class Experts(Module):
 
 
 class FusedExperts(Experts):
-    """Experts whose gate and up lie in one kernel side by side."""
+    """Experts that have the gate and up projections side by side in one weight matrix."""
 
     kernel_names: ClassVar[tuple[str, ...]] = ("gate_up_proj", "down_proj")
 
     def make_weights(self, make: Callable[..., nnx.Param]) -> None:
+        """Creates the stacked weights; see Experts.make_weights."""
         size, inner = self.config.hidden_size, self.config.moe_intermediate_size
         self.gate_up_proj = make((size, 2 * inner), (None, 2 * even(inner)))
         self.down_proj = make((inner, size), (even(inner), None))
@@ -191,20 +242,30 @@ class FusedExperts(Experts):
         weights: tuple[Any, ...],
         multiply: Multiply,
     ) -> Float[Array, "n e"]:
+        """Returns the outputs of this device's experts; see Experts.apply_experts."""
         gate_up_proj, down_proj = weights
         gate, up = jnp.split(multiply(rows, gate_up_proj), 2, axis=-1)
         return multiply(ACTIVATIONS[self.config.hidden_act](gate) * up, down_proj)
 
 
 class Router(Linear):
-    """A linear map from a token to the float32 logits of the experts."""
+    """Linear map from a token row to the logits of the experts."""
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t g"]:
+        """Returns the logits of the experts.
+
+        Args:
+            x: float [*T, E].
+            context: The context of this forward pass.
+
+        Returns:
+            float32 [*T, num_experts].
+        """
         return self.logits(x)
 
 
 class MoeMLP(Module):
-    """A router, and the experts that it chooses from."""
+    """A router and its experts."""
 
     router_bias: ClassVar[bool] = False
     experts_class: ClassVar[type[Experts]] = Experts
@@ -217,6 +278,15 @@ class MoeMLP(Module):
         self.experts = self.experts_class(config, dtype=dtype, rngs=rngs)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Routes each token to its experts and returns the weighted sum of their outputs.
+
+        Args:
+            x: float [*T, E].
+            context: The context of this forward pass.
+
+        Returns:
+            float [*T, E].
+        """
         probabilities = jax.nn.softmax(self.gate(x, context))
         weights, chosen = jax.lax.top_k(probabilities, self.config.num_experts_per_tok)
         if self.config.norm_topk_prob:
@@ -225,10 +295,11 @@ class MoeMLP(Module):
 
 
 class MoeDecoderLayer(LlamaDecoderLayer):
-    """A Llama's layer with experts, where the config says so."""
+    """Llama decoder layer that has experts if its index is in `moe_layers` of the config."""
 
     moe_class: ClassVar[Callable[..., Module]] = MoeMLP
 
     def make_mlp(self, config: Any, layer: int, **options: Any) -> Module:
+        """Returns the experts or the dense MLP of a layer."""
         make = self.moe_class if layer in config.moe_layers else self.mlp_class
         return make(config, layer, **options)

@@ -1,4 +1,4 @@
-"""Attention of a step's tokens to all that their sequences have in the pool."""
+"""Attention of a step's token rows over the paged KV cache."""
 
 import dataclasses
 import functools
@@ -26,12 +26,12 @@ from jax_paged.pallas_kernels import ops
 
 @dataclasses.dataclass(frozen=True)
 class PagedKVCache:
-    """The KV cache of a pass over a paged batch.
+    """The KV cache during one forward pass over a paged batch.
 
     Args:
         specs: The model's kv_cache_specs().
-        pools: [P, N, K, S, D] each. Pools are replaced by those that were written to.
-        metadata: Positions of the token rows and where their keys and values are.
+        pools: The pool arrays, [P, N, K, S, D] each. When an array is written, it is replaced in this list.
+        metadata: Positions of the token rows, block tables, and the pool array of each layer.
     """
 
     specs: Sequence[KVCacheSpec]
@@ -54,18 +54,18 @@ def paged_attention(
     """Writes this step's keys and values to their slots, then attends over the block tables.
 
     Args:
-        cache: The KV cache; the pool of the layer is replaced.
+        cache: The KV cache. The layer's pool array is replaced by the written one.
         layer: Index into the model's kv_cache_specs().
-        q: Queries.
-        k: Keys; None if the layer has already written this step's.
-        v: Values; None with k; the keys again for a LatentAttentionSpec.
+        q: float [T, H, D], queries.
+        k: float [T, K, D], keys; None if this step's keys and values of the layer have already been written.
+        v: float [T, K, D], values; None if `k` is None. For a LatentAttentionSpec, the same array as `k`.
         scale: Factor of the scores.
-        soft_cap: See dense_attention.
-        sinks: See dense_attention.
-        distance_bias: See dense_attention.
+        soft_cap: See `attention.dense_attention`.
+        sinks: float [H], see `attention.dense_attention`.
+        distance_bias: float [H, n], see `attention.dense_attention`.
 
     Returns:
-        The attention of every token row, 0 in padding.
+        float [T, H, D], or [T, H, value_dim] for a LatentAttentionSpec; 0 in padding.
     """
     spec, metadata = cache.specs[layer], cache.metadata
     assert not isinstance(spec, StateSpec), "the layer attends"
@@ -87,7 +87,8 @@ def paged_attention(
             slots = view.slots(slots, shape[0], shape[3])
             metadata = dataclasses.replace(metadata, block_tables=block_tables)
         if k is not None:
-            # Around a kernel that writes in place, XLA copies an array that has other shapes elsewhere.
+            # If some layers see a pool array in another shape, XLA would copy the array before a kernel that
+            # writes it in place. XLA's own scatter avoids the copy.
             writer = "xla" if any(place.view for place in metadata.places) else backend
             values = v if value_dim is None else None
             kv_pages = ops.write_kv(kv_pages, k, values, slots, backend=writer)
@@ -127,7 +128,19 @@ def write_kv(
     backend: Backend,
     grid: DeviceGrid | None,
 ) -> Float[Array, "p 2 k s d"]:
-    """Writes keys and values to their slots; ops.write_kv for a pool that devices may share."""
+    """Writes keys and values to their slots in a pool array that may be divided among devices.
+
+    Args:
+        kv_pages: [P, 2, K, S, D], the pool array, in the dtype of the KV cache.
+        k: float [T, K, D], keys.
+        v: float [T, K, D], values.
+        slots: int32 [T], slot of each row. Slots out of range are not written.
+        backend: The implementation that writes.
+        grid: The devices that the heads are divided among; None for a single device.
+
+    Returns:
+        [P, 2, K, S, D], the written pool array.
+    """
     write = functools.partial(ops.write_kv, backend=backend)
     if grid is not None:
         write = grid.on_each(write, (POOL_SPEC, HEADS_SPEC, HEADS_SPEC, PartitionSpec()), POOL_SPEC)
@@ -137,16 +150,16 @@ def write_kv(
 def cross_attention(
     cache: PagedKVCache, layer: int, q: Float[Array, "t h d"], *, scale: float
 ) -> Float[Array, "t h d"]:
-    """Attends to all of the encoder's keys and values of each token row's sequence, which are in the pool.
+    """Returns the attention of each token row to the encoder's keys and values in the pool.
 
     Args:
         cache: The KV cache; not modified.
         layer: Index of a CrossAttentionSpec in the model's kv_cache_specs().
-        q: Queries.
+        q: float [T, H, D], queries.
         scale: Factor of the scores.
 
     Returns:
-        The attention of every token row, 0 in padding.
+        float [T, H, D]; 0 in padding.
     """
     metadata = cache.metadata
     pool, group, _ = metadata.places[layer]

@@ -1,4 +1,4 @@
-"""A paged batch of whole texts, for a forward pass outside of an engine: one that is differentiated, say."""
+"""Paged inputs for a forward pass outside the engine, for example one that is differentiated."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,9 +19,10 @@ class PagedInputs(NamedTuple):
     """The arguments of `model.paged`.
 
     Args:
-        tokens: int32 [T], the texts one after the other.
-        kv_cache: Arrays of zeros for each layer: a pool, or states.
-        metadata: Where the token rows stand.
+        tokens: int32 [T], the tokens of all sequences, one sequence after the other.
+        kv_cache: The pool arrays, filled with zeros: [P, N, K, S, D] for keys and values, [B, ...] for
+            recurrent states.
+        metadata: Positions of the token rows, block tables, and the pool array of each layer.
     """
 
     tokens: Int[Array, " t"]
@@ -36,19 +37,19 @@ def paged_inputs(
     block_size: int = 16,
     backend: Backend = "reference",
 ) -> PagedInputs:
-    """Lays texts out in pages, as an engine's mixed step does.
+    """Returns the inputs of a step that computes all tokens of some sequences at once.
 
-    `hidden, _ = model.paged(*paged_inputs(model, texts))` has a row per token. Under jit, batches of equal
-    lengths share a trace. Gradients need the backend "reference".
+    `hidden, _ = model.paged(*paged_inputs(model, token_lists))` returns one row per token. Under jit, batches
+    whose sequences have the same lengths share a trace. Gradients require the backend "reference".
 
     Args:
-        model: What will compute them.
-        token_lists: At least one text, each of at least one token.
+        model: The model that the inputs are for.
+        token_lists: Token ids of at least one sequence, each of at least one token.
         block_size: Tokens per block.
-        backend: Which kernels attend.
+        backend: The implementation of the attention kernels.
 
     Raises:
-        ValueError: If a text is empty, or longer than the model's maximum.
+        ValueError: If a sequence is empty or longer than the model's maximum.
     """
     lens, limit = [len(text) for text in token_lists], model.config.max_position_embeddings
     if not lens or min(lens) < 1 or max(lens) > limit:

@@ -1,6 +1,8 @@
-"""Which model families there are. A new one is a file in families/, and a line below.
+"""Names of the supported architectures, and the file that defines each of them.
 
-Nothing here imports JAX until a family's class is asked for: the front of the engine checks names only.
+To add a family, add a file to families/ and a line to one of the tables below. Importing this module does not
+import JAX: the front end of the engine only checks names. `get_model_class` imports the file of the family,
+and with it JAX.
 """
 
 from importlib import import_module
@@ -11,7 +13,8 @@ from jax_paged.arguments.shown_values import shown
 if TYPE_CHECKING:
     from jax_paged.models.causal_lm import LanguageModel
 
-# The key is the name under "architectures" in config.json and of the class; the value is the class's file.
+# Keys are the names under "architectures" in config.json, which are also the class names. Values are the
+# names of the files in families/.
 MODELS: dict[str, str] = {
     "ApertusForCausalLM": "apertus",
     "ArceeForCausalLM": "arcee",
@@ -57,7 +60,7 @@ MODELS: dict[str, str] = {
     "T5ForConditionalGeneration": "t5",
 }
 
-# Those that make embeddings or classes of texts, and draw no tokens.
+# Models that compute embeddings or class scores and generate no tokens.
 POOLING_MODELS: dict[str, str] = {
     "LlamaModel": "decoder_poolers",
     "LlamaForSequenceClassification": "decoder_poolers",
@@ -77,7 +80,7 @@ POOLING_MODELS: dict[str, str] = {
     "XLMRobertaForSequenceClassification": "encoder",
 }
 
-# Those that read images beside text.
+# Models that read images and text.
 IMAGE_MODELS: dict[str, str] = {
     "Idefics3ForConditionalGeneration": "idefics3",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
@@ -89,12 +92,16 @@ _ALL = MODELS | POOLING_MODELS | IMAGE_MODELS
 def get_architecture(hf_config: dict[str, Any]) -> str:
     """Returns the first supported architecture that a config.json names.
 
+    Args:
+        hf_config: The parsed config.json.
+
     Raises:
-        ValueError: If it names none; the message lists the supported ones.
+        ValueError: If config.json names no supported architecture. The message lists the supported ones.
     """
     architectures = hf_config.get("architectures")
     for name in architectures if isinstance(architectures, list) else []:
-        if hf_config.get("classifier_from_token"):  # its classes are tokens, and its head is the usual one
+        # The scores of such a classifier are logits of tokens, so it has the usual language model head.
+        if hf_config.get("classifier_from_token"):
             name = name.replace("ForSequenceClassification", "ForCausalLM")
         if name in _ALL:
             return name
@@ -107,8 +114,11 @@ def get_architecture(hf_config: dict[str, Any]) -> str:
 def get_model_class(hf_config: dict[str, Any]) -> "tuple[str, type[LanguageModel]]":
     """Returns the first supported architecture that a config.json names, and its class.
 
+    Args:
+        hf_config: The parsed config.json.
+
     Raises:
-        ValueError: If it names none; the message lists the supported ones.
+        ValueError: If config.json names no supported architecture. The message lists the supported ones.
     """
     name = get_architecture(hf_config)
     return name, getattr(import_module(f"jax_paged.models.families.{_ALL[name]}"), name)

@@ -1,4 +1,4 @@
-"""Rotary positions: the forms that config.json describes them in, and the rotation.
+"""Rotary position embeddings (RoPE): their settings in config.json, and the rotation.
 
 Source: Su et al., RoFormer, 2021; frequencies and defaults as in transformers' modeling_rope_utils.
 """
@@ -17,12 +17,12 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 class Rotation(NamedTuple):
-    """By how much the pairs of dimensions of some tokens are rotated.
+    """Rotation of the queries or keys of some tokens.
 
     Args:
-        cos: float32 [..., 1, n/2], of each token's and pair's angle, times the magnitude.
-        sin: As cos.
-        is_interleaved: As Rope has it.
+        cos: float32 [..., 1, n / 2], cosine of the angle of each token's pairs, times the magnitude.
+        sin: float32 [..., 1, n / 2], sine of the angle of each token's pairs, times the magnitude.
+        is_interleaved: Which dimensions form a pair; see Rope.
     """
 
     cos: Float[Array, "... 1 p"]
@@ -30,7 +30,14 @@ class Rotation(NamedTuple):
     is_interleaved: bool
 
     def __call__(self, x: Float[Array, "... h d"]) -> Float[Array, "... h d"]:
-        """Rotates the first n dimensions, in float32."""
+        """Rotates the first n dimensions of each head, in float32.
+
+        Args:
+            x: float [..., H, D], queries or keys.
+
+        Returns:
+            [..., H, D] in the dtype of x.
+        """
         n = 2 * self.cos.shape[-1]
         x32 = x.astype(jnp.float32)
         rotated, rest = x32[..., :n], x32[..., n:]
@@ -46,14 +53,14 @@ class Rotation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """How the pairs of dimensions of a head are rotated.
+    """Frequencies of rotary position embeddings, and the pairs of dimensions that are rotated.
 
     Args:
-        frequencies: Angle per position of each pair, in radians. Dimensions behind the last pair are not
-            rotated; without pairs, none are.
+        frequencies: Angle per position of each pair (radians). Dimensions after the last pair are not
+            rotated. If it is empty, no dimension is rotated.
         magnitude: Factor of the rotated pairs.
-        is_interleaved: Whether pairs are neighbours, (2i, 2i + 1); else those of n dimensions are
-            (i, i + n/2).
+        is_interleaved: Whether a pair is (2i, 2i + 1). If not, a pair is (i, i + n / 2), where n is the
+            number of rotated dimensions.
     """
 
     frequencies: tuple[float, ...]
@@ -61,37 +68,51 @@ class Rope:
     is_interleaved: bool = False
 
     def at(self, positions: Int[Array, "..."]) -> Rotation:
-        """Returns the rotation of tokens at these positions."""
+        """Returns the rotation of tokens at some positions.
+
+        Args:
+            positions: int32 [...], position of each token.
+        """
         return self.of_pairs(positions[..., None, None])
 
     def of_pairs(self, positions: Int[Array, "... 1 p"]) -> Rotation:
-        """Returns the rotation of tokens each of whose pairs may have a position of its own."""
+        """Returns the rotation of tokens whose pairs have different positions, as in M-RoPE.
+
+        Args:
+            positions: int32 [..., 1, n / 2], position of each pair of each token.
+        """
         angles = positions.astype(jnp.float32) * jnp.asarray(self.frequencies, jnp.float32)
         cos, sin = jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
-        # XLA would compute them anew in every layer and for every head.
+        # Without the barrier, XLA would recompute them in every layer and for every head.
         cos, sin = lax.optimization_barrier((cos, sin))
         return Rotation(cos, sin, self.is_interleaved)
 
 
 def base_frequencies(dim: int, theta: float) -> tuple[float, ...]:
-    """Returns the frequencies of dim / 2 pairs without scaling: a geometric series."""
+    """Returns the unscaled frequencies, a geometric series: theta ** (-2i / dim) for pair i.
+
+    Args:
+        dim: Number of rotated dimensions.
+        theta: Base of the frequencies.
+    """
     return tuple(theta ** (-2 * i / dim) for i in range(dim // 2))
 
 
 def rope_values(read: ConfigReader, max_position_embeddings: int) -> ConfigReader:
-    """Returns a reader of the rotary values of a config.json, in whichever form they are given.
+    """Returns a reader of the rotary settings in a config.json.
 
-    There are two forms: `rope_parameters`, and the older `rope_theta` beside `rope_scaling`.
+    config.json holds them either in `rope_parameters`, or in the older `rope_theta` and `rope_scaling`.
 
     Args:
-        read: Of config.json.
-        max_position_embeddings: Of config.json; the original context, if none is given.
+        read: The reader of config.json.
+        max_position_embeddings: From config.json. It is the original context length if the settings have
+            none.
     """
     name = "rope_scaling" if read.get("rope_scaling", None) else "rope_parameters"
     nested = read.table(name)
     ok = not any(isinstance(value, dict) for value in nested.values())
     read.check(ok, name, nested, "the same rotary values for all layers, not an object per layer type")
-    # The precedence is transformers'.
+    # The precedence is the same as in transformers.
     outer = ("rope_theta", "partial_rotary_factor")
     values: dict[str, Any] = {k: read.get(k, None) for k in outer}
     values = {k: v for k, v in values.items() if v is not None}
@@ -102,7 +123,12 @@ def rope_values(read: ConfigReader, max_position_embeddings: int) -> ConfigReade
 
 
 def rotated_dim(read: ConfigReader, head_dim: int) -> int:
-    """Returns how many dimensions of a head are rotated, by `partial_rotary_factor`."""
+    """Returns the number of rotated dimensions of a head, from `partial_rotary_factor`.
+
+    Args:
+        read: The reader that `rope_values` returns. Problems are noted in it.
+        head_dim: Size of a head.
+    """
     part = read.number("partial_rotary_factor", 1.0)
     dim = int(head_dim * part)
     ok, allowed = dim % 2 == 0 and 0 < dim <= head_dim, "one that rotates an even number of dimensions"
@@ -119,13 +145,13 @@ def _yarn_factor(read: ConfigReader, max_position_embeddings: int) -> float:
 
 
 def _dynamic_length(read: ConfigReader, max_position_embeddings: int, max_model_len: int | None) -> int:
-    """Returns the length of text that the frequencies of "dynamic" are computed for; see max_positions."""
+    """Returns the sequence length that the frequencies of "dynamic" are computed for; see max_positions."""
     limit = int(max_position_embeddings * read.number("factor", low=1.0, low_open=False))
     return min(max(max_model_len or 0, max_position_embeddings), limit)
 
 
 def max_positions(read: ConfigReader, max_position_embeddings: int, max_model_len: int | None = None) -> int:
-    """Returns the maximum tokens of a text, given rotary values that may extend a model's context.
+    """Returns the maximum sequence length (tokens), which RoPE scaling may extend.
 
         rope_type         maximum
         default, llama3   max_position_embeddings (Llama 3's value already includes the scaling)
@@ -134,18 +160,19 @@ def max_positions(read: ConfigReader, max_position_embeddings: int, max_model_le
         dynamic           max_position_embeddings, or max_model_len if that is more, up to
                           max_position_embeddings * factor
 
-    Under "dynamic" the frequencies depend on the length of the text. transformers computes them anew as a
-    text grows, which would leave the keys that are cached already with other frequencies. Here they are
-    those of one length, the maximum, for all texts: so without max_model_len (or with one that does not
-    exceed max_position_embeddings) every text has transformers' frequencies; with a larger one those texts
-    have them that are as long as it allows, and the largest one gives vLLM's frequencies.
+    The frequencies of "dynamic" depend on the sequence length. transformers recomputes them as a sequence
+    grows. With a KV cache, the keys that are already cached would keep their old frequencies. Here the
+    frequencies are computed for one length, the maximum, and used for all sequences. If max_model_len is None
+    or at most max_position_embeddings, every sequence has the same frequencies as in transformers. If it is
+    larger, only sequences of exactly the maximum length do. With the largest possible max_model_len, the
+    frequencies are the same as in vLLM.
 
     Source: vLLM's _get_and_verify_max_len, which always extends "dynamic" as far as possible.
 
     Args:
-        read: As rope_values returns it; notes what is wrong.
-        max_position_embeddings: Of config.json.
-        max_model_len: Maximum tokens of a text that the user asks for.
+        read: The reader that `rope_values` returns. Problems are noted in it.
+        max_position_embeddings: From config.json.
+        max_model_len: The maximum sequence length that the user requests (tokens); None for the default.
     """
     rope_type = _rope_type(read)
     if rope_type == "linear":
@@ -167,15 +194,16 @@ def read_rope(
     *,
     is_partial: bool = False,
 ) -> Rope:
-    """Returns the rotary positions that a reader of their values describes.
+    """Returns the rotary position embeddings that some settings describe.
 
     Args:
-        read: As rope_values returns it; notes what is wrong.
+        read: The reader that `rope_values` returns. Problems are noted in it.
         head_dim: Size of a head.
-        max_position_embeddings: Of config.json.
-        theta: Base, if none is given.
-        max_model_len: Maximum tokens of a text that the user asks for; "dynamic" depends on it.
-        is_partial: Whether `partial_rotary_factor` may leave some dimensions of a head as they are.
+        max_position_embeddings: From config.json.
+        theta: Base of the frequencies if the settings have none.
+        max_model_len: The maximum sequence length that the user requests (tokens); only "dynamic" depends on
+            it.
+        is_partial: Whether `partial_rotary_factor` may leave some dimensions of a head unrotated.
     """
     if is_partial:
         head_dim = rotated_dim(read, head_dim)
@@ -198,7 +226,9 @@ def read_rope(
 
 
 def _dynamic(read: ConfigReader, base: tuple[float, ...], theta: float, ratio: float) -> Rope:
-    """Has a larger base, the larger the ratio of the text's length to the original context.
+    """Returns frequencies with a larger base for sequences longer than the original context.
+
+    `ratio` is the sequence length divided by the original context length.
 
     Source: bloc97 and emozilla, dynamically scaled NTK-aware RoPE, 2023; see Peng et al., YaRN, 2023.
     """
@@ -211,7 +241,9 @@ def _dynamic(read: ConfigReader, base: tuple[float, ...], theta: float, ratio: f
 
 
 def _llama3(read: ConfigReader, base: tuple[float, ...]) -> Rope:
-    """Stretches long wavelengths by `factor`, keeps short ones, and blends the two in between.
+    """Returns frequencies in which long wavelengths are stretched by `factor`, and short ones are kept.
+
+    Wavelengths in between are interpolated.
 
     Source: the Llama 3.1 release.
     """
@@ -228,12 +260,12 @@ def _llama3(read: ConfigReader, base: tuple[float, ...]) -> Rope:
 
 
 def yarn_score_factor(read: ConfigReader) -> float:
-    """Returns the factor of attention scores that DeepSeek's YaRN has; 1 without YaRN.
+    """Returns the factor that DeepSeek's variant of YaRN applies to attention scores; 1 without YaRN.
 
     Source: DeepSeek-AI, DeepSeek-V2, 2024, its published code.
 
     Args:
-        read: As rope_values returns it; notes what is wrong.
+        read: The reader that `rope_values` returns. Problems are noted in it.
     """
     scale = read.number("mscale_all_dim", 0.0, low_open=False)
     if _rope_type(read) != "yarn" or scale == 0:
@@ -242,7 +274,9 @@ def yarn_score_factor(read: ConfigReader) -> float:
 
 
 def _yarn(read: ConfigReader, base: tuple[float, ...], theta: float, factor: float) -> Rope:
-    """Keeps the pairs that turn often, stretches those that turn seldom, and blends the two in between.
+    """Returns frequencies in which slowly rotating pairs are stretched by `factor`, and fast ones are kept.
+
+    Pairs in between are interpolated.
 
     Source: Peng et al., YaRN, 2023.
     """

@@ -1,4 +1,8 @@
-"""Loads and saves checkpoint folders: Hugging Face layout, safetensors only."""
+"""Loading and saving of checkpoint folders in Hugging Face layout, with weights in safetensors files.
+
+`load_model` first builds an outline: the model with shapes in place of its weights. The tensors in the files'
+headers are compared with the outline, and only then are the weights read.
+"""
 
 import dataclasses
 import json
@@ -40,15 +44,15 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model on the device, and what the engine needs to know about it.
+    """A model on the device, and the data about it that the engine needs.
 
     Args:
-        model: The Flax module; owns the weights.
+        model: The Flax module, which owns the weights.
         architecture: The name under "architectures" in config.json.
-        dtype: Of weights and activations: float32 or bfloat16.
-        weight_bytes: Bytes of all weights.
-        eos_token_ids: Tokens that end a text; may be empty.
-        sampling_defaults: Sampling values of generation_config.json, named as in SamplingParams.
+        dtype: The dtype of weights and activations: float32 or bfloat16.
+        weight_bytes: Size of all weights (bytes).
+        eos_token_ids: Ids of the tokens that end a sequence; may be empty.
+        sampling_defaults: Sampling parameters of generation_config.json, by their names in SamplingParams.
     """
 
     model: LanguageModel
@@ -60,17 +64,17 @@ class LoadedModel:
 
     @property
     def config(self) -> Any:
-        """The family's config, such as LlamaConfig."""
+        """The configuration of the family, such as a LlamaConfig."""
         return self.model.config
 
     @property
     def max_model_len(self) -> int:
-        """Maximum tokens of a text."""
+        """The maximum sequence length (tokens)."""
         return self.config.max_position_embeddings
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that the embedding has vectors for."""
+        """The number of tokens that the embedding table has vectors for."""
         return self.config.vocab_size
 
 
@@ -82,24 +86,27 @@ def load_model(
     grid: DeviceGrid | None = None,
     quantization: str | None = None,
 ) -> LoadedModel:
-    """Loads a checkpoint folder onto the default device, or divides it among others.
+    """Loads a checkpoint folder onto the default device, or divides it among several devices.
 
-    Names and shapes of all tensors are checked by the headers before any weight is read. A few tensors at a
-    time are then moved out of the mapped files, so that the host never holds two copies of the model.
+    The names and shapes of all tensors are checked before any weight is read. The weights are copied from
+    memory-mapped files a few tensors at a time, so the host never holds a second copy of the model.
 
     Args:
-        folder: Holds config.json and model.safetensors, or shards and model.safetensors.index.json.
-        dtype: "auto" is the checkpoint's own, or bfloat16 for a checkpoint in float16 or in several types.
-        max_model_len: Maximum tokens of a text that the user asks for. It extends the context of a model
-            whose rotary positions can be (rope.max_positions); it shortens none.
-        overrides: Fields in place of those of config.json.
-        grid: The devices that share the weights, each of which is read once, straight to where it lies.
-        quantization: "int8" or "fp8" makes float kernels small as they are read (see quantize.py); else None,
-            or the method of a checkpoint whose kernels are small.
+        folder: Holds config.json, and either model.safetensors or shards with model.safetensors.index.json.
+        dtype: The dtype of weights and activations. "auto" is the dtype of the checkpoint, or bfloat16 if the
+            checkpoint has float16 or several dtypes.
+        max_model_len: The maximum sequence length that the user requests (tokens). It can extend the context
+            of a model whose rotary positions allow it (see `rope.max_positions`); it never shortens the
+            context.
+        overrides: Values that replace fields of config.json.
+        grid: The devices that share the weights; None for the default device. Every weight is read once,
+            directly into the memory of the devices that need it.
+        quantization: "int8" or "fp8" to quantize float weights while they are read (see quantize.py).
+            Otherwise None, or the quantization method of the checkpoint.
 
     Raises:
-        ValueError: If the folder holds no supported model. The message lists every problem with the config,
-            or else every weight that is missing, unexpected or of another shape.
+        ValueError: If the folder holds no supported model. The message lists every problem with config.json.
+            If there are none, it lists every weight that is missing, unexpected or of the wrong shape.
     """
     return load_stages(folder, dtype, max_model_len, overrides, quantization, (grid,), (0,))[0]
 
@@ -113,19 +120,22 @@ def load_stages(
     grids: Sequence[DeviceGrid | None],
     own: Sequence[int],
 ) -> list[LoadedModel]:
-    """Loads the stages of a model, each onto devices of its own; for a single one, the model as it is.
+    """Loads the pipeline stages of a model, each onto its own devices.
 
     Args:
-        folder: As load_model takes it; so are the four that follow.
-        dtype: See folder.
-        max_model_len: See folder.
-        overrides: See folder.
-        quantization: See folder.
-        grids: The devices of each stage; several only of a model that split_model can split.
-        own: The stages whose weights are read; the others keep shapes in their places.
+        folder: See `load_model`.
+        dtype: See `load_model`.
+        max_model_len: See `load_model`.
+        overrides: See `load_model`.
+        quantization: See `load_model`.
+        grids: The devices of each stage. With a single entry, the model is not split.
+        own: Indices of the stages whose weights are read. The other stages keep shapes in place of weights.
+
+    Returns:
+        One model per stage.
 
     Raises:
-        ValueError: As load_model.
+        ValueError: As in `load_model`, or if the model cannot be split into stages.
     """
     hf_config = read_config(folder, overrides)
     whole, chosen, stored = _outline(folder, hf_config, dtype, max_model_len, quantization)
@@ -150,9 +160,17 @@ def outline(
     overrides: Mapping[str, Any] = types.MappingProxyType({}),
     quantization: str | None = None,
 ) -> LanguageModel:
-    """Returns the model in a checkpoint folder with shapes in place of its weights, which are not read.
+    """Returns the model of a checkpoint folder with shapes in place of weights, which are not read.
 
-    The arguments and the errors are those of load_model.
+    Args:
+        folder: See `load_model`.
+        dtype: See `load_model`.
+        max_model_len: See `load_model`.
+        overrides: See `load_model`.
+        quantization: See `load_model`.
+
+    Raises:
+        ValueError: If the folder holds no supported model; see `load_model`.
     """
     hf_config = read_config(folder, overrides)
     return _outline(folder, hf_config, dtype, max_model_len, quantization)[0]
@@ -197,15 +215,15 @@ def _outline(
 def random_model(
     hf_config: dict[str, Any], dtype: Literal["float32", "bfloat16"], seed: int = 0
 ) -> LoadedModel:
-    """Makes a model with random weights (standard deviation initializer_range) directly on the device.
+    """Returns a model with random weights of standard deviation initializer_range, created on the device.
 
     Args:
-        hf_config: As in config.json.
-        dtype: Of the weights.
-        seed: The same seed gives the same weights on the same kind of device.
+        hf_config: The contents of a config.json.
+        dtype: The dtype of the weights.
+        seed: Seed of the weights. The same seed gives the same weights on the same type of device.
 
     Raises:
-        ValueError: If the config does not describe a supported model.
+        ValueError: If `hf_config` does not describe a supported model.
     """
     architecture, model_class = get_model_class(hf_config)
     config = model_class.config_class.from_hf(hf_config)
@@ -219,13 +237,13 @@ def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) ->
     """Writes config.json and model.safetensors, which `load_model` and transformers can read.
 
     Args:
-        model: Not modified.
-        folder: Created if it does not exist.
-        hf_config: The config.json that the model's config was read from; the copy gets the right "dtype",
-            and no "quantization_config".
+        model: The model; not modified.
+        folder: The folder to write to. It is created if it does not exist.
+        hf_config: The config.json that the model's config was read from. The written file has the dtype of
+            the weights, and no "quantization_config".
 
     Raises:
-        ValueError: If `hf_config` describes another model.
+        ValueError: If `hf_config` describes another model, or if the model has quantized weights.
     """
     if model.config_class.from_hf(hf_config, model.config.max_position_embeddings) != model.config:
         raise ValueError(
@@ -248,20 +266,27 @@ def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) ->
 def random_checkpoint(
     folder: Path, hf_config: dict[str, Any], dtype: Literal["float32", "bfloat16"], seed: int = 0
 ) -> None:
-    """Writes a checkpoint folder of random weights; see `random_model`."""
+    """Writes a checkpoint folder with random weights; see `random_model`.
+
+    Args:
+        folder: The folder to write to. It is created if it does not exist.
+        hf_config: The contents of a config.json.
+        dtype: The dtype of the weights.
+        seed: Seed of the weights.
+    """
     save_model(random_model(hf_config, dtype, seed).model, folder, hf_config)
 
 
 def loaded_from(model: LanguageModel, folder: Path | None) -> LoadedModel:
-    """Returns a model in memory with what the engine needs to know about it.
+    """Returns a LoadedModel for a model that is already in memory.
 
     Args:
-        model: Its weights are shared, not copied.
-        folder: Where its tokenizer lies: generation_config.json there, if any, names end tokens and sampling
-            defaults. None for none.
+        model: The model. Its weights are shared, not copied.
+        folder: The folder of the tokenizer. A generation_config.json in it defines the end tokens and the
+            sampling defaults. None for no folder.
 
     Raises:
-        ValueError: If its weights are of several types.
+        ValueError: If the weights have different dtypes.
     """
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
     dtypes = {str(param.dtype) for _, param in params if not isinstance(param, Float32Param)}
@@ -276,13 +301,21 @@ def loaded_from(model: LanguageModel, folder: Path | None) -> LoadedModel:
 
 
 def log_unused(folder: Path, unused: Sequence[str]) -> None:
-    """Logs one warning that lists the tensors of a checkpoint that are not read, if there are any."""
+    """Logs a warning that lists the tensors of a checkpoint that are not read, if there are any.
+
+    Args:
+        folder: The checkpoint folder.
+        unused: Keys of these tensors.
+    """
     if unused:
         _LOGGER.warning("%s holds tensors that are not used: %s", folder, without_numbers(unused))
 
 
 def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> jnp.dtype:
-    """Returns the type of weights and activations; "auto" is bfloat16 unless the checkpoint is in float32."""
+    """Returns the dtype of weights and activations.
+
+    "auto" is float32 if the checkpoint is in float32, else bfloat16.
+    """
     if dtype == "auto":
         own = _own_dtypes(hf_config, stored)
         if not own or not own <= set(STORED_DTYPES.values()):
@@ -297,7 +330,7 @@ def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, Store
 
 
 def _warn_of_dtype(folder: Path, own: set[str], chosen: str) -> None:
-    """Logs a warning if a checkpoint is served in another type than its own."""
+    """Logs a warning if a model and its checkpoint have different dtypes."""
     if own != {chosen}:
         message = (
             "%s is in %s, and is served in %s; dtype='float32' keeps all digits and takes twice the memory"
@@ -306,10 +339,10 @@ def _warn_of_dtype(folder: Path, own: set[str], chosen: str) -> None:
 
 
 def _own_dtypes(hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> set[str]:
-    """Returns the type that config.json declares, or else those of the float tensors that are stored.
+    """Returns the dtype that config.json declares, or else the dtypes of the stored float tensors.
 
-    Integers are positions, masks and quantized weights, and floats of a byte are quantized weights: none of
-    them is the type of activations.
+    Integers are positions, masks or quantized weights, and 8-bit floats are quantized weights. None of them
+    is the dtype of activations.
     """
     both = hf_config, hf_config.get("text_config") or {}
     declared = next(filter(None, (x.get(name) for x in both for name in ("dtype", "torch_dtype"))), None)

@@ -1,10 +1,11 @@
-"""Hooks: functions of a user that read or change what a module of a model returns, row by row.
+"""Hooks: user functions that read or change the output of a module of the model.
 
-Hook("layers.7.mlp", fn, params)
+    Hook("layers.7.mlp", fn, params)
 
-module.forward(x, context) -> y [rows, ...]
-fn(params, y, args [rows, num_args]) -> y, or (y, captured [rows, ...])
-rows of requests that did not ask for the hook keep their y, to the bit
+    module.forward(x, context) -> y [rows, ...]
+    fn(params, y, args [rows, num_args]) -> y, or (y, captured [rows, ...])
+
+A row is one token. The rows of requests that do not ask for the hook keep exactly the same y.
 """
 
 import dataclasses
@@ -22,23 +23,24 @@ from jax_paged.arguments.shown_values import shown
 from jax_paged.models.causal_lm import CausalLM, LanguageModel
 from jax_paged.models.forward_context import Module
 
-# What a hook does with rows: its parameters, the activations and the arguments of the rows.
+# Function of a hook: takes the parameters, the activations and the arguments of the rows.
 HookFunction = Callable[[Any, Array, Array], Array | tuple[Array, Array]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Hook:
-    """Reads or changes what a module of the model returns, for the requests that ask for it by name.
+    """Function that reads or changes the output of a module, for the requests that ask for it by name.
 
     Args:
-        path: Where the module stands, such as "layers.7.mlp" or "layers.7.self_attn.o_proj".
-        fn: fn(params, activation, args) returns the new activation, or it and what is captured of it. It is
-            traced into the programs, once. activation is [rows, ...], args float32 [rows, num_args], and what
-            is captured [rows, ...]; rows are tokens of many requests, and padding, so each must be computed
-            from itself alone.
-        params: A pytree of arrays for `fn`.
-        num_args: How many numbers a request hands to `fn`.
-        name: What requests call it; the path if it is left out.
+        path: Path of the module, such as "layers.7.mlp" or "layers.7.self_attn.o_proj".
+        fn: fn(params, activation, args) returns the new activation, or a pair of the new activation and the
+            captured values. `activation` is [rows, ...] in the dtype of the module's output, `args` is
+            float32 [rows, num_args], and the captured values are [rows, ...]. The function is traced once and
+            compiled into the programs. The rows are tokens of many requests, and padding, so each row must be
+            computed independently of the others.
+        params: A pytree of arrays that is passed to `fn`.
+        num_args: Number of floats that a request passes to `fn`.
+        name: The name that requests use; by default the path.
     """
 
     path: str
@@ -55,7 +57,13 @@ class Hook:
 
 
 def num_columns(hooks: Sequence[Hook]) -> int:
-    """Returns how many numbers say which hooks are on for a row, and with which arguments."""
+    """Returns the number of columns of the array that switches hooks on and holds their arguments.
+
+    Each hook has one column for the switch, and one for each argument.
+
+    Args:
+        hooks: The hooks.
+    """
     return sum(1 + hook.num_args for hook in hooks)
 
 
@@ -66,14 +74,16 @@ def at_paths(
     num_leading: int,
     captured: dict[str, Array],
 ) -> dict[str, Callable[[Array], Array]]:
-    """Returns what happens to the output of the modules at the hooks' paths, for a ForwardContext.
+    """Returns the functions to apply to the outputs of modules, by path, for `ForwardContext.hooks`.
 
     Args:
-        hooks: The hooks; those at one path run in this order.
-        params: Their parameters.
-        columns: For each row and each hook, whether it is on, and its arguments.
-        num_leading: Dimensions of an activation that rows are numbered by.
-        captured: Gets what the hooks capture of each row, float32 and 0 where they are not on, by name.
+        hooks: The hooks. Those with the same path run in this order.
+        params: The parameters of each hook.
+        columns: float32 [rows, num_columns(hooks)]. For each hook: whether it is on for the row (not 0), and
+            its arguments.
+        num_leading: Number of leading dimensions of an activation that together index its rows.
+        captured: Receives the captured values by the name of the hook, float32 [rows, ...], while the pass is
+            traced. They are 0 in rows for which the hook is off.
     """
     functions: dict[str, Callable[[Array], Array]] = {}
     first = 0
@@ -107,12 +117,12 @@ def at_paths(
 def reading(
     paths: Sequence[str], hooks: Mapping[str, Callable[[Array], Array]], found: dict[str, Array]
 ) -> dict[str, Callable[[Array], Array]]:
-    """Returns hooks that also note what modules return, behind what other hooks make of it.
+    """Returns hooks that also record the outputs of some modules, after all other hooks.
 
     Args:
-        paths: Of the modules.
-        hooks: The others, as a ForwardContext has them.
-        found: Gets what is returned, by path, while the pass is traced.
+        paths: Paths of the modules.
+        hooks: The other hooks, as in `ForwardContext.hooks`.
+        found: Receives the outputs by path while the pass is traced.
     """
 
     def noting(path: str) -> Callable[[Array], Array]:
@@ -128,17 +138,18 @@ def reading(
 
 
 def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[int, ...]]:
-    """Traces a model with its hooks, without computing anything.
+    """Checks hooks by tracing a model with them, without computing anything.
 
     Args:
-        model: The model, or its shapes.
+        model: The model, or its outline.
         hooks: The hooks.
 
     Returns:
-        What each hook that captures anything captures of one row, by name: a shape.
+        The shape of the captured values of one row, by the name of each hook that captures values.
 
     Raises:
-        ValueError: If a hook has no module, or returns something else than it should; if two have one name.
+        ValueError: If no module has the path of a hook, if the function returns an array of the wrong shape,
+            if two hooks have the same name, or if the model is not a CausalLM.
     """
     if not hooks:
         return {}
@@ -179,13 +190,17 @@ def dense(
     hooks: Sequence[Hook],
     hook_args: Mapping[str, Any],
 ) -> tuple[Float[Array, "b t v"], dict[str, Float[Array, "b t *c"]]]:
-    """Returns the logits of a dense batch with hooks, as model(tokens) does, and what the hooks capture.
+    """Returns the logits of a dense batch with hooks, and the captured values.
 
     Args:
         model: The model.
-        tokens: int32, token ids.
+        tokens: int32 [B, T], token ids.
         hooks: The hooks.
-        hook_args: For those that are on, their arguments by name: [num_args], or [B, num_args] for each text.
+        hook_args: The arguments of the hooks that are on, by name: [num_args], or [B, num_args] for separate
+            arguments of each sequence.
+
+    Returns:
+        float32 [B, T, V], and the captured values, float32 [B, T, ...], by the name of the hook.
     """
     b, t = tokens.shape
     check_names(hook_args, [hook.name for hook in hooks])
@@ -203,7 +218,12 @@ def dense(
 
 
 def check_names(hook_args: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raises a ValueError if a hook is asked for that is not there."""
+    """Raises a ValueError if a hook is requested that does not exist.
+
+    Args:
+        hook_args: The arguments of the requested hooks by name.
+        names: Names of all hooks.
+    """
     for name in hook_args:
         if name not in names:
             known = ", ".join(map(repr, names)) or "none"

@@ -1,4 +1,7 @@
-"""What a pooling model makes of a text, as its checkpoint says. Needs no JAX."""
+"""Pooling: how a checkpoint turns the hidden states of a text into an embedding or class scores.
+
+This module does not import JAX.
+"""
 
 import dataclasses
 import json
@@ -12,7 +15,8 @@ from jax_paged.models.checkpoint import read_json
 from jax_paged.models.registry import POOLING_MODELS
 
 PoolingType = Literal["LAST", "MEAN", "CLS"]
-# By their names in 1_Pooling/config.json, of the older layout and of the newer one.
+# Pooling types by their names in 1_Pooling/config.json: first the names in the older layout, then the names
+# in the newer one.
 _TYPES: dict[str, PoolingType] = {
     "pooling_mode_cls_token": "CLS",
     "pooling_mode_mean_tokens": "MEAN",
@@ -22,12 +26,13 @@ _TYPES: dict[str, PoolingType] = {
     "lasttoken": "LAST",
 }
 _MODULES = ("Transformer", "Pooling", "Normalize")
-# The config of the module Transformer, by the class that older versions of sentence-transformers saved.
+# Names of the config file of the module Transformer. Older versions of sentence-transformers named it after
+# the class of the model.
 _TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-# Settings of its tokenizer that change no token of a text.
+# Tokenizer settings that do not change the tokens of a text.
 _PADDING_SETTINGS = ("padding", "pad_to_multiple_of", "return_tensors", "return_attention_mask")
 
 _LOGGER = logging.getLogger(__name__)
@@ -35,13 +40,13 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextSettings:
-    """What sentence-transformers does with a text before the model reads it.
+    """Preprocessing that sentence-transformers applies to a text before the model reads it.
 
     Args:
-        max_seq_length: Tokens that a longer text is truncated to; None truncates no text.
-        truncation_side: The end of the text that is cut off.
-        prompt: Put in front of every text.
-        lower_case: Whether texts become lower case.
+        max_seq_length: Longer texts are truncated to this length (tokens); None for no truncation.
+        truncation_side: The end at which tokens are removed.
+        prompt: Text that is inserted before every text.
+        lower_case: Whether texts are converted to lower case.
     """
 
     max_seq_length: int | None = None
@@ -52,20 +57,24 @@ class TextSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolingSpec:
-    """What is made of a text's last hidden states.
+    """Computation of an embedding or of class scores from the last hidden states of a text.
 
     Args:
-        type: The last token's are taken, the first one's (CLS), or the mean of all.
-        generates: Whether the model draws tokens, too.
-        is_encoder: Whether it reads whole texts, and caches nothing.
-        embedding_size: Numbers of an embedding.
-        normalize: Whether an embedding is scaled to length 1.
-        dimensions: To how many numbers it may be cut (matryoshka); None for any, empty for none.
-        labels: The classes of a classifier, whose logits are in the place of an embedding; empty without.
-        activation: What makes scores of these logits.
-        label_tokens: Tokens whose logits are those of the classes; empty if the model has a head for them.
-        is_two_way: Whether the logit is the second label token's above the first one's.
-        text: What is done with a text before it becomes an embedding.
+        type: Which hidden states are used: the last token's (LAST), the first token's (CLS), or the mean of
+            all (MEAN).
+        generates: Whether the model can also generate tokens.
+        is_encoder: Whether the model is an encoder, which has no KV cache.
+        embedding_size: Size of an embedding.
+        normalize: Whether embeddings are scaled to length 1.
+        dimensions: Sizes to which an embedding may be truncated (Matryoshka embeddings); None for any size,
+            empty for none.
+        labels: Names of the classes of a classifier; empty if the model computes embeddings.
+        activation: Function that converts the class logits to scores.
+        label_tokens: Ids of the tokens whose logits are the class logits; empty if the model has a
+            classification head.
+        is_two_way: Whether there is only one class logit: the second label token's logit minus the first
+            one's.
+        text: Preprocessing of texts for embeddings.
     """
 
     type: PoolingType
@@ -91,19 +100,21 @@ def read_pooling(
     pooling_type: str | None = None,
     normalize: bool | None = None,
 ) -> PoolingSpec | None:
-    """Returns what a model makes of texts; None if it only generates.
+    """Returns how a model computes embeddings or class scores; None if it only generates tokens.
 
     Args:
-        folder: Of the checkpoint, where sentence-transformers describes its modules; None if there is none.
-        hf_config: Its config.json.
-        architecture: Of the model.
-        hidden_size: Numbers of a hidden state.
-        pools: Whether it is asked to pool, or not to; None leaves it to the checkpoint.
-        pooling_type: In place of the checkpoint's.
-        normalize: In place of the checkpoint's.
+        folder: The checkpoint folder, which may hold the module configs of sentence-transformers; None if
+            there is no folder.
+        hf_config: The parsed config.json.
+        architecture: The architecture of the model.
+        hidden_size: Size of a hidden state.
+        pools: Whether the user requests pooling; None to decide by the checkpoint.
+        pooling_type: Replaces the pooling type of the checkpoint; None to keep it.
+        normalize: Replaces the normalization setting of the checkpoint; None to keep it.
 
     Raises:
-        ValueError: If it can do nothing else, or if its modules are not supported.
+        ValueError: If generation is requested for a model that can only pool, or if the checkpoint has
+            modules or settings that are not supported.
     """
     only_pools = architecture in POOLING_MODELS
     modules = _modules(folder) if folder is not None and pools is not False else None
@@ -137,7 +148,11 @@ def read_pooling(
 
 
 def num_labels(hf_config: Mapping[str, Any]) -> int:
-    """Returns the number of classes of a classifier; transformers' default is 2."""
+    """Returns the number of classes of a classifier. The default is 2, as in transformers.
+
+    Args:
+        hf_config: The parsed config.json.
+    """
     return hf_config.get("num_labels") or len(hf_config.get("id2label") or ()) or 2
 
 
@@ -150,12 +165,12 @@ def _type_of(name: str) -> PoolingType:
 
 @dataclasses.dataclass(frozen=True)
 class _Modules:
-    """The modules of a model of sentence-transformers.
+    """Modules of a sentence-transformers model.
 
     Args:
-        pooling_type: What the module Pooling does.
+        pooling_type: The type in the config of the module Pooling.
         normalizes: Whether there is a module Normalize.
-        transformer: The folder of the module Transformer, in that of the model.
+        transformer: Folder of the module Transformer, relative to the model folder.
     """
 
     pooling_type: PoolingType
@@ -164,7 +179,7 @@ class _Modules:
 
 
 def _modules(folder: Path) -> _Modules | None:
-    """Returns the modules of sentence-transformers; None if a folder has none that pool."""
+    """Returns the modules of sentence-transformers; None if the folder has no pooling module."""
     file = folder / "modules.json"
     if not file.exists():
         return None
@@ -188,12 +203,12 @@ def _modules(folder: Path) -> _Modules | None:
 
 
 def _text_settings(folder: Path, transformer: str, hf_config: Mapping[str, Any]) -> TextSettings:
-    """Returns what sentence-transformers does with texts.
+    """Returns the preprocessing that sentence-transformers applies to texts.
 
     Source: sentence-transformers, base/modules/transformer.py and base/model.py.
 
     Raises:
-        ValueError: If it does more than is supported here, or if a value is out of range.
+        ValueError: If the module Transformer has unsupported settings, or if a value is out of range.
     """
     file = next((f for n in _TRANSFORMER_FILES if (f := folder / transformer / n).is_file()), None)
     values = read_json(file) if file else {}
@@ -215,7 +230,7 @@ def _text_settings(folder: Path, transformer: str, hf_config: Mapping[str, Any])
     if side is None and length is not None:
         side = _stored_side(folder)
     settings = TextSettings(
-        # A tokenizer without a limit says so by a number of 30 digits.
+        # Tokenizers without a limit have a model_max_length of about 10**30.
         max_seq_length=None if length is None else int(min(length, 2**31)),
         truncation_side="left" if side == "left" else "right",
         prompt=_default_prompt(folder),
@@ -230,7 +245,7 @@ def _text_settings(folder: Path, transformer: str, hf_config: Mapping[str, Any])
 def _check_transformer(
     file: Path, values: Mapping[str, Any], calls: Mapping[str, Any], hf_config: Mapping[str, Any]
 ) -> None:
-    """Checks that the module Transformer computes nothing but last hidden states of a text."""
+    """Raises a ValueError if the module Transformer does more than compute last hidden states."""
     problems = [
         f"each of `processing_kwargs` must be padding, truncation or max_length, got {name}={shown(value)}"
         for name, value in calls.items()
@@ -252,14 +267,14 @@ def _check_transformer(
 
 
 def _stored_side(folder: Path) -> str:
-    """Returns the side that tokenizer.json truncates."""
+    """Returns the truncation side that tokenizer.json declares."""
     file = folder / "tokenizer.json"
     truncation = read_json(file).get("truncation") if file.is_file() else None
     return str((truncation or {}).get("direction", "right")).lower()
 
 
 def _default_prompt(folder: Path) -> str:
-    """Returns the prompt that sentence-transformers puts in front of every text; mostly there is none."""
+    """Returns the prompt that sentence-transformers inserts before every text; usually it is empty."""
     file = folder / "config_sentence_transformers.json"
     values = read_json(file) if file.is_file() else {}
     name, prompts = values.get("default_prompt_name"), values.get("prompts") or {}
@@ -289,7 +304,7 @@ def _activation(hf_config: Mapping[str, Any], num: int) -> Literal["softmax", "s
 def _by_tokens(
     spec: PoolingSpec, folder: Path | None, hf_config: Mapping[str, Any], names: list[str]
 ) -> PoolingSpec:
-    """Returns a causal model as a classifier: the logits of some tokens are those of the classes."""
+    """Returns the spec of a causal model that is used as a classifier: class logits are logits of tokens."""
     if folder is None:
         raise ValueError("`classifier_from_token` needs a model folder with tokenizer.json")
     from tokenizers import Tokenizer

@@ -1,4 +1,4 @@
-"""Loads heads of EAGLE-3, and checks that they fit the model that they draft for."""
+"""Loading of EAGLE-3 heads, and checks that a head fits its target model."""
 
 from pathlib import Path
 
@@ -18,16 +18,19 @@ _OFFSETS = {"I64": "<i8", "I32": "<i4"}
 
 
 def load_head(folder: Path, target: LoadedModel, grid: DeviceGrid | None = None) -> EagleHead:
-    """Loads a head onto the default device, or divides it among others, in the type of its model.
+    """Loads an EAGLE-3 head onto the default device, or divides it among several devices.
+
+    The weights get the dtype of the target model.
 
     Args:
-        folder: Holds config.json and model.safetensors, or shards and their index.
-        target: The model that it drafts for; not modified.
-        grid: The devices that share the weights.
+        folder: Holds config.json, and either model.safetensors or shards with their index.
+        target: The target model that the head drafts for; not modified.
+        grid: The devices that share the weights; None for the default device.
 
     Raises:
-        ValueError: If the folder holds no head for this model. The message lists every problem with the
-            config, or else everything that does not fit: sizes, vocabulary, tensors, the kind of model.
+        ValueError: If the folder holds no head for this model. The message lists every problem with
+            config.json. If there are none, it lists everything that does not fit the model: sizes,
+            vocabulary, tensors, and the type of the model.
     """
     config = EagleConfig.from_hf(read_json(folder / "config.json"))
     stored = {usual_key(key): tensor for key, tensor in read_headers(folder).items()}
@@ -48,7 +51,7 @@ def load_head(folder: Path, target: LoadedModel, grid: DeviceGrid | None = None)
 
 
 def _misfits(config: EagleConfig, target: LoadedModel, *, has_embedding: bool) -> list[str]:
-    """Returns what of a head's shape does not fit a model."""
+    """Returns the problems with a head's sizes for a target model, one line each."""
     model, problems = target.model, []
     if not isinstance(model, LlamaForCausalLM) or not model.draws:
         problems.append(f"the model must be of the Llama family and generate text, got {target.architecture}")
@@ -75,9 +78,14 @@ def _misfits(config: EagleConfig, target: LoadedModel, *, has_embedding: bool) -
 
 
 def _columns(config: EagleConfig, offsets: StoredTensor | None) -> tuple[np.ndarray, list[str]]:
-    """Returns the values of DraftColumns, and what is wrong with the tensor d2t that they are made of."""
+    """Returns the values of DraftColumns, int32 [vocab_size], and the problems with the tensor d2t.
+
+    d2t holds, for each token id of the draft vocabulary, the offset to its id in the vocabulary of the model.
+    The result holds the inverse: the draft id of each token of the model, or draft_vocab_size if the token is
+    not in the draft vocabulary.
+    """
     n, vocab_size = config.draft_vocab_size, config.vocab_size
-    if n == vocab_size:  # then nobody reads d2t
+    if n == vocab_size:  # in this case d2t is not used
         return np.arange(n, dtype=np.int32), []
     columns = np.full(vocab_size, n, np.int32)
     if offsets is None:

@@ -1,4 +1,4 @@
-"""New weights for a model, in any of the forms in which a training loop holds them."""
+"""Replacement of a model's weights, in any of the forms in which a training loop holds them."""
 
 import dataclasses
 import re
@@ -30,7 +30,7 @@ from jax_paged.models.quantization.quantize import float_outline, kernel_places
 from jax_paged.models.quantization.quantized_linear import QuantizedWeight
 from jax_paged.models.weights import load_model, outline
 
-# A model, its state, tensors by the checkpoint's keys, or what names a checkpoint.
+# A model, its state, tensors by their keys in a checkpoint, or the folder or hub id of a checkpoint.
 NewWeights = LanguageModel | nnx.State | Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path
 
 
@@ -42,25 +42,29 @@ def with_weights(
     grid: DeviceGrid | None = None,
     quantization: str | None = None,
 ) -> LanguageModel:
-    """Returns a model of the same structure with other weights; arrays on a device are shared, not copied.
+    """Returns a model of the same structure with other weights.
+
+    Arrays that are already on a device are shared, not copied.
 
     Args:
-        like: The model, or its shapes; kernels that are made small on the fly may be so here.
-        new: A model, its nnx.State, tensors by the names of a checkpoint (a mapping or pairs), or a folder or
-            hub id.
-        max_model_len: As load_model takes it, for a folder.
-        overrides: As load_model takes them, for a folder.
-        grid: As load_model takes it, for a folder.
-        quantization: As load_model takes it, for a folder. What other weights become a model of is not made
-            small here.
+        like: The model that is served, or its outline. Its weights may have been quantized while they were
+            loaded.
+        new: A model, its nnx.State, tensors by their keys in a checkpoint (a mapping or pairs), or the folder
+            or hub id of a checkpoint.
+        max_model_len: For a folder; see `load_model`.
+        overrides: For a folder; see `load_model`.
+        grid: For a folder; see `load_model`.
+        quantization: For a folder; see `load_model`. Weights that are not read from a folder are returned as
+            floats.
 
     Raises:
-        ValueError: If names, shapes or types are not those of `like`; the message lists every problem.
+        ValueError: If the weights and `like` differ in names, shapes or dtypes. The message lists every
+            problem.
     """
     dtype = jax.tree.leaves(nnx.state(like, nnx.Param))[0].dtype
     if isinstance(new, str | Path):
         folder = resolve_model_dir(str(new)), dtype.name, max_model_len, overrides
-        new_outline = outline(*folder, quantization)  # before anything is read
+        new_outline = outline(*folder, quantization)  # checked before any weight is read
         _check_kind(like, new_outline)
         _check_forms(like, new_outline)
         return load_model(*folder, grid, quantization).model
@@ -81,14 +85,15 @@ def with_weights(
     problems += [f"{name} is unexpected" for name in raw]
     raise_problems("the weights do not fit the model that is served", problems)
     graphdef, state = nnx.split(like)
-    # In variables of their own: those of `like` would be the same ones, and would hold on to the weights.
+    # New variables are created because the model would otherwise share variables with `like`, whose weights
+    # could then not be freed.
     flat = dict(nnx.to_flat_state(state))
     flat |= {w.path: w.param.replace(x) for w, x in zip(weights, found, strict=True)}
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
 def _check_kind(like: LanguageModel, new: LanguageModel) -> None:
-    """Checks that a model is one of the same family and the same sizes."""
+    """Raises a ValueError unless two models have the same class and the same config."""
     given, ours = type(new).__name__, type(like).__name__
     if type(new) is not type(like):
         raise ValueError(f"the weights must be those of {ours}, which is served, got {given}")
@@ -100,7 +105,7 @@ def _check_kind(like: LanguageModel, new: LanguageModel) -> None:
 
 
 def _check_forms(like: LanguageModel, new: LanguageModel) -> None:
-    """Checks that the kernels of a model are small, or floats, as those of another."""
+    """Raises a ValueError unless the same weights are quantized in the same format in both models."""
 
     def forms(model: LanguageModel) -> dict[str, str]:
         places = [(".".join(map(str, p.path)), p.kernel) for p in kernel_places(model)]
@@ -118,7 +123,7 @@ def _check_forms(like: LanguageModel, new: LanguageModel) -> None:
 def _take(
     raw: dict[str, Any], name: str, shape: tuple[int, ...], weight: Weight, problems: list[str]
 ) -> Array | None:
-    """Takes a tensor out of `raw`; notes what is wrong with it."""
+    """Removes a tensor from `raw` and returns it; notes a problem and returns None if it does not fit."""
     if name not in raw:
         problems.append(f"{name} is missing")
         return None
@@ -132,13 +137,13 @@ def _take(
     elif isinstance(value, jax.Array) and value.is_deleted():
         problems.append(f"{name} was deleted: a program that it was donated to has taken its memory")
     else:
-        # Never an alias of memory that the caller may write to.
+        # Never alias memory that the caller may write to.
         return value if isinstance(value, jax.Array) else jnp.array(value)
     return None
 
 
 def _assemble(raw: dict[str, Any], weight: Weight, problems: list[str]) -> Array | None:
-    """Returns a weight of the checkpoint's tensors."""
+    """Returns a weight that is put together from the checkpoint's tensors; None if there is a problem."""
     parts = [_take(raw, key, weight.stored_shape, weight, problems) for key in weight.keys]
     whole = [part.mT if weight.transposed else part for part in parts if part is not None]
     if len(whole) < len(parts):
@@ -153,7 +158,10 @@ def _take_tied(
     weights: list[Weight],
     problems: list[str],
 ) -> None:
-    """Removes what a checkpoint may hold beside the weights: copies of tied weights, and what is not used."""
+    """Removes from `raw` the tensors that a checkpoint may have in addition to the weights.
+
+    These are copies of tied weights, which must be equal to the weights, and tensors that are not used.
+    """
     table, by_key = like.weight_table, {w.key: x for w, x in zip(weights, found, strict=True)}
     expected = {key for w in weights for key in w.keys}
     last_layers = last_layers_of(expected)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's files: which there are, and reading them."""
+"""The tensors in the safetensors files of a checkpoint."""
 
 import dataclasses
 import json
@@ -19,15 +19,23 @@ from jax_paged.models.parallel.sharding import taken
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-# Those of kernels of a byte or half a byte per number, and of what belongs to them.
+# The dtypes of quantized weights of 8 or 4 bits, and of the arrays that belong to them.
 SMALL_DTYPES = {"I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8", "F8_E4M3": "float8_e4m3fn"}
-# The name of a shard: its number, and how many shards there are.
+# Name of a shard: its number, and the number of shards.
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, as its file's header describes it."""
+    """A tensor of a checkpoint, as described by the header of its file.
+
+    Args:
+        file: The safetensors file.
+        key: Name of the tensor.
+        offset: Offset of the data in the file (bytes).
+        shape: Shape of the tensor.
+        dtype: Name of the dtype in the safetensors format, such as "BF16".
+    """
 
     file: Path
     key: str
@@ -36,13 +44,18 @@ class StoredTensor:
     dtype: str
 
     def read(self) -> np.ndarray:
-        """Returns the tensor, whose file is read as its values are."""
-        # Mapped anew for each tensor: the pages that were read count as memory until the mapping is closed.
+        """Returns the tensor as a memory-mapped array. Its data is read when it is accessed."""
+        # The file is mapped again for each tensor because pages that were read count as memory of this
+        # process until their mapping is closed.
         dtype = (STORED_DTYPES | SMALL_DTYPES)[self.dtype]
         return np.memmap(self.file, dtype, "r", self.offset, self.shape or (1,)).reshape(self.shape)
 
     def read_columns(self, columns: Sequence[Int[np.ndarray, " c"]]) -> np.ndarray:
-        """Returns some columns of each dimension, zeros where they are -1; no others are read."""
+        """Returns the selected indices of every dimension, without reading the others.
+
+        Args:
+            columns: For each dimension, int [c]: the indices to select. An index of -1 gives zeros.
+        """
         value = self.read()
         for axis, order in enumerate(columns):
             if order[0] >= 0 and (np.diff(order) == 1).all():
@@ -53,13 +66,20 @@ class StoredTensor:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of all shards of a folder by key, without reading a weight."""
+    """Returns the tensors of all files of a folder by key, without reading any data.
+
+    Args:
+        folder: The checkpoint folder.
+
+    Raises:
+        ValueError: If files are missing or incomplete, or if two of them have a tensor with the same key.
+    """
     names = _file_names(folder)
     stored: dict[str, StoredTensor] = {}
     for name in names:
         file = folder / name
         try:
-            with safe_open(file, "numpy") as f:  # checks the whole header
+            with safe_open(file, "numpy") as f:  # safe_open checks the whole header
                 keys = list(f.keys())
         except SafetensorError as e:
             raise ValueError(f"{file} is not a whole safetensors file: {e}") from e
@@ -76,10 +96,12 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _file_names(folder: Path) -> list[str]:
-    """Returns the names of a folder's safetensors files: one, those of the index, or all of a set of shards.
+    """Returns the names of a folder's safetensors files.
+
+    These are the single file, or the files in the index, or a complete set of shards.
 
     Raises:
-        ValueError: If there are none, or not all of them.
+        ValueError: If there are no files, or if some are missing.
     """
     if (folder / SINGLE_FILE).exists():
         return [SINGLE_FILE]
@@ -98,10 +120,12 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _shard_names(folder: Path) -> list[str]:
-    """Returns the names of the shards of a folder without an index, whose names say how many there are.
+    """Returns the names of the shards in a folder without an index.
+
+    Each name contains the number of shards, which shows whether some are missing.
 
     Raises:
-        ValueError: If there are no shards, or not all of them.
+        ValueError: If there are no shards, or if some are missing.
     """
     names = sorted(file.name for file in folder.iterdir())
     shards = {name: match for name in names if (match := _SHARD.fullmatch(name))}
@@ -127,7 +151,14 @@ def _shard_names(folder: Path) -> list[str]:
 
 
 def with_prefix[T](stored: dict[str, T], table: WeightTable) -> dict[str, T]:
-    """Returns tensors by their full keys, of a checkpoint that was saved with other starts or without any."""
+    """Returns tensors by the keys of a weight table.
+
+    Keys of older checkpoints may have other prefixes, or lack the prefix of the table.
+
+    Args:
+        stored: Tensors by their keys in the checkpoint.
+        table: The weight table of the family.
+    """
     for old, new in table.renamed.items():
         stored = {new + k.removeprefix(old) if k.startswith(old) else k: t for k, t in stored.items()}
     if any(key.startswith(table.prefix) for key in stored):

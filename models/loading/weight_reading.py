@@ -1,4 +1,4 @@
-"""Weights of models, where they are in a checkpoint, and reading them onto devices."""
+"""Comparing the tensors of a checkpoint with the weights of a model, and reading them onto devices."""
 
 import dataclasses
 import functools
@@ -34,48 +34,56 @@ NUM_LOADING_THREADS = 4
 
 _LOGGER = logging.getLogger(__name__)
 _LOG_INTERVAL_S = 1.0
-# The start of the keys of a list of layers, and an index in it.
+# Prefix of the keys of a list of layers, and the index of a layer.
 _LAYER = re.compile(r"((?:[a-z_]+\.)*?(?:layers?|h|blocks?)\.)(\d+)\.")
-# The last part of the key of a module's weight, in each of the formats.
+# Last part of the key of a module's weight in each checkpoint format.
 _WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
-# Tensors that no model of any family reads, under any prefix.
+# Tensors that no family reads, under any prefix.
 _UNUSED = re.compile(
     r"(.*\.)?("
     r"rotary_emb\.((original_)?inv_freq|cos_cached|sin_cached)|position_ids|"  # computed by the model
-    r"v_head\..*|"  # of TRL, for training
-    r"(q|k|v|kv|prob)_(scale|zero_point)|(q|k|v|kv|qkv)_proj\.output_scale"  # of a quantized KV cache
+    r"v_head\..*|"  # used by TRL for training
+    r"(q|k|v|kv|prob)_(scale|zero_point)|(q|k|v|kv|qkv)_proj\.output_scale"  # scales of a quantized KV cache
     r")"
 )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weight:
-    """A weight of a model, or a quantized weight, and where it is in a checkpoint."""
+    """A weight of a model, and its name in a checkpoint.
+
+    Args:
+        path: NNX path of the weight in the model's state.
+        param: The parameter, or the QuantizedWeight.
+        key: Key in the checkpoint. If it contains {}, the checkpoint has one tensor for each index of the
+            first dimension.
+        transposed: Whether the checkpoint stores the weight transposed.
+    """
 
     path: tuple[Any, ...]
-    param: Any  # a parameter, or a QuantizedWeight
+    param: Any  # an nnx.Param or a QuantizedWeight
     key: str
     transposed: bool
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is several of the checkpoint's tensors, one per expert."""
+        """Whether the weight is stored as several tensors, one per expert."""
         return "{}" in self.key
 
     @property
     def keys(self) -> list[str]:
-        """The checkpoint's keys of its tensors."""
+        """The keys of the checkpoint's tensors."""
         return [self.key.format(i) for i in range(self.param.shape[0])] if self.is_stack else [self.key]
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape that the checkpoint's tensor of each key has."""
+        """The shape of each of the checkpoint's float tensors."""
         shape = self.param.shape[1:] if self.is_stack else self.param.shape
         return (*shape[:-2], *shape[:-3:-1]) if self.transposed else shape
 
     @property
     def expected(self) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-        """The shape that each tensor of the checkpoint has, and the types that it may have."""
+        """The shape and the allowed dtypes of each of the checkpoint's tensors, by key."""
         if self._form is None or isinstance(self._form.source, str):
             return {key: (self.stored_shape, tuple(STORED_DTYPES)) for key in self.keys}
         tensors = self._form.source.tensors(*self.param.shape[-2:])
@@ -93,13 +101,22 @@ def read_weights(
     folder: Path,
     grid: DeviceGrid | None = None,
 ) -> None:
-    """Reads the weights of a model that has shapes in their places, from tensors that were checked."""
+    """Reads the weights of a model whose tensors have been checked.
+
+    Args:
+        model: A model with shapes in place of weights. The shapes are replaced by the weights.
+        stored: The tensors of the checkpoint by key.
+        dtype: The dtype of the model. It is used when float weights are quantized while they are read.
+        folder: The checkpoint folder, for log messages.
+        grid: The devices that share the weights; None for the default device.
+    """
     weights = weights_of(model)
-    # The largest come first: their temporary copies are made while little else is allocated.
+    # Largest weights first, so that their temporary copies are made while little else is allocated.
     weights.sort(key=lambda w: -w.param.size)
     start = logged = time.monotonic()
     flat, num_read, num_values = [], 0, sum(w.param.size for w in weights)
-    # What a quantized weight is made of is several times as large.
+    # Reading a quantized weight needs temporary arrays that are several times as large as the result, so only
+    # one is read at a time.
     is_small = any(isinstance(w.param, QuantizedWeight) for w in weights)
     with ThreadPoolExecutor(1 if is_small else NUM_LOADING_THREADS) as pool:
         values = pool.map(lambda w: jax.block_until_ready(_load(w, stored, dtype, grid)), weights)
@@ -117,21 +134,31 @@ def read_weights(
 
 
 def weights_of(model: LanguageModel | EagleHead) -> list[Weight]:
-    """Returns the weights of a model, and where they are in a checkpoint."""
+    """Returns the weights of a model with their names in a checkpoint.
+
+    Args:
+        model: The model, or its outline.
+    """
     found: list[tuple[Any, Any]] = list(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     found += [(p.path, p.kernel) for p in kernel_places(model) if isinstance(p.kernel, QuantizedWeight)]
     return [weight_at(model, path, param) for path, param in found]
 
 
 def weight_at(model: LanguageModel | EagleHead, path: tuple[Any, ...], param: Any) -> Weight:
-    """Returns a parameter or a quantized weight of a model with where it is in a checkpoint."""
+    """Returns one weight of a model with its name in a checkpoint.
+
+    Args:
+        model: The model, which has the weight table.
+        path: NNX path of the weight.
+        param: The parameter or QuantizedWeight at that path.
+    """
     return Weight(path, param, *model.weight_table.hf_key(".".join(map(str, path))))
 
 
 def _load(
     weight: Weight, stored: dict[str, StoredTensor], dtype: jnp.dtype, grid: DeviceGrid | None
 ) -> list[tuple[tuple[Any, ...], nnx.Variable]]:
-    """Returns the variables of a weight, and their paths."""
+    """Returns the variables of a weight with their paths. A quantized weight has several variables."""
     kernel = weight.param
     if not isinstance(kernel, QuantizedWeight):
         return [(weight.path, kernel.replace(_load_weight(weight, stored, grid)))]
@@ -178,7 +205,7 @@ def _load_weight(weight: Weight, stored: dict[str, StoredTensor], grid: DeviceGr
 def _load_divided(
     weight: Weight, stored: dict[str, StoredTensor], dtype: jnp.dtype, grid: DeviceGrid
 ) -> Array:
-    """Reads of a weight what each device has of it."""
+    """Reads a weight that is divided among devices; each device gets only its own part."""
     split = weight.param.get_metadata()["split"]
     columns = grid.columns(split)
     whole = [np.arange(n) if c is None else c for n, c in zip(weight.param.shape, columns, strict=True)]
@@ -197,7 +224,7 @@ def _load_divided(
 def _place(value: np.ndarray, transposed: bool, dtype: jnp.dtype, device: jax.Device | None) -> Array:
     if transposed and jax.default_backend() == "cpu":
         value, transposed = value.mT, False  # transposing during the copy is many times faster than later
-    # Never an alias: pages of a mapped file count as memory, and the file may change.
+    # Never alias the mapped file: its pages would stay in memory, and the file may change.
     placed = jax.device_put(value, device, may_alias=False)
     return _convert(placed, transposed, dtype) if transposed or placed.dtype != dtype else placed
 
@@ -209,10 +236,10 @@ def _convert(value: Array, transposed: bool, dtype: jnp.dtype) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class StoredCheck:
-    """How the tensors of a checkpoint compare with the weights of a model.
+    """Result of comparing the tensors of a checkpoint with the weights of a model.
 
     Args:
-        problems: One line for each tensor that is missing, unexpected, or of another shape or type.
+        problems: One line for each tensor that is missing, unexpected, or of the wrong shape or dtype.
         unused: Keys of tensors that no model reads; see `is_unused`.
     """
 
@@ -221,9 +248,15 @@ class StoredCheck:
 
 
 def check_stored(stored: dict[str, StoredTensor], weights: list[Weight], table: WeightTable) -> StoredCheck:
-    """Compares the tensors of a checkpoint with the weights of a model, by the headers of the files.
+    """Compares the tensors of a checkpoint with the weights of a model, using the headers of the files.
 
-    Only copies of tied weights and unexpected biases are read.
+    The data of copies of tied weights and of unexpected biases is read, because these are allowed only with
+    certain values. No other data is read.
+
+    Args:
+        stored: The tensors of the checkpoint by key.
+        weights: The weights of the model.
+        table: The weight table of the model.
     """
     expected = {key: x for weight in weights for key, x in weight.expected.items()}
     problems, unused = list[str](), list[str]()
@@ -254,14 +287,23 @@ def check_stored(stored: dict[str, StoredTensor], weights: list[Weight], table: 
 
 
 def raise_problems(summary: str, problems: Iterable[str]) -> None:
-    """Raises a ValueError that lists problems, if there are any."""
+    """Raises a ValueError that lists some problems, if there are any.
+
+    Args:
+        summary: The first line of the message.
+        problems: One line each.
+    """
     lines = "".join(f"\n  {problem}" for problem in sorted(problems))
     if lines:
         raise ValueError(f"{summary}:{lines}")
 
 
 def last_layers_of(keys: Iterable[str]) -> dict[str, int]:
-    """Returns the highest index of each list of layers, by the start of its keys, such as "model.layers."."""
+    """Returns the highest layer index for each prefix of a list of layers, such as "model.layers.".
+
+    Args:
+        keys: Keys of weights.
+    """
     last: dict[str, int] = {}
     for key in keys:
         if match := _LAYER.match(key):
@@ -270,15 +312,15 @@ def last_layers_of(keys: Iterable[str]) -> dict[str, int]:
 
 
 def is_unused(key: str, table: WeightTable, last_layers: Mapping[str, int]) -> bool:
-    """Returns whether a tensor that is no weight of a model can be left out, as transformers does.
+    """Returns whether a tensor that is not a weight of the model can be ignored, as transformers does.
 
-    These are buffers that a model computes itself, scales of a quantized KV cache, heads for other tasks, and
-    layers beyond the last, such as those that predict several tokens.
+    This is the case for buffers that the model computes itself, for scales of a quantized KV cache, for heads
+    of other tasks, and for layers after the last one, such as multi-token prediction layers.
 
     Args:
-        key: Of the tensor.
-        table: Of the model's family.
-        last_layers: Of the model, as `last_layers_of` returns them.
+        key: Key of the tensor.
+        table: The weight table of the model.
+        last_layers: The model's highest layer indices, as returned by `last_layers_of`.
     """
     if re.fullmatch(table.unused, key) or _UNUSED.fullmatch(key):
         return True
@@ -287,15 +329,25 @@ def is_unused(key: str, table: WeightTable, last_layers: Mapping[str, int]) -> b
 
 
 def without_numbers(keys: Iterable[str]) -> str:
-    """Returns a short list of keys: those that differ only in the indices of layers and experts are one."""
+    """Returns a short list of keys for a message.
+
+    Keys that differ only in the indices of layers and experts are listed once, with their number.
+
+    Args:
+        keys: The keys.
+    """
     counts = Counter(re.sub(r"(?<![^.])\d+(?![^.])", "*", key) for key in keys)
     return ", ".join(f"{key} ({n})" if n > 1 else key for key, n in sorted(counts.items()))
 
 
 def is_added_bias(key: str, expected: Collection[str]) -> bool:
-    """Returns whether a tensor is a bias of a module that has none; zeros of it change nothing.
+    """Returns whether a tensor is the bias of a module that has no bias in the model.
 
-    AutoGPTQ gives every linear map a bias, for example.
+    Such a tensor can be ignored if it is zero. For example, AutoGPTQ adds a bias to every linear map.
+
+    Args:
+        key: Key of the tensor.
+        expected: Keys of the model's weights.
     """
     stem, _, end = key.rpartition(".")
     return end == "bias" and any(f"{stem}.{name}" in expected for name in _WEIGHT_NAMES)

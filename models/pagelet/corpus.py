@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def library_texts() -> Iterator[str]:
-    """Yields the docstrings of this Python's standard library, and its short documented definitions."""
+    """Yields the docstrings of Python's standard library, and its short documented definitions."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "encodings", "__phello__"}
     for path in sorted(root.rglob("*.py")):
@@ -48,7 +48,11 @@ def library_texts() -> Iterator[str]:
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer in which every digit is a token of its own."""
+    """Trains a byte-level BPE tokenizer in which every digit is a separate token.
+
+    Args:
+        texts: The texts of the standard library.
+    """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -74,12 +78,12 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 class Corpus:
-    """Draws training batches: rows of conversations, and rows cut from the standard library's text.
+    """Source of training batches: conversations, and excerpts from the texts of the standard library.
 
     Args:
-        tokenizer: Encodes the text.
-        texts: The standard library's text.
-        seed: Determines each batch, together with the number of its step.
+        tokenizer: The tokenizer.
+        texts: The texts of the standard library.
+        seed: Random seed. A batch depends only on the seed and on the step number.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: list[str], seed: int) -> None:
@@ -94,20 +98,21 @@ class Corpus:
     def batch(
         self, step: int, rows: int, row_len: int, chat_share: float, library_weight: float, sums_share: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the batch of a step.
+        """Returns the batch of a training step.
 
         Args:
             step: Number of the step.
             rows: Number of rows in the batch.
-            row_len: Predicted tokens per row.
+            row_len: Number of predicted tokens per row.
             chat_share: Share of rows that are conversations.
-            library_weight: Weight of a token in the library's text; the assistant's tokens have weight 1.
+            library_weight: Loss weight of a token in the standard library's texts. The tokens of the
+                assistant have weight 1.
             sums_share: Share of conversations that consist of arithmetic only.
 
         Returns:
-            int32 [rows, row_len + 1], the tokens; float32 [rows, row_len], the weights of the predictions,
-            which in conversations are 0 except for the assistant's tokens; bool [rows], which rows are
-            conversations.
+            int32 [rows, row_len + 1], the tokens; float32 [rows, row_len], the loss weights, which in
+            conversations are 0 except for the tokens of the assistant; and bool [rows], whether a row is a
+            conversation.
         """
         rng = random.Random(f"{self.seed}.{step}")
         dialogue = Dialogue(self.topics, rng, sums_share)
@@ -126,7 +131,13 @@ class Corpus:
         return tokens, weights, is_chat
 
     def conversation(self, dialogue: Dialogue, limit: int) -> tuple[list[int], list[bool]]:
-        """Returns the ids of as many turns as fit into `limit` tokens, and which of them are learned."""
+        """Returns the token ids of a conversation, and whether each token is learned.
+
+        Args:
+            dialogue: Source of the turns. A turn that does not fit is skipped; the conversation ends after
+                four such turns.
+            limit: The maximum number of tokens.
+        """
         ids: list[int] = []
         learned: list[bool] = []
         misses = 0

@@ -1,4 +1,4 @@
-"""Questions to pagelet and the right answers: the chat set, sums, and things that it does not know."""
+"""Questions for pagelet and their correct answers: the chat topics, sums, and questions it cannot answer."""
 
 import dataclasses
 import random
@@ -14,12 +14,20 @@ UNKNOWN_ANSWER = (
 
 
 def choices(text: str) -> tuple[str, ...]:
-    """Splits a text at each | into alternatives."""
+    """Splits a text at each | into alternatives.
+
+    Args:
+        text: The text, such as "hello | hi | hey".
+    """
     return tuple(" ".join(part.split()) for part in text.split("|"))
 
 
 def read_sections(path: Path) -> dict[str, str]:
-    """Returns the sections of a data file by name; a section begins with ## and its name."""
+    """Returns the sections of a data file by name. A section begins with a line of ## and its name.
+
+    Args:
+        path: The data file.
+    """
     sections = [section.partition("\n") for section in path.read_text("utf-8").split("\n## ")[1:]]
     return {name: text.strip() for name, _, text in sections}
 
@@ -29,13 +37,13 @@ TEMPLATES = {name: choices(text) for name, text in read_sections(DATA / "templat
 
 @dataclasses.dataclass(frozen=True)
 class Topic:
-    """Something that pagelet knows.
+    """A topic of the chat data.
 
     Args:
         name: Name of the topic in the data files.
-        answer: What pagelet is to say.
-        written: Whole questions about it, without capitals or a question mark.
-        templated: Questions made of its nouns and verbs by templates.
+        answer: The correct answer.
+        written: Complete questions about the topic, without capital letters or question marks.
+        templated: Questions made from the topic's nouns and verbs with templates.
     """
 
     name: str
@@ -45,7 +53,11 @@ class Topic:
 
 
 def read_topics(path: Path = DATA / "chat.txt") -> list[Topic]:
-    """Reads the chat set and fills in its templates."""
+    """Reads the topics and fills in their templates.
+
+    Args:
+        path: The data file.
+    """
     topics = []
     for name, text in read_sections(path).items():
         fields = dict(line.split(": ", 1) for line in text.split("\n"))
@@ -58,7 +70,13 @@ def read_topics(path: Path = DATA / "chat.txt") -> list[Topic]:
 
 
 def noun_forms(noun: str) -> list[str]:
-    """Returns a countable noun (marked by a *) with articles and in the plural; any other noun as it is."""
+    """Returns the forms of a noun: a countable noun (marked by *) with articles and in the plural.
+
+    Other nouns are returned unchanged.
+
+    Args:
+        noun: The noun, such as "block* table".
+    """
     head, star, tail = noun.partition("*")
     if not star:
         return [noun]
@@ -67,7 +85,11 @@ def noun_forms(noun: str) -> list[str]:
 
 
 def ask_what(noun: str) -> list[str]:
-    """Returns the questions about a noun, the verb in the singular or plural as the noun is."""
+    """Returns the questions about a noun, with singular or plural verbs to match.
+
+    Args:
+        noun: The noun with its article.
+    """
     plural = noun.endswith("s") and noun[-2] not in "asu" and noun.islower()
     verbs = (
         {"is": "are", "does": "do", "works": "work"} if plural else {v: v for v in ("is", "does", "works")}
@@ -76,27 +98,42 @@ def ask_what(noun: str) -> list[str]:
 
 
 def read_held_out(path: Path = DATA / "heldout.txt") -> dict[str, list[str]]:
-    """Returns the wordings that are kept out of training, by topic."""
+    """Returns the wordings that are not used for training, by topic.
+
+    Args:
+        path: The data file.
+    """
     lines = [line for line in path.read_text("utf-8").split("\n") if line and line[0] != "#"]
     return {name: wordings for name, *wordings in map(choices, lines)}
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Returns whether sums and differences of two numbers are kept out of training, in either order."""
+    """Returns whether the sum and the difference of two numbers, in either order, are not used for training.
+
+    Args:
+        a: A number below 100.
+        b: A number below 100.
+    """
     low, high = sorted((a, b))
     return (low * 7 + high * 13) % 20 == 3
 
 
 def sum_answer(a: int, b: int) -> str:
+    """Returns the correct answer for a sum.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
     return f"{a} + {b} = {a + b}."
 
 
 class Dialogue:
-    """Draws questions with their answers.
+    """Generator of random questions with their answers.
 
     Args:
-        topics: Topics of the questions.
-        rng: Source of all choices.
+        topics: The topics of the questions.
+        rng: The random number generator.
         sums_share: Share of conversations that consist of arithmetic only.
     """
 
@@ -106,7 +143,10 @@ class Dialogue:
         self.sums_share = sums_share
 
     def conversation(self) -> Iterator[list[dict[str, str]]]:
-        """Yields an endless conversation, turn by turn; some begin with a system message."""
+        """Yields the turns of an endless conversation as lists of messages.
+
+        Some conversations begin with a system message.
+        """
         only_sums = self.rng.random() < self.sums_share
         if self.rng.random() < 0.2:
             yield [{"role": "system", "content": self.pick("system")}]
@@ -115,7 +155,7 @@ class Dialogue:
             yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def turn(self) -> tuple[str, str]:
-        """Draws a question of any kind, and returns it with its answer."""
+        """Returns a random question of any type, and its answer."""
         kind = self.rng.random()
         if kind < 0.76:
             topic = self.rng.choice(self.topics)
@@ -132,7 +172,7 @@ class Dialogue:
         return self.say(self.pick("unknown").format(**words)), UNKNOWN_ANSWER
 
     def arithmetic(self) -> tuple[str, str]:
-        """Draws a sum, or less often a difference, of numbers below 100; returns it with its answer."""
+        """Returns a question for a sum or, less often, a difference of numbers below 100, and its answer."""
         a, b = self.rng.randrange(100), self.rng.randrange(100)
         if is_held_out(a, b):
             return self.arithmetic()
@@ -141,7 +181,13 @@ class Dialogue:
         return self.style(self.pick("difference").format(a=a, b=b)), f"{a} - {b} = {a - b}."
 
     def say(self, text: str) -> str:
-        """Varies a wording as people do: with words before and after it, typos, capitals, an end mark."""
+        """Returns a wording with random variations that people make.
+
+        These are words before and after it, typos, missing words, capital letters and end marks.
+
+        Args:
+            text: The wording.
+        """
         rng = self.rng
         if rng.random() < 0.12:
             text = f"{self.pick('before')} {text}"
@@ -157,7 +203,11 @@ class Dialogue:
         return self.style(text)
 
     def style(self, text: str) -> str:
-        """Varies the capitals and the end mark."""
+        """Returns a wording with random capital letters and a random end mark.
+
+        Args:
+            text: The wording.
+        """
         kind = self.rng.random()
         if kind < 0.6:
             text = text[0].upper() + text[1:]
@@ -166,4 +216,9 @@ class Dialogue:
         return text + self.rng.choice(["", "?", "?", "?", ".", "!", " ?"])
 
     def pick(self, template: str) -> str:
+        """Returns a random alternative of a template.
+
+        Args:
+            template: Name of the template.
+        """
         return self.rng.choice(TEMPLATES[template])

@@ -1,4 +1,7 @@
-"""Measures how often pagelet is right, by the dense call: python -m jax_paged.models.pagelet.evaluate"""
+"""Measures how many of pagelet's answers are correct: python -m jax_paged.models.pagelet.evaluate.
+
+The model runs as a dense call, without a KV cache.
+"""
 
 import json
 import random
@@ -25,7 +28,14 @@ FOLDER = Path(__file__).parent
 
 
 def answer(model: CausalLM, tokenizer: Any, questions: list[str], max_tokens: int) -> list[str]:
-    """Answers all questions greedily with the chat template, in one dense batch without a cache."""
+    """Returns greedy answers to questions, generated in one dense batch.
+
+    Args:
+        model: The model.
+        tokenizer: The tokenizer of the model, which has the chat template.
+        questions: The questions.
+        max_tokens: The maximum length of an answer (tokens).
+    """
     ids = prompts(tokenizer, questions)
     tokens, lens = pad([row + [tokenizer.pad_token_id] * max_tokens for row in ids], tokenizer.pad_token_id)
     starts = lens - max_tokens
@@ -35,7 +45,19 @@ def answer(model: CausalLM, tokenizer: Any, questions: list[str], max_tokens: in
 
 
 def would_answer(model: CausalLM, tokenizer: Any, questions: list[str], answers: list[str]) -> np.ndarray:
-    """Returns whether greedy decoding gives each answer and its end: every token is the most likely one."""
+    """Returns whether greedy decoding would generate each answer and then end.
+
+    All answers are checked in one forward pass per batch: every token must be the most likely one.
+
+    Args:
+        model: The model.
+        tokenizer: The tokenizer of the model, which has the chat template.
+        questions: The questions.
+        answers: The expected answers.
+
+    Returns:
+        bool [questions].
+    """
     ends = [tokenizer(text + "<|end|>")["input_ids"] for text in answers]
     rows = [prompt + end for prompt, end in zip(prompts(tokenizer, questions), ends, strict=True)]
     tokens, lens = pad(rows, tokenizer.pad_token_id)
@@ -48,7 +70,12 @@ def would_answer(model: CausalLM, tokenizer: Any, questions: list[str], answers:
 
 
 def prompts(tokenizer: Any, questions: list[str]) -> list[list[int]]:
-    """Returns the token ids of each question in the chat template."""
+    """Returns the token ids of each question in the chat template.
+
+    Args:
+        tokenizer: The tokenizer of the model, which has the chat template.
+        questions: The questions.
+    """
     chats = [[{"role": "user", "content": question}] for question in questions]
     return tokenizer(tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True))[
         "input_ids"
@@ -56,7 +83,15 @@ def prompts(tokenizer: Any, questions: list[str]) -> list[list[int]]:
 
 
 def pad(rows: list[list[int]], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rows padded at their ends to one length, a multiple of 32, and their original lengths."""
+    """Returns the rows padded at their end to a common length, a multiple of 32.
+
+    Args:
+        rows: Token ids of each row.
+        pad_id: Id of the padding token.
+
+    Returns:
+        int32 [rows, length], the padded rows, and int [rows], their lengths without padding.
+    """
     lens = np.array([len(row) for row in rows])
     tokens = np.full((len(rows), -(-lens.max() // 32) * 32), pad_id, np.int32)
     for padded, row in zip(tokens, rows, strict=True):
@@ -83,19 +118,25 @@ def _generate(model: CausalLM, tokens: jax.Array, lens: jax.Array, max_tokens: i
 def sum_questions(
     wordings: tuple[str, ...], pairs: list[tuple[int, int]], seed: int
 ) -> tuple[list[str], list[str]]:
-    """Returns a question for each pair, in a random wording, and the right answers."""
+    """Returns a question in a random wording for each pair of numbers, and the correct answers.
+
+    Args:
+        wordings: Templates of questions.
+        pairs: The pairs of numbers.
+        seed: Random seed for the wordings.
+    """
     rng = random.Random(seed)
     asked = [rng.choice(wordings).format(a=a, b=b) for a, b in pairs]
     return [text[0].upper() + text[1:] for text in asked], [sum_answer(a, b) for a, b in pairs]
 
 
 def measure(model: CausalLM, tokenizer: Any, num_sums: int) -> dict[str, float]:
-    """Returns the share of exactly right answers per kind of question, and prints some wrong answers.
+    """Returns the share of exactly correct answers for each type of question, and prints some wrong answers.
 
     Args:
         model: The model to measure.
-        tokenizer: The model's tokenizer.
-        num_sums: Random sums per kind.
+        tokenizer: The tokenizer of the model, which has the chat template.
+        num_sums: Number of random sums for each type of question.
     """
     rng = random.Random(1)
     pairs = [(rng.randrange(10, 100), rng.randrange(10, 100)) for _ in range(num_sums)]
@@ -126,6 +167,7 @@ def measure(model: CausalLM, tokenizer: Any, num_sums: int) -> dict[str, float]:
 
 
 def main() -> None:
+    """Measures the built-in model and prints the results as JSON."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = load_model(FOLDER, "float32").model
     assert isinstance(model, CausalLM)

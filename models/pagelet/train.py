@@ -1,7 +1,7 @@
-"""Trains pagelet and writes its folder: python -m jax_paged.models.pagelet.train
+"""Trains pagelet and writes its folder: python -m jax_paged.models.pagelet.train.
 
-An interrupted run can be resumed: every few minutes it writes a checkpoint. Batches depend on the seed and
-the number of the step only, so that an interrupted run gives the same weights as an uninterrupted one.
+Every two minutes, the run writes a checkpoint from which it can be resumed. Batches depend only on the seed
+and the step number, so a resumed run produces the same weights as an uninterrupted one.
 """
 
 import argparse
@@ -50,25 +50,37 @@ CONFIG = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-PEAK_RATE, WARM_UP, FALL = 3e-3, 40, 0.35  # the rate rises, stays, and in the last part falls to 0
-SHORT, LONG, LONG_SHARE = (24, 160), (8, 512), 0.1  # (rows, tokens per row); long rows come last
-# First the language, then the answers, then the sums: (first step, share of chat rows, weight of the
-# library's loss, share of conversations that consist of arithmetic only).
+# The learning rate rises for WARM_UP steps, stays at its peak, and falls to 0 during the last FALL of the
+# steps.
+PEAK_RATE, WARM_UP, FALL = 3e-3, 40, 0.35
+# (rows, tokens per row) of a batch. The last LONG_SHARE of the steps use long rows.
+SHORT, LONG, LONG_SHARE = (24, 160), (8, 512), 0.1
+# The training first emphasizes language, then answers, then sums. Each entry is (first step, share of chat
+# rows, loss weight of the library's texts, share of conversations that consist of arithmetic only).
 PARTS = ((0, 0.65, 1.0, 0.3), (422, 0.8, 0.25, 0.3), (611, 0.85, 0.25, 0.55))
 CHECKPOINT_S = 120
 
 
 def learning_rate(num_steps: int) -> optax.Schedule:
-    """Returns a rate that depends on num_steps only once it falls, so that a run can be shortened."""
+    """Returns the learning rate schedule.
+
+    Before the rate falls it does not depend on `num_steps`, so a run can be shortened until then.
+
+    Args:
+        num_steps: Total number of steps.
+    """
     start = int(num_steps * (1 - FALL))
     rise = optax.linear_schedule(0, PEAK_RATE, WARM_UP)
     return optax.join_schedules([rise, optax.linear_schedule(PEAK_RATE, 0, num_steps - start)], [start])
 
 
 def make_optimizer(num_steps: int) -> optax.GradientTransformation:
-    """Returns Muon for the matrices of the layers, and Adam for the embedding and the norms.
+    """Returns an optimizer: Muon for the matrices of the layers, Adam for the embedding table and the norms.
 
     Source: Liu et al., Muon is Scalable for LLM Training, 2025 (updates scaled to the size of Adam's).
+
+    Args:
+        num_steps: Total number of steps.
     """
 
     def dimensions(params: Any) -> Any:
@@ -89,7 +101,14 @@ def make_optimizer(num_steps: int) -> optax.GradientTransformation:
 
 
 def make_step(graph: Any, optimizer: optax.GradientTransformation) -> Any:
-    """Returns the jitted step: (params, optimizer state, *batch) to (params, optimizer state, losses)."""
+    """Returns the jitted step: (params, optimizer state, *batch) -> (params, optimizer state, losses).
+
+    The losses are float32 [2]: the mean loss of the conversations, and the mean loss of the library's texts.
+
+    Args:
+        graph: The graph definition of the model (nnx.GraphDef).
+        optimizer: The optimizer.
+    """
 
     def losses(
         params: nnx.State, tokens: jax.Array, weights: jax.Array, is_chat: jax.Array
@@ -108,18 +127,19 @@ def make_step(graph: Any, optimizer: optax.GradientTransformation) -> Any:
 
 
 def train(num_steps: int, checkpoint: Path, out: Path, picture: Path | None) -> None:
-    """Trains up to num_steps, from the checkpoint if there is one, and writes the model's folder.
+    """Trains the model up to `num_steps` and writes its folder.
 
     Args:
-        num_steps: Total number of steps, including those of the checkpoint.
-        checkpoint: File to resume from, and to write every CHECKPOINT_S seconds.
-        out: Folder to write config, weights and tokenizer to.
-        picture: File to draw the loss curve to; None for none.
+        num_steps: Total number of steps, including the steps before the checkpoint.
+        checkpoint: File to resume from if it exists, and to write every CHECKPOINT_S seconds.
+        out: Folder for the config, the weights and the tokenizer.
+        picture: File for a plot of the loss curve; None for no plot.
     """
     texts = list(library_texts())
     tokenizer = make_tokenizer(texts)
     corpus = Corpus(tokenizer, texts, SEED)
-    data = zlib.crc32(corpus.library.tobytes())  # changes with the text and with the tokenizer
+    # A checksum that changes with the texts and with the tokenizer.
+    data = zlib.crc32(corpus.library.tobytes())
     print(f"{len(corpus.library):,} tokens of the standard library")
 
     graph, params = nnx.split(random_model(CONFIG, "float32", SEED).model)
@@ -176,8 +196,13 @@ def train(num_steps: int, checkpoint: Path, out: Path, picture: Path | None) -> 
 
 
 def draw(curve: np.ndarray, picture: Path) -> None:
-    """Draws the losses of the conversations and of the library's text by step."""
-    from matplotlib import pyplot  # an extra; only the picture needs it
+    """Plots the losses of the conversations and of the library's texts by step.
+
+    Args:
+        curve: float32 [steps, 2], the losses of each step.
+        picture: The file to write.
+    """
+    from matplotlib import pyplot  # an optional dependency, only needed for the plot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     window = np.ones(min(25, len(curve))) / min(25, len(curve))
@@ -193,6 +218,7 @@ def draw(curve: np.ndarray, picture: Path) -> None:
 
 
 def main() -> None:
+    """Parses the command line and trains the model."""
     parser = argparse.ArgumentParser(description="Train pagelet.")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--checkpoint", type=Path, default=Path("build/pagelet/checkpoint.safetensors"))

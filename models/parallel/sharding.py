@@ -1,13 +1,15 @@
-"""How weights and pool are divided among devices: whole heads, experts or columns, by one rule.
+"""Division of weights and of the KV cache among devices, in whole heads, experts or columns.
 
-A dimension of a weight is one or several lists of units side by side, and every device gets as many units of
-each list. A projection to queries, keys and values with four query heads and one kv head, on two devices:
+A dimension of a weight consists of one or several lists of units, side by side. Every device gets the same
+number of units of each list. For example, a projection to queries, keys and values with four query heads and
+one kv head is divided between two devices like this:
 
     columns           q0 q1 q2 q3 k0 v0
     device 0          q0 q1 k0 v0
     device 1          q2 q3 k0 v0
 
-What such a projection returns is in the order of the devices, and a device's part of it is contiguous.
+The output of such a projection has its columns in the order of the devices, so each device's part is
+contiguous.
 """
 
 import dataclasses
@@ -20,20 +22,21 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-# The mesh axis that everything is divided along.
+# The mesh axis of tensor parallelism.
 TENSOR = "tensor"
 
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """What lies side by side in a dimension of a weight, and stays whole when it is divided.
+    """A list of units in a dimension of a weight. A unit is never divided.
 
     Args:
-        num: How many units.
-        size: Columns of a unit.
-        kind: "even": every device gets as many. "repeated": or each unit lies on several devices, where there
-            are fewer units than devices. "padded": or some devices have units that mean nothing, at the end.
-            "experts": like "even", but only where experts are divided, and nothing else of their kernels.
+        num: Number of units.
+        size: Number of columns in a unit.
+        kind: "even": every device gets the same number of units. "repeated": if there are fewer units than
+            devices, each unit is on several devices; otherwise like "even". "padded": the last devices may
+            get units of padding. "experts": like "even", but divided only with expert parallelism. Then no
+            other dimension of the weight is divided.
     """
 
     num: int
@@ -41,10 +44,14 @@ class Units:
     kind: Literal["even", "repeated", "padded", "experts"] = "even"
 
     def on(self, num_devices: int) -> int:
-        """Returns how many units each device gets.
+        """Returns the number of units that each device gets.
+
+        Args:
+            num_devices: Number of devices.
 
         Raises:
-            ValueError: If they can't be divided.
+            ValueError: If the units cannot be divided. The message is only the allowed number of devices,
+                such as "a divisor of 8"; the caller completes the sentence.
         """
         if self.num % num_devices == 0:
             return self.num // num_devices
@@ -56,7 +63,14 @@ class Units:
         raise ValueError(f"a divisor{more} of {self.num}")
 
     def columns(self, num_devices: int) -> Int[np.ndarray, "n c"]:
-        """Returns the columns that each device has, counted from the first unit; -1 for padding."""
+        """Returns the columns of each device, counted from the first unit; -1 for padding.
+
+        Args:
+            num_devices: Number of devices.
+
+        Returns:
+            int [num_devices, columns per device].
+        """
         num = self.on(num_devices)
         units = np.arange(num_devices * num).reshape(num_devices, num)
         if self.kind == "repeated":
@@ -65,17 +79,18 @@ class Units:
         return np.where(columns < self.num * self.size, columns, -1)
 
 
-# The units of every dimension of a weight; None where it is not divided.
+# The units of each dimension of a weight; None for a dimension that is not divided.
 Split = tuple[tuple[Units, ...] | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGrid:
-    """The devices that one model is divided among.
+    """The devices that share one model.
 
     Args:
-        mesh: They lie along its axis TENSOR.
-        splits_experts: Whether each expert is whole on one device; else each is divided among all.
+        mesh: The devices, along the mesh axis TENSOR.
+        splits_experts: Whether each expert is on one device (expert parallelism). If not, every expert is
+            divided among all devices.
     """
 
     mesh: Mesh | AbstractMesh
@@ -83,27 +98,42 @@ class DeviceGrid:
 
     @property
     def num_devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return self.mesh.shape[TENSOR]
 
     @property
     def devices(self) -> list[jax.Device]:
-        """Those of this process; they are no abstract ones."""
+        """The devices of this process. The mesh must not be abstract."""
         assert isinstance(self.mesh, Mesh), "abstract devices hold nothing"
         return list(self.mesh.local_devices)
 
     def divided(self, split: Split) -> list[tuple[Units, ...] | None]:
-        """Returns what is divided of a weight: its experts, or the other dimensions."""
+        """Returns the units of each dimension that is divided; None for the others.
+
+        With expert parallelism, weights of experts are divided by expert, and all other dimensions are whole.
+        Otherwise the dimension of experts is whole.
+
+        Args:
+            split: The units of each dimension of a weight.
+        """
         kinds = [units[0].kind if units else None for units in split]
         if self.splits_experts and "experts" in kinds:
             return [units if kind == "experts" else None for units, kind in zip(split, kinds, strict=True)]
         return [None if kind == "experts" else units for units, kind in zip(split, kinds, strict=True)]
 
     def columns(self, split: Split) -> list[Int[np.ndarray, " c"] | None]:
-        """Returns the columns of every dimension in the order of the devices, -1 for padding; None for all.
+        """Returns the order of the columns of each dimension when the parts of all devices are concatenated.
+
+        Args:
+            split: The units of each dimension of a weight.
+
+        Returns:
+            For each dimension, int [c]: the checkpoint's column at each position, or -1 for padding; None if
+            the columns are in the order of the checkpoint.
 
         Raises:
-            ValueError: If they can't be divided; the message says how many devices are allowed.
+            ValueError: If a dimension cannot be divided. The message is only the allowed number of devices,
+                such as "a divisor of 8"; the caller completes the sentence.
         """
         columns: list[Int[np.ndarray, " c"] | None] = []
         for units in self.divided(split):
@@ -119,41 +149,67 @@ class DeviceGrid:
         return columns
 
     def shape(self, whole: Sequence[int], split: Split) -> tuple[int, ...]:
-        """Returns the shape of a weight on all devices together, of that in its checkpoint."""
+        """Returns the shape of a weight when the parts of all devices are concatenated.
+
+        Args:
+            whole: Shape of the weight in the checkpoint.
+            split: The units of each dimension of the weight.
+        """
         columns = self.columns(split)
         return tuple(n if c is None else len(c) for n, c in zip(whole, columns, strict=True))
 
     def spec(self, split: Split) -> PartitionSpec:
-        """Returns the mesh axis of every dimension of a weight whose columns are in the devices' order."""
+        """Returns the PartitionSpec of a weight whose columns are in the order of the devices.
+
+        Args:
+            split: The units of each dimension of the weight.
+        """
         return PartitionSpec(*(units and TENSOR for units in self.divided(split)))
 
     def sharding(self, split: Split) -> NamedSharding:
-        """Returns how such a weight lies on the devices."""
+        """Returns the NamedSharding of a weight whose columns are in the order of the devices.
+
+        Args:
+            split: The units of each dimension of the weight.
+        """
         return NamedSharding(self.mesh, self.spec(split))
 
     def parts(self, y: Array, units: Sequence[Units]) -> list[Array]:
-        """Takes an output apart whose last dimension holds several lists of units.
+        """Splits an output whose last dimension holds the columns of several lists of units.
 
         Args:
-            y: In the order of the devices.
-            units: The lists.
+            y: float [..., W], with columns in the order of the devices.
+            units: The lists of units.
 
         Returns:
-            The columns of each list, in the order of the devices.
+            One array [..., w] for each list, with columns in the order of the devices.
         """
         ends = np.cumsum([u.on(self.num_devices) * u.size for u in units])
         by_device = y.reshape(*y.shape[:-1], self.num_devices, -1)
         return [x.reshape(*y.shape[:-1], -1) for x in jnp.split(by_device, ends[:-1], axis=-1)]
 
     def on_each(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """Returns a function that every device computes on its own part of the arguments."""
+        """Returns a function that every device computes on its own part of the arguments (jax.shard_map).
+
+        Args:
+            function: The function of one device.
+            in_specs: PartitionSpec of each argument, or a pytree of them.
+            out_specs: PartitionSpec of each result, or a pytree of them.
+        """
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
     def gather(self, y: Array) -> Array:
-        """Returns an array of which every device has all, of one whose last dimension is divided."""
-        # Without the first constraint XLA would gather the weights that y is made with.
+        """Returns the whole array on every device, given an array whose last dimension is divided.
+
+        Args:
+            y: [..., W].
+
+        Returns:
+            [..., W], replicated.
+        """
+        # Without the first constraint, XLA would gather the weights that y is computed from.
         divided = PartitionSpec(*[None] * (y.ndim - 1), TENSOR)
         for spec in (divided, PartitionSpec()):
             y = jax.lax.with_sharding_constraint(y, NamedSharding(self.mesh, spec))
@@ -161,32 +217,60 @@ class DeviceGrid:
 
 
 def even(num: int, size: int = 1) -> tuple[Units, ...]:
-    """Returns units of which every device gets as many."""
+    """Returns units of which every device gets the same number.
+
+    Args:
+        num: Number of units.
+        size: Number of columns in a unit.
+    """
     return (Units(num, size),)
 
 
 def repeated(num: int, size: int) -> tuple[Units, ...]:
-    """Returns units that lie on several devices each, where there are fewer of them than devices."""
+    """Returns units that are repeated on several devices if there are fewer units than devices.
+
+    Args:
+        num: Number of units.
+        size: Number of columns in a unit.
+    """
     return (Units(num, size, "repeated"),)
 
 
 def padded(num: int) -> tuple[Units, ...]:
-    """Returns units that need not be a multiple of the devices."""
+    """Returns units of one column that are padded to a multiple of the number of devices.
+
+    Args:
+        num: Number of units.
+    """
     return (Units(num, kind="padded"),)
 
 
 def whole_logits(
     logits: Float[Array, "... w"], vocab_size: int, grid: DeviceGrid | None
 ) -> Float[Array, "... v"]:
-    """Returns logits of which every device has all, without those of padding.
+    """Returns the whole logits on every device, without the columns of padding.
 
-    They are gathered once: what draws from them would otherwise wait for the other devices at every turn.
+    They are gathered once because otherwise the operations of the sampler would each wait for the other
+    devices.
+
+    Args:
+        logits: float32 [..., W], the vocabulary divided among devices and padded.
+        vocab_size: V, the size of the vocabulary without padding.
+        grid: The devices that share the model; None if `logits` is already whole.
+
+    Returns:
+        float32 [..., V].
     """
     return logits if grid is None else grid.gather(logits)[..., :vocab_size]
 
 
 def whole_shape(shape: Sequence[int], split: Split) -> tuple[int, ...]:
-    """Returns the shape of a weight in its checkpoint's order, of its shape on devices."""
+    """Returns the shape of a weight in its checkpoint, given its shape on the devices.
+
+    Args:
+        shape: Shape of the weight when the parts of all devices are concatenated.
+        split: The units of each dimension of the weight.
+    """
     return tuple(
         n if units is None else sum(u.num * u.size for u in units)
         for n, units in zip(shape, split, strict=True)
@@ -194,7 +278,13 @@ def whole_shape(shape: Sequence[int], split: Split) -> tuple[int, ...]:
 
 
 def taken(value: np.ndarray, columns: Sequence[Int[np.ndarray, " c"] | None]) -> np.ndarray:
-    """Returns a weight with its columns in another order; zeros where that says -1."""
+    """Returns an array with the columns of each dimension in another order.
+
+    Args:
+        value: The array.
+        columns: For each dimension, int [c]: the indices to select, or -1 for zeros; None for all columns in
+            their order.
+    """
     for axis, order in enumerate(columns):
         if order is not None:
             value = np.take(value, np.maximum(order, 0), axis)

@@ -1,11 +1,11 @@
-"""A decoder cut into the stages of a pipeline: each has some of the layers, one after the other.
+"""Division of a decoder into pipeline stages, each with some consecutive layers.
 
     stage        0                 1          2
     has          embeddings
                  layers 0, 1, 2    3, 4, 5    6, 7
                                               norm, head
 
-A head that is tied to the table of token embeddings is on the last stage once more.
+If the head is tied to the token embeddings, the last stage has a copy of them.
 """
 
 import itertools
@@ -19,17 +19,18 @@ from jax_paged.models.forward_context import MissingLayer
 
 
 def split_model(model: LanguageModel, num_stages: int) -> list[CausalLM]:
-    """Returns the stages of a model, which share its weights.
+    """Returns the pipeline stages of a model. They share the weights of the model.
 
-    The largest stage has as few bytes as possible: weights are what has to fit a device, and reading them is
-    most of the time of a decode step.
+    The layers are divided so that the largest stage has as few bytes as possible. The weights have to fit
+    into the memory of a device, and reading them takes most of the time of a decode step.
 
     Args:
-        model: Weights, or shapes in their places.
-        num_stages: How many.
+        model: A model, or its outline.
+        num_stages: Number of stages.
 
     Raises:
-        ValueError: If the model has fewer layers, or no stages; the message says what is allowed.
+        ValueError: If the model cannot be split into this number of stages. The message is only the allowed
+            number, such as "at most 8, the layers of the model"; the caller completes the sentence.
     """
     if not isinstance(model, CausalLM):
         raise ValueError(f"1 because {type(model).__name__} is no decoder alone")
@@ -44,15 +45,16 @@ def split_model(model: LanguageModel, num_stages: int) -> list[CausalLM]:
 
 
 def even_parts(sizes: Sequence[int], num_parts: int, first: int, last: int) -> list[range]:
-    """Cuts a list into parts that lie one after the other, none of them empty, the largest of which is small.
+    """Divides a list into consecutive, non-empty parts so that the largest part is as small as possible.
 
     Args:
-        sizes: Of what is in the list.
-        num_parts: How many parts.
-        first: What the first part has besides.
-        last: What the last part has besides.
+        sizes: Size of each item of the list.
+        num_parts: Number of parts.
+        first: Size that is added to the first part.
+        last: Size that is added to the last part.
     """
-    # By the number of items that the parts so far have: the size of the largest, and where the parts end.
+    # Dynamic programming. The key is the number of items in the parts so far. The value is the smallest
+    # possible size of the largest part, and the indices where the parts begin and end.
     best: dict[int, tuple[int, list[int]]] = {0: (0, [0])}
     for part in range(num_parts):
         left = num_parts - part - 1
@@ -71,7 +73,15 @@ def even_parts(sizes: Sequence[int], num_parts: int, first: int, last: int) -> l
 
 
 def stage(model: CausalLM, layers: range) -> CausalLM:
-    """Returns the part of a model with some layers, with what stands before the first or follows the last."""
+    """Returns a pipeline stage of a model.
+
+    If it is the first stage, it has the modules before the layers. If it is the last stage, it has the
+    modules after the layers.
+
+    Args:
+        model: A model, or its outline; not modified.
+        layers: Indices of the stage's layers.
+    """
     part = nnx.merge(*nnx.split(model))
     all_layers, head = getattr(part, part.layers_name), part.head
     part.begins, part.ends = layers.start == 0, layers.stop == len(all_layers)
@@ -86,5 +96,9 @@ def stage(model: CausalLM, layers: range) -> CausalLM:
 
 
 def num_bytes(module: nnx.Module) -> int:
-    """Returns the size of all weights of a module, or of shapes in their places."""
+    """Returns the size of all weights of a module (bytes).
+
+    Args:
+        module: A module with weights, or with shapes in their place.
+    """
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(module)))

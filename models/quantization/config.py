@@ -1,6 +1,6 @@
-"""What config.json says under quantization_config: the one place that reads it.
+"""Reader of the quantization_config in config.json.
 
-A method that is added gets a line in METHODS, and its layout a class as those in quantized_formats.py.
+To add a method, add a line to METHODS, and a class for its layout to formats.py.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -12,7 +12,7 @@ from jax_paged.models.quantization.formats import AwqFormat, CompressedFormat, G
 
 
 def _group_size(read: ConfigReader) -> int | None:
-    """Returns the rows of a group; None for all, which is written as -1."""
+    """Returns the number of rows in a group; None if all rows are one group (-1 in config.json)."""
     size = read.get("group_size", 128)
     ok = isinstance(size, int) and not isinstance(size, bool) and (size == -1 or size > 0)
     read.check(ok, "group_size", size, "-1 or a positive integer")
@@ -41,7 +41,8 @@ def _gptq(read: ConfigReader) -> WeightFormat:
 
 def _fp8(read: ConfigReader) -> WeightFormat:
     read.choice("fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
-    # DeepSeek-V3.1 has powers of two ("ue8m0") as floats; where they are bytes, the headers say so.
+    # The scales of DeepSeek-V3.1 are powers of two ("ue8m0") that are stored as floats. A checkpoint that
+    # stores them as bytes is rejected when the headers of its files are checked.
     read.choice("scale_fmt", "float", ("float", "ue8m0"))
     read.choice("expert_dtype", "fp8", ("fp8",))
     return CompressedFormat(_block(read, "weight_block_size"))
@@ -50,7 +51,8 @@ def _fp8(read: ConfigReader) -> WeightFormat:
 def _compressed(read: ConfigReader) -> WeightFormat:
     formats = "float-quantized", "int-quantized", "naive-quantized", "pack-quantized"
     read.choice("format", None, formats)
-    # kv_cache_scheme is not read: the engine's kv_cache_dtype says what the cache holds.
+    # kv_cache_scheme is not read because the engine argument kv_cache_dtype defines the dtype of the KV
+    # cache.
     rotations = read.get("transform_config", {})
     read.check(rotations == {}, "transform_config", rotations, "{} or null")
     sparsity = read.get("sparsity_config", {})
@@ -75,7 +77,10 @@ def _compressed(read: ConfigReader) -> WeightFormat:
 
 
 def _mxfp4(read: ConfigReader) -> None:
-    """Kernels become floats as they are read (mxfp4.py); which of them are stored so, their keys say."""
+    """Returns None because the weights are decoded to floats while they are read; see mxfp4.py.
+
+    The keys in the checkpoint show which weights are stored in MXFP4.
+    """
 
 
 METHODS: dict[str, Callable[[ConfigReader], WeightFormat | None]] = {
@@ -85,18 +90,18 @@ METHODS: dict[str, Callable[[ConfigReader], WeightFormat | None]] = {
     "gptq": _gptq,
     "mxfp4": _mxfp4,
 }
-# Methods whose weights stay quantized on the device; every family supports them.
+# Methods whose weights stay quantized on the device. Every family supports them.
 STORED_METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
 
 
 def read_quantization(read: ConfigReader, methods: Collection[str] = STORED_METHODS) -> WeightFormat | None:
-    """Returns how the kernels of a checkpoint are held; None if they are floats, or become floats.
+    """Returns the format of a checkpoint's quantized weights; None if the weights are floats on the device.
 
-    What is wrong is noted with the other problems of the config.
+    Problems are noted with the other problems of the config.
 
     Args:
-        read: Of the whole config.json.
-        methods: What the family can have.
+        read: The reader of the whole config.json.
+        methods: The quantization methods that the family supports.
     """
     values = read.table("quantization_config")
     if not values:
@@ -109,13 +114,20 @@ def read_quantization(read: ConfigReader, methods: Collection[str] = STORED_METH
 
 
 def quantization_of(hf_config: Mapping[str, Any]) -> tuple[str | None, WeightFormat | None]:
-    """Returns the method of a config.json that was read without problems, and how kernels are held."""
+    """Returns the quantization method of a checkpoint, and the format of its quantized weights.
+
+    Args:
+        hf_config: A parsed config.json that has been read without problems.
+
+    Returns:
+        The method (None for float weights), and the format (None if the weights are floats on the device).
+    """
     values = hf_config.get("quantization_config") or {}
     return values.get("quant_method"), read_quantization(ConfigReader(hf_config), METHODS)
 
 
 def _block(read: ConfigReader, name: str) -> tuple[int, int] | None:
-    """Returns the columns and rows of a block; None if there are no blocks."""
+    """Returns the number of columns and rows in a block; None if there are no blocks."""
     block = read.get(name, None)
     if block is None:
         return None

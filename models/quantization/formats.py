@@ -1,9 +1,10 @@
-"""Checkpoint formats of quantized weights: AWQ, GPTQ, compressed-tensors and fp8, read with NumPy.
+"""Checkpoint formats of quantized weights: AWQ, GPTQ, compressed-tensors and fp8.
 
-All of them divide a kernel's rows (what a linear map takes) into groups with scales of their own, and differ
-in the order of numbers of four bits within words of 32, in which of two matrices is transposed, and in names.
+All formats divide the rows of a weight matrix, which are the inputs of a linear map, into groups, and store
+scales for each group. They differ in the order of the 4-bit numbers within 32-bit words, in which tensors are
+transposed, and in the names of tensors.
 
-Source: Lin et al., AWQ, 2024, and Frantar et al., GPTQ, 2023; the layouts are those that AutoAWQ (version
+Source: Lin et al., AWQ, 2024, and Frantar et al., GPTQ, 2023; the layouts are the ones that AutoAWQ (version
 "gemm"), AutoGPTQ and GPTQModel (checkpoint formats "gptq" and "gptq_v2"), compressed-tensors and
 transformers' FineGrainedFP8Config write.
 """
@@ -20,55 +21,64 @@ from jax_paged.models.quantization.quantized_linear import Parts, QuantizationSc
 WORD = ("I32",)
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 BYTES = {"F8_E4M3": "float8_e4m3fn", "I8": "int8"}
-# Where AWQ's words hold eight columns: the place of each of them among the four bits of the word.
+# Position of each of eight columns among the 4-bit numbers of an AWQ word.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-# What symmetric numbers of four bits are stored with.
+# Zero point of symmetric 4-bit numbers.
 _MIDDLE = 8
 
-# The shape that a tensor must have, and the types that it may have.
+# The shape that a tensor must have, and the dtypes that it may have.
 Expected = tuple[tuple[int, ...], tuple[str, ...]]
 
 
 class Header(Protocol):
-    """What a file's header says of a tensor."""
+    """Description of a tensor in the header of a safetensors file."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
+        ...
 
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """The dtype of the tensor in the safetensors format, such as "BF16"."""
+        ...
 
 
 class WeightFormat(Protocol):
-    """What a checkpoint's quantization_config says of all its kernels."""
+    """Format of all quantized weights of a checkpoint, according to its quantization_config."""
 
     def form(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
-        """Returns the form of a kernel; None if it is not small.
+        """Returns the quantization scheme of a weight matrix; None if the matrix is stored as floats.
 
         Args:
-            found: The tensors of its module, by the ends of their keys.
-            rows: Of the kernel.
-            columns: Of the kernel.
+            found: The tensors of the module, by the last part of their keys.
+            rows: Number of rows of the matrix.
+            columns: Number of columns of the matrix.
+
+        Raises:
+            ValueError: If the shapes of the tensors do not fit the matrix.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class AwqFormat:
-    """Words of eight columns, interleaved; zeros likewise.
+    """AWQ, version "gemm". Values and zero points are in 32-bit words of eight interleaved columns.
 
     Args:
-        group_size: Rows of a group; None for all.
+        group_size: Number of rows in a group; None if all rows are one group.
     """
 
     group_size: int | None
 
     def form(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
+        """Returns the quantization scheme of a weight matrix; see WeightFormat."""
         if "qweight" not in found:
             return None
         return QuantizationScheme("uint8", self.group_size or rows, self, _scales(found, "scales"), True)
 
     def tensors(self, rows: int, columns: int) -> dict[str, Expected]:
+        """Returns the expected shapes and dtypes of the tensors of a weight matrix; see StoredKernel."""
         groups = _groups(rows, self.group_size)
         return {
             "qweight": ((rows, -(-columns // 8)), WORD),
@@ -77,18 +87,19 @@ class AwqFormat:
         }
 
     def parts(self, tensors: dict[str, np.ndarray]) -> Parts:
+        """Returns the arrays of a quantized weight; see StoredKernel."""
         values, zeros = (_unpacked(tensors[name], _AWQ_PLACES) for name in ("qweight", "qzeros"))
         return Parts(pairs(values), np.asarray(tensors["scales"]), zeros)
 
 
 @dataclasses.dataclass(frozen=True)
 class GptqFormat:
-    """Words of eight rows; zeros in words of eight columns, less 1 in the first version of the format.
+    """GPTQ. Values are in 32-bit words of eight rows, and zero points in 32-bit words of eight columns.
 
     Args:
-        group_size: Rows of a group; None for all.
-        is_ordered: Whether each row names its group (desc_act); else groups lie one after the other.
-        is_v2: Whether zeros are what they are.
+        group_size: Number of rows in a group; None if all rows are one group.
+        is_ordered: Whether g_idx assigns each row to a group (desc_act). If not, groups are consecutive rows.
+        is_v2: Whether zero points are stored unchanged. The first version of the format stores them minus 1.
     """
 
     group_size: int | None
@@ -96,6 +107,7 @@ class GptqFormat:
     is_v2: bool
 
     def form(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
+        """Returns the quantization scheme of a weight matrix; see WeightFormat."""
         if "qweight" not in found:
             return None
         is_ordered = self.is_ordered and self.group_size is not None
@@ -104,6 +116,7 @@ class GptqFormat:
         return QuantizationScheme("uint8", self.group_size or rows, source, scales, True, is_ordered)
 
     def tensors(self, rows: int, columns: int) -> dict[str, Expected]:
+        """Returns the expected shapes and dtypes of the tensors of a weight matrix; see StoredKernel."""
         groups = _groups(rows, self.group_size)
         return {
             "qweight": ((-(-rows // 8), columns), WORD),
@@ -113,12 +126,14 @@ class GptqFormat:
         }
 
     def parts(self, tensors: dict[str, np.ndarray]) -> Parts:
+        """Returns the arrays of a quantized weight; see StoredKernel."""
         words, zeros = tensors["qweight"], np.asarray(tensors["qzeros"])
-        # The order of rows in a word is that of `Parts.values` in its bytes.
+        # Each byte of a word holds two rows in the order of `Parts.values`.
         values = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
         values = values.transpose(0, 2, 1).reshape(-1, words.shape[1])
         if not self.is_v2:
-            # 1 to each of eight numbers, whose borrows this undoes: the format was made by a subtraction.
+            # Add 1 to each of the eight 4-bit numbers. The format was written by a subtraction from the whole
+            # word, so adding to the whole word undoes its borrows as well.
             zeros = (zeros.view(np.uint32) + np.uint32(0x11111111)).view(np.int32)
         groups, order = None, np.asarray(tensors["g_idx"])
         scales = np.asarray(tensors["scales"])
@@ -133,12 +148,15 @@ class GptqFormat:
 
 @dataclasses.dataclass(frozen=True)
 class PackedKernel4:
-    """A kernel of compressed-tensors' "pack-quantized", transposed: words of eight of its rows.
+    """4-bit matrix in compressed-tensors' format "pack-quantized".
+
+    It is stored transposed, in 32-bit words of eight rows.
 
     Args:
-        num_groups: Of rows.
-        has_zeros: Whether it has zeros, in words of eight columns; else the middle stands for 0.
-        is_ordered: Whether each row names its group.
+        num_groups: Number of groups of rows.
+        has_zeros: Whether zero points are stored, in 32-bit words of eight columns. If not, all zero points
+            are 8.
+        is_ordered: Whether weight_g_idx assigns each row to a group.
     """
 
     num_groups: int
@@ -146,6 +164,7 @@ class PackedKernel4:
     is_ordered: bool
 
     def tensors(self, rows: int, columns: int) -> dict[str, Expected]:
+        """Returns the expected shapes and dtypes of the tensors of a weight matrix; see StoredKernel."""
         found: dict[str, Expected] = {
             "weight_packed": ((columns, -(-rows // 8)), WORD),
             "weight_scale": ((columns, self.num_groups), tuple(FLOATS)),
@@ -158,6 +177,7 @@ class PackedKernel4:
         return found
 
     def parts(self, tensors: dict[str, np.ndarray]) -> Parts:
+        """Returns the arrays of a quantized weight; see StoredKernel."""
         values = np.ascontiguousarray(tensors["weight_packed"]).view(np.uint8).T
         scales = np.ascontiguousarray(tensors["weight_scale"].T)
         zeros = np.full(scales.shape, _MIDDLE, np.uint8)
@@ -169,16 +189,18 @@ class PackedKernel4:
 
 @dataclasses.dataclass(frozen=True)
 class ByteKernel:
-    """A transposed kernel of a byte per number.
+    """A matrix of 8-bit numbers, stored transposed.
 
     Args:
-        dtype: Of its numbers, as a file's header names it.
-        scale: End of the key of its scales.
-        scale_shape: Their shape: one for all, for each column, for each group of rows and column, or for each
-            block of columns and rows.
-        block: Columns and rows of a block; None if scales are of another kind.
-        has_zeros: Whether it has zeros, of the scales' shape.
-        others: Ends of keys of what the checkpoint has beside, for activations in this type: it is not read.
+        dtype: The dtype of the numbers, as in the header of a safetensors file.
+        scale: Last part of the key of the scales.
+        scale_shape: Shape of the scales: one scale for the matrix, or one for each column, for each group of
+            rows and column, or for each block.
+        block: Number of columns and rows of the matrix in a block with one scale; None if there are no
+            blocks.
+        has_zeros: Whether zero points are stored, in the shape of the scales.
+        others: Last part of the key, shape and dtypes of the tensors that are stored for quantized
+            activations. They are not read.
     """
 
     dtype: str
@@ -189,6 +211,7 @@ class ByteKernel:
     others: tuple[tuple[str, Expected], ...] = ()
 
     def tensors(self, rows: int, columns: int) -> dict[str, Expected]:
+        """Returns the expected shapes and dtypes of the tensors of a weight matrix; see StoredKernel."""
         scale_shape = self.scale_shape
         if self.block is not None:
             scale_shape = -(-columns // self.block[0]), -(-rows // self.block[1])
@@ -203,6 +226,7 @@ class ByteKernel:
         return found | dict(self.others)
 
     def parts(self, tensors: dict[str, np.ndarray]) -> Parts:
+        """Returns the arrays of a quantized weight; see StoredKernel."""
         weight = tensors["weight"]
         values = np.ascontiguousarray(weight.view(np.uint8).T).view(weight.dtype)
 
@@ -219,15 +243,16 @@ class ByteKernel:
 
 @dataclasses.dataclass(frozen=True)
 class CompressedFormat:
-    """compressed-tensors' and fp8's: a kernel's tensors say which of the layouts it has.
+    """compressed-tensors and fp8. The tensors of each module show which layout its matrix has.
 
     Args:
-        block: Columns and rows of blocks with a scale each, if there are any.
+        block: Number of columns and rows in a block with one scale; None if there are no blocks.
     """
 
     block: tuple[int, int] | None = None
 
     def form(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
+        """Returns the quantization scheme of a weight matrix; see WeightFormat."""
         zeros, ordered = "weight_zero_point" in found, "weight_g_idx" in found
         if "weight_packed" in found:
             scale = found.get("weight_scale")
@@ -254,7 +279,7 @@ class CompressedFormat:
 
 
 def _scales(found: Mapping[str, Header], name: str) -> str:
-    """Returns the type of scales; another is noted with the shapes."""
+    """Returns the dtype of the scales. An unsupported dtype is reported later, with the shapes."""
     return FLOATS.get(found[name].dtype, "float32") if name in found else "float32"
 
 
@@ -276,7 +301,10 @@ def _checked_groups(groups: Int[np.ndarray, " i"], num_groups: int) -> Int[np.nd
 
 
 def _unpacked(words: Int[np.ndarray, "n w"], places: list[int] | None = None) -> UInt8[np.ndarray, "n c"]:
-    """Returns the eight numbers of each word, the lowest bits first, or in the order of these places."""
+    """Returns the eight 4-bit numbers of each word, uint8 [n, 8 * w].
+
+    The order within a word is from the lowest bits to the highest, unless `places` gives another order.
+    """
     held = np.ascontiguousarray(words).view(np.uint8)
     found = np.stack([held & 15, held >> 4], axis=-1).reshape(len(words), -1, 8)
     return (found if places is None else found[..., places]).reshape(len(words), -1)

@@ -1,13 +1,15 @@
-"""MXFP4: weights of four bits, in groups of 32 with a power of two in common, decoded as they are read.
+"""MXFP4 weights: 4-bit floats in groups of 32 that share a power of two as scale.
 
-A stack of kernels [G, I, O] is stored as two tensors of bytes, each kernel transposed:
+The weights are decoded to bfloat16 while they are read. A stack of matrices [G, I, O] is stored as two
+tensors of bytes, with each matrix transposed:
 
-    name_blocks [G, O, I / 32, 16]   two codes a byte, the one of the lower row in its lower half
+    name_blocks [G, O, I / 32, 16]   two codes per byte; the code of the lower row is in the low bits
     name_scales [G, O, I / 32]       exponent of each group's scale, plus 127; 255 makes the group NaN
 
-A code is a sign, two bits of exponent and one of mantissa. Code times scale is a bfloat16 without rounding.
+A code has a sign bit, two exponent bits and one mantissa bit. The product of a code and its scale is exact in
+bfloat16.
 
-Source: OCP Microscaling Formats (MX) Specification 1.0, 2023; the layout is that of gpt-oss.
+Source: OCP Microscaling Formats (MX) Specification 1.0, 2023; the layout is the one of gpt-oss.
 """
 
 import dataclasses
@@ -27,22 +29,31 @@ _BIAS, _NAN = 127, 255
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4Tensor(StoredTensor):
-    """Kernels in MXFP4, with the shape that they have when they are decoded, and the place of their blocks.
+    """A stack of MXFP4 matrices that is decoded when it is read.
+
+    The inherited shape and dtype describe the decoded matrices; the file and the offset belong to the blocks.
 
     Args:
-        blocks: The codes.
-        scales: The scales.
+        blocks: The tensor of codes, uint8 [G, O, I / 32, 16].
+        scales: The tensor of scales, uint8 [G, O, I / 32].
     """
 
     blocks: StoredTensor
     scales: StoredTensor
 
     def read(self) -> np.ndarray:
-        """Returns the decoded kernels."""
+        """Returns the decoded matrices, bfloat16 [G, I, O]."""
         return self.read_columns([np.arange(n) for n in self.shape])
 
     def read_columns(self, columns: Sequence[Int[np.ndarray, " c"]]) -> np.ndarray:
-        """Returns some columns of each dimension, decoded; of no other experts, and no other columns."""
+        """Returns the selected experts, rows and columns, decoded. Other experts and columns are not read.
+
+        Args:
+            columns: For each dimension, int [c]: the indices to select; none of them is -1.
+
+        Returns:
+            bfloat16 [experts, rows, columns].
+        """
         experts, rows, outer = columns
         assert min(part.min() for part in columns) >= 0, "experts have no padding"
         groups = np.arange(rows.min() // GROUP_SIZE, rows.max() // GROUP_SIZE + 1)
@@ -50,17 +61,21 @@ class Mxfp4Tensor(StoredTensor):
         scales = self.scales.read_columns([experts, outer, groups])
         own = rows - groups[0] * GROUP_SIZE
         out = np.empty((len(experts), len(outer), len(own)), ml_dtypes.bfloat16)
-        for expert, *parts in zip(out, blocks, scales, strict=True):  # one at a time, as indices are large
+        # One expert at a time, because the arrays of indices into the table are large.
+        for expert, *parts in zip(out, blocks, scales, strict=True):
             expert[...] = decode(*parts)[:, own]
         return out.swapaxes(1, 2)
 
 
 def decode(blocks: UInt8[np.ndarray, "*n 16"], scales: UInt8[np.ndarray, "*n"]) -> np.ndarray:
-    """Returns the numbers of codes and scales, in bfloat16 and with the last two dimensions of blocks in one.
+    """Returns the numbers for codes and scales.
 
     Args:
-        blocks: Two codes a byte.
-        scales: Of each group.
+        blocks: uint8 [..., groups, 16], two codes per byte.
+        scales: uint8 [..., groups], the scale of each group.
+
+    Returns:
+        bfloat16 [..., groups * 32].
     """
     pairs = _pairs()[scales[..., None].astype(np.uint16) << 8 | blocks]
     return pairs.view(ml_dtypes.bfloat16).reshape(*blocks.shape[:-2], -1)
@@ -68,7 +83,7 @@ def decode(blocks: UInt8[np.ndarray, "*n 16"], scales: UInt8[np.ndarray, "*n"]) 
 
 @functools.cache
 def _pairs() -> UInt32[np.ndarray, " 65536"]:
-    """Returns the two bfloat16 that a byte stands for, side by side, by scale * 256 + byte."""
+    """Returns a table of the two bfloat16 numbers of a byte, packed in a uint32, by scale * 256 + byte."""
     values = np.array([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], np.float32)
     scales = np.append(np.ldexp(np.float32(1), np.arange(_NAN) - _BIAS), np.float32(np.nan))
     with np.errstate(over="ignore"):
@@ -79,10 +94,13 @@ def _pairs() -> UInt32[np.ndarray, " 65536"]:
 
 
 def with_decoded(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Returns the tensors of a checkpoint by key, with decoded ones in place of blocks and scales.
+    """Returns the tensors of a checkpoint with an Mxfp4Tensor in place of each pair of blocks and scales.
+
+    Args:
+        stored: The tensors of the checkpoint by key.
 
     Raises:
-        ValueError: If blocks and scales do not belong together; the message lists all that do not.
+        ValueError: If blocks and scales do not match. The message lists all of them.
     """
     stored, problems = dict(stored), []
     for key in [key.removesuffix("_blocks") for key in stored if key.endswith("_blocks")]:

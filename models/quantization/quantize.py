@@ -1,6 +1,7 @@
-"""Quantization of a model on the fly, and which of its weights are quantized.
+"""Quantization of float weights while a model is loaded, and the selection of weights that are quantized.
 
-Linear maps and experts are; the head, the router and embeddings stay as they are, as everything else does.
+The weight matrices of linear maps and experts are quantized. The output head, routers, embeddings and all
+other weights remain floats.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +23,12 @@ from jax_paged.models.quantization.quantized_linear import (
 
 
 class KernelPlace(NamedTuple):
-    """Where a kernel stands in a model.
+    """Location of a weight matrix in a model.
 
     Args:
-        path: Of the kernel in the model's state.
-        owner: The module that has it.
-        name: Of its attribute there.
+        path: NNX path of the matrix in the model's state.
+        owner: The module that has the matrix.
+        name: Name of the attribute of `owner`.
     """
 
     path: tuple[Any, ...]
@@ -36,12 +37,16 @@ class KernelPlace(NamedTuple):
 
     @property
     def kernel(self) -> Any:
-        """The kernel: a parameter, or a QuantizedWeight."""
+        """The weight matrix: an nnx.Param or a QuantizedWeight."""
         return getattr(self.owner, self.name)
 
 
 def kernel_places(model: nnx.Module) -> list[KernelPlace]:
-    """Returns the kernels of all linear maps, experts and maps of latents."""
+    """Returns the locations of the weight matrices of all linear maps, experts and latent projections (MLA).
+
+    Args:
+        model: The model, or its outline.
+    """
     return list(_kernel_places(model))
 
 
@@ -53,11 +58,13 @@ def _kernel_places(model: nnx.Module) -> Iterator[KernelPlace]:
 
 
 def kind_to_make(models: Sequence[nnx.Module], quantization: str | None) -> Kind | None:
-    """Returns the type that float kernels are quantized to on the fly; None if the checkpoint is quantized.
+    """Returns the type that float weights are quantized to; None if the checkpoint is quantized already.
+
+    It is also None if no quantization is requested.
 
     Args:
-        models: Those that share a checkpoint; weights, or shapes in their places.
-        quantization: As EngineArgs has it.
+        models: Models, or outlines, that share a checkpoint.
+        quantization: The engine argument `quantization`.
     """
     kernels = (place.kernel for model in models for place in kernel_places(model))
     if any(isinstance(k, QuantizedWeight) and not isinstance(k.form.source, str) for k in kernels):
@@ -66,11 +73,11 @@ def kind_to_make(models: Sequence[nnx.Module], quantization: str | None) -> Kind
 
 
 def outline_quantized(model: nnx.Module, form_of: Callable[[KernelPlace], QuantizationScheme | None]) -> None:
-    """Puts the shapes of quantized weights in the places of float ones, in a model without weights.
+    """Replaces the shapes of float weights in an outline by the shapes of quantized weights.
 
     Args:
-        model: Has shapes in place of its weights; modified.
-        form_of: The form of each kernel; None leaves it as it is.
+        model: A model with shapes in place of weights; it is modified.
+        form_of: Returns the scheme of a weight, or None if the weight remains as it is.
     """
     for place in kernel_places(model):
         param = place.kernel
@@ -80,7 +87,12 @@ def outline_quantized(model: nnx.Module, form_of: Callable[[KernelPlace], Quanti
 
 
 def outline_kind[M: LanguageModel](model: M, kind: Kind | None) -> M:
-    """Returns a model without weights, which now has the shapes of what `quantized` would make of it."""
+    """Returns an outline with the shapes that `quantized` would produce.
+
+    Args:
+        model: A model with shapes in place of weights; it is modified.
+        kind: The type to quantize to; None leaves the model as it is.
+    """
     if kind is None:
         return model
     made = {place.path for place in _made(model)}
@@ -93,7 +105,12 @@ def outline_kind[M: LanguageModel](model: M, kind: Kind | None) -> M:
 
 
 def quantized[M: nnx.Module](model: M, kind: Kind | None) -> M:
-    """Returns a copy of a model with quantized kernels that shares all else; the model itself for None."""
+    """Returns a copy of a model with quantized weights. All weights that are not quantized are shared.
+
+    Args:
+        model: A model with weights; not modified.
+        kind: The type to quantize to; if it is None, `model` itself is returned.
+    """
     if kind is None:
         return model
     model = nnx.merge(*nnx.split(model))
@@ -106,10 +123,14 @@ def quantized[M: nnx.Module](model: M, kind: Kind | None) -> M:
 
 
 def float_outline[M: nnx.Module](model: M, dtype: jax.typing.DTypeLike) -> M:
-    """Returns a model without weights, as it was before `quantized`.
+    """Returns the outline that a model had before its weights were quantized by `quantized`.
+
+    Args:
+        model: A model, or its outline; not modified.
+        dtype: The dtype of the float weights.
 
     Raises:
-        ValueError: If its checkpoint holds quantized weights.
+        ValueError: If the weights are quantized in the checkpoint.
     """
     model = nnx.merge(*nnx.split(model))
     for place in kernel_places(model):
@@ -126,10 +147,11 @@ def float_outline[M: nnx.Module](model: M, dtype: jax.typing.DTypeLike) -> M:
 
 
 def _made(model: nnx.Module) -> Iterator[KernelPlace]:
-    """Yields the float kernels that are quantized on the fly."""
+    """Yields the locations of the float weights that are quantized while a model is loaded."""
     head = model.head if isinstance(model, LanguageModel) else None
     for place in kernel_places(model):
-        # Routers are a subclass: they are small, and a little noise there chooses other experts.
+        # Routers, a subclass of Linear, are excluded: they are small, and a rounding error in them can select
+        # other experts.
         is_made = isinstance(place.owner, Experts) or type(place.owner) is Linear
         if is_made and place.owner is not head and isinstance(place.kernel, nnx.Param):
             yield place

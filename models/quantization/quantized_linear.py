@@ -1,11 +1,16 @@
-"""Kernels that take a byte or half a byte per number, with scales, and products with them.
+"""Quantized weight matrices with 8 or 4 bits per number, and products with them.
 
-Every format of a checkpoint, and what is made of float weights, becomes one of these:
+All checkpoint formats, and float weights that are quantized while they are loaded, are converted to this
+form:
 
     kernel[i, o] = (values[i, o] - zeros[g(i), o]) * scales[g(i), o]
 
-A group g is `group_size` rows, or each row names its own. The device holds the small form only; what a
-product needs of the kernel is computed within it, so that XLA may fuse the two, and is forgotten.
+The group g(i) of row i is i // group_size, or groups[i] if each row is assigned to a group. The device stores
+only the quantized arrays. A product dequantizes the matrix as part of its computation, which XLA may fuse,
+and the float matrix is not kept.
+
+Letters in shapes: I rows (inputs), O columns (outputs), G groups, and *e the dimension of stacked experts, if
+any.
 """
 
 import dataclasses
@@ -21,29 +26,30 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from jax_paged.models.parallel.sharding import DeviceGrid, Split, Units, even, taken
 
-# What kernels become on the fly: a byte per number, and a scale for each column.
+# Types that float weights can be quantized to while they are loaded: 8 bits per number, and one scale per
+# column.
 Kind = Literal["int8", "fp8"]
 KIND_DTYPES: dict[Kind, DTypeLike] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
-# Rows of a kernel that a CPU makes floats of at a time.
+# Maximum and minimum number of rows that are dequantized at a time on a CPU.
 _BLOCK, _MIN_BLOCK = 128, 16
-# Columns of a kernel that are quantized at a time.
+# Number of columns that are quantized at a time.
 _COLUMNS = 256
 
 
 class QuantizedParam(nnx.Variable[Array]):
-    """An array of a quantized weight, to serve with and not to train."""
+    """An array of a quantized weight, for inference only."""
 
 
 class Parts(NamedTuple):
-    """The arrays of a kernel [*e, I, O]; those of several experts are stacked.
+    """The arrays of a quantized weight [*e, I, O].
 
     Args:
-        values: int8 or float8_e4m3fn [*e, I, O]; or uint8 [*e, I / 2, O]: four bits of each of two rows, the
-            low ones being the first row's.
-        scales: [*e, G, O], of a float type.
-        zeros: uint8 or int8 [*e, G, O], what stands for 0; None if 0 does.
-        groups: int32 [*e, I], the group of each row; None if they lie one after the other.
+        values: int8 or float8_e4m3fn [*e, I, O]; or uint8 [*e, I / 2, O] with 4-bit numbers of two
+            consecutive rows, the first of them in the low bits.
+        scales: float32, bfloat16 or float16 [*e, G, O].
+        zeros: uint8 or int8 [*e, G, O], the zero points; None if they are 0.
+        groups: int32 [*e, I], the group of each row; None if the groups are consecutive rows.
     """
 
     values: Any
@@ -53,28 +59,40 @@ class Parts(NamedTuple):
 
 
 class StoredKernel(Protocol):
-    """How a checkpoint holds a quantized weight; see quantized_formats.py."""
+    """Layout of a quantized weight in a checkpoint; implemented in formats.py."""
 
     def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-        """Returns the shapes and the types that its tensors have, by the ends of their keys."""
+        """Returns the expected shape and the allowed dtypes of each tensor, by the last part of its key.
+
+        Args:
+            rows: Number of rows of the matrix.
+            columns: Number of columns of the matrix.
+        """
         ...
 
     def parts(self, tensors: dict[str, np.ndarray]) -> Parts:
-        """Returns what its tensors mean."""
+        """Returns the arrays of the quantized weight.
+
+        Args:
+            tensors: The tensors of the checkpoint, by the last part of their keys.
+
+        Raises:
+            ValueError: If the tensors hold values that are not supported.
+        """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationScheme:
-    """Layout of a quantized weight.
+    """Layout of a quantized weight on the device, and its origin.
 
     Args:
-        values: Type of the values; "uint8" is two numbers of four bits in each.
-        group_size: Rows of a group.
-        scales: Type of the scales.
-        has_zeros: Whether something else than 0 stands for 0.
-        has_groups: Whether each row names its group.
-        source: How the checkpoint holds it, or what a float kernel becomes on the fly.
+        values: Name of the dtype of the values. In "uint8", each value holds two 4-bit numbers.
+        group_size: Number of rows in a group.
+        source: The layout in the checkpoint, or the type that float weights are quantized to.
+        scales: Name of the dtype of the scales.
+        has_zeros: Whether there are zero points.
+        has_groups: Whether each row is assigned to a group by `Parts.groups`.
     """
 
     values: str
@@ -86,11 +104,20 @@ class QuantizationScheme:
 
     @classmethod
     def of_kind(cls, kind: Kind, rows: int) -> "QuantizationScheme":
-        """Returns what kernels with so many rows become on the fly."""
+        """Returns the scheme of float weights that are quantized while they are loaded.
+
+        Args:
+            kind: The type to quantize to.
+            rows: Number of rows of the matrix, which form one group.
+        """
         return cls(jnp.dtype(KIND_DTYPES[kind]).name, rows, kind)
 
     def shapes(self, shape: tuple[int, ...]) -> Parts:
-        """Returns the shapes and types of the parts of a kernel of a shape [*e, I, O]."""
+        """Returns the shapes and dtypes of the arrays of a quantized weight, as jax.ShapeDtypeStruct.
+
+        Args:
+            shape: Shape of the matrix, [*e, I, O].
+        """
         *stack, rows, columns = shape
         held = rows // 2 if self.values == "uint8" else rows
         by_group = *stack, -(-rows // self.group_size), columns
@@ -103,7 +130,12 @@ class QuantizationScheme:
         )
 
     def splits(self, shape: tuple[int, ...], split: Split) -> Parts:
-        """Returns how the parts are divided among devices, of a kernel that is divided like this."""
+        """Returns how the arrays of a quantized weight are divided among devices.
+
+        Args:
+            shape: Shape of the matrix, [*e, I, O].
+            split: How the matrix is divided among devices.
+        """
         *stack, rows, columns = split
         num_rows = shape[-2]
         is_whole = self.has_groups or num_rows <= self.group_size
@@ -113,13 +145,13 @@ class QuantizationScheme:
 
 
 class QuantizedWeight(nnx.Module):
-    """A kernel [*e, I, O] in quantized form: arrays, or shapes in their places.
+    """A quantized weight matrix [*e, I, O]: its arrays, or shapes in their place.
 
     Args:
-        form: What it is made of.
-        shape: Of the kernel.
-        split: How the kernel is divided among devices.
-        parts: The arrays; None for their shapes.
+        form: The layout of the arrays.
+        shape: Shape of the matrix.
+        split: How the matrix is divided among devices.
+        parts: The arrays; None for shapes in their place.
     """
 
     def __init__(
@@ -135,34 +167,39 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def size(self) -> int:
-        """How many numbers the kernel has."""
+        """The number of elements of the matrix."""
         return math.prod(self.shape)
 
     @property
     def parts(self) -> Parts:
-        """Its arrays."""
+        """The arrays."""
         variables = self.values, self.scales, self.zeros, self.groups
         return Parts(*(None if v is None else v[...] for v in variables))
 
     @property
     def stack(self) -> "KernelStack":
-        """Its arrays, of a kernel of several experts."""
+        """The arrays of stacked experts, for use in a forward pass."""
         return KernelStack(self.parts, self.form.group_size)
 
     @property
     def part_splits(self) -> Parts:
-        """How its arrays are divided among devices; None of those that it has not."""
+        """The split of each array; None for arrays that the weight does not have."""
         variables = self.values, self.scales, self.zeros, self.groups
         return Parts(*(None if v is None else v.get_metadata()["split"] for v in variables))
 
     def placed(self, parts: Parts, grid: DeviceGrid | None) -> dict[str, Array]:
-        """Returns parts by their names, on the devices of a grid; each device gets its own."""
+        """Returns arrays by name after copying them to devices. Each device receives its own part.
+
+        Args:
+            parts: The arrays in host memory.
+            grid: The devices that share the weight; None for the default device.
+        """
         found = {}
         for name, part, split in zip(Parts._fields, parts, self.part_splits, strict=True):
             if split is None:
                 continue
             if grid is None or grid.num_devices == 1:
-                # Never an alias: the file may change.
+                # Never alias the mapped file, because it may change.
                 found[name] = jax.device_put(part, grid and grid.devices[0], may_alias=False)
                 continue
             own = taken(np.asarray(part), grid.columns(split))
@@ -170,27 +207,50 @@ class QuantizedWeight(nnx.Module):
         return found
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "*e i o"]:
-        """Returns the kernel, computed in float32 and rounded once."""
+        """Returns the dequantized matrix, computed in float32 and rounded once.
+
+        Args:
+            dtype: The dtype of the result.
+
+        Returns:
+            [*e, I, O].
+        """
         return dense(self.parts, self.form.group_size, dtype)
 
     def product(
         self, x: Float[Array, "*t i"], dtype: DTypeLike, *, is_divided: bool = False
     ) -> Float[Array, "*t o"]:
-        """Returns x @ kernel of a type; `is_divided` is whether several devices have some rows each."""
+        """Returns x @ kernel.
+
+        Args:
+            x: float [*T, I].
+            dtype: The dtype of the result.
+            is_divided: Whether the rows of the matrix are divided among devices.
+
+        Returns:
+            [*T, O].
+        """
         return multiply(x, self.parts, self.form.group_size, dtype, is_divided=is_divided)
 
 
 def multiply(
     x: Float[Array, "*t i"], parts: Parts, group_size: int, dtype: DTypeLike, *, is_divided: bool = False
 ) -> Float[Array, "*t o"]:
-    """Returns x @ kernel of a type, of a single kernel in parts.
+    """Returns x @ kernel for a single quantized matrix.
+
+    On a CPU, the matrix is dequantized a few rows at a time if its groups and devices allow it. Otherwise it
+    is dequantized as a whole.
 
     Args:
-        x: Rows.
-        parts: Of the kernel.
-        group_size: Rows of a group.
-        dtype: Of the result.
-        is_divided: Whether several devices have some of the kernel's rows each, in one array.
+        x: float [*T, I].
+        parts: The arrays of the matrix, without a dimension for experts.
+        group_size: Number of rows in a group.
+        dtype: The dtype of the result.
+        is_divided: Whether the rows of the matrix are divided among devices. In this case the arrays of
+            `parts` span all devices.
+
+    Returns:
+        [*T, O].
     """
     rows = x.shape[-1]
     block = math.gcd(rows, _BLOCK)
@@ -206,12 +266,13 @@ def multiply(
 
 
 def _multiply_whole(x: Array, parts: Parts, group_size: int, dtype: DTypeLike) -> Array:
-    """Leaves it to XLA to fuse the kernel with the product; on a CPU it does not."""
-    # Else XLA might compute the kernels of all layers, or of all steps of a burst, ahead of their products.
+    """Dequantizes the whole matrix. XLA may fuse this with the product, but does not do so on a CPU."""
+    # Without the barrier, XLA might dequantize the matrices of all layers, or of all iterations of multi-step
+    # decoding, before their products.
     values, _ = jax.lax.optimization_barrier((parts.values, x))
     parts = parts._replace(values=values)
     if parts.zeros is None and parts.groups is None and len(parts.scales) == 1:
-        # Values of a byte are exact in every float type, and the scale of a column can wait.
+        # 8-bit values are exact in every float dtype, so the scale of a column can be applied to the result.
         y = jnp.matmul(x, parts.values.astype(x.dtype), preferred_element_type=jnp.float32)
         return (y * parts.scales[0].astype(jnp.float32)).astype(dtype)
     kernel = dense(parts, group_size, x.dtype)
@@ -219,12 +280,12 @@ def _multiply_whole(x: Array, parts: Parts, group_size: int, dtype: DTypeLike) -
 
 
 def _multiply_blocks(x: Array, parts: Parts, group_size: int, block: int) -> Float[Array, "*t o"]:
-    """Makes floats of as many rows of the kernel at a time as the cache of a core holds, and adds up."""
+    """Dequantizes as many rows at a time as fit into the cache of a CPU core, and adds up their products."""
     *leading, rows = x.shape
     x = x.reshape(-1, rows // block, block).swapaxes(0, 1).astype(jnp.float32)
     held = block // 2 if parts.values.dtype == jnp.uint8 else block
     is_fp8 = parts.values.dtype == jnp.float8_e4m3fn
-    # As bytes: XLA would convert all of them to cut some out.
+    # Sliced as bytes, because XLA would convert the whole fp8 array in order to slice it.
     all_values = jax.lax.bitcast_convert_type(parts.values, jnp.uint8) if is_fp8 else parts.values
 
     def add_block(i: Array, y: Array) -> Array:
@@ -245,10 +306,11 @@ def _multiply_blocks(x: Array, parts: Parts, group_size: int, block: int) -> Flo
 
 
 def _from_fp8(values: UInt8[Array, "*n"]) -> Float[Array, "*n"]:
-    """Returns the bytes of float8_e4m3fn as float32; XLA's own conversion is many times slower on a CPU."""
+    """Returns bytes of float8_e4m3fn as float32. On a CPU this is many times faster than XLA's conversion."""
     held = values.astype(jnp.int32)
     size = held & 127
-    # Three bits of the fraction, and an exponent that is 120 less than float32's; below it, steps of 2^-9.
+    # The number has three fraction bits, and an exponent that is 120 less than the exponent in float32.
+    # Subnormal numbers are multiples of 2^-9.
     usual = jax.lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
     found = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, usual)
     found = jnp.where(size == 127, jnp.nan, found)
@@ -256,7 +318,12 @@ def _from_fp8(values: UInt8[Array, "*n"]) -> Float[Array, "*n"]:
 
 
 def one_of(parts: Parts, index: Int[Array, ""]) -> Parts:
-    """Returns the parts of one of several kernels."""
+    """Returns the arrays of one of several stacked matrices.
+
+    Args:
+        parts: The arrays of all matrices.
+        index: int32 [], index of the matrix.
+    """
 
     def take(part: Array) -> Array:
         if part.dtype != jnp.float8_e4m3fn:
@@ -270,11 +337,11 @@ def one_of(parts: Parts, index: Int[Array, ""]) -> Parts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KernelStack:
-    """The quantized weights of several experts, in a pass.
+    """The quantized weights of stacked experts, for use in a forward pass.
 
     Args:
-        parts: Of all of them.
-        group_size: Rows of a group.
+        parts: The arrays of all experts.
+        group_size: Number of rows in a group.
     """
 
     parts: Parts
@@ -282,16 +349,33 @@ class KernelStack:
 
     @property
     def num_columns(self) -> int:
-        """Of each kernel."""
+        """The number of columns of each matrix."""
         return self.parts.values.shape[-1]
 
     def product(self, x: Float[Array, "b i"], index: Int[Array, ""]) -> Float[Array, "b o"]:
-        """Returns x @ one of the kernels, of the type of x."""
+        """Returns x @ kernel for one of the experts.
+
+        Args:
+            x: float [B, I].
+            index: int32 [], index of the expert.
+
+        Returns:
+            [B, O] in the dtype of x.
+        """
         return multiply(x, one_of(self.parts, index), self.group_size, x.dtype)
 
 
 def dense(parts: Parts, group_size: int, dtype: DTypeLike) -> Float[Array, "*e i o"]:
-    """Returns the kernel of some parts, computed in float32 and rounded once."""
+    """Returns the dequantized matrix, computed in float32 and rounded once.
+
+    Args:
+        parts: The arrays of the matrix.
+        group_size: Number of rows in a group.
+        dtype: The dtype of the result.
+
+    Returns:
+        [*e, I, O].
+    """
     if parts.values.ndim > 2:
         return jax.vmap(lambda one: dense(one, group_size, dtype))(parts)
     values = parts.values
@@ -311,18 +395,30 @@ def dense(parts: Parts, group_size: int, dtype: DTypeLike) -> Float[Array, "*e i
 
 
 def quantize(kernel: Float[Array, "*e i o"], kind: Kind) -> Parts:
-    """Returns a kernel with a byte per number, and a float32 scale for each column of each expert.
+    """Quantizes a matrix to 8 bits per number, with one float32 scale for each column of each expert.
 
     Args:
-        kernel: float32 or bfloat16.
-        kind: "int8" rounds to 255 steps from the largest magnitude of the column down to its negative; "fp8"
-            to float8_e4m3fn, whose largest number is the largest magnitude.
+        kernel: float32 or bfloat16 [*e, I, O].
+        kind: "int8" rounds to integers in [-127, 127], where 127 stands for the largest magnitude in the
+            column. "fp8" rounds to float8_e4m3fn, whose largest number stands for the largest magnitude.
+
+    Returns:
+        values [*e, I, O] in int8 or float8_e4m3fn, and scales float32 [*e, 1, O].
     """
     return Parts(*_quantize(kernel, kind))
 
 
 def quantize_file(kernel: Float[np.ndarray, "*e i o"], dtype: DTypeLike, kind: Kind) -> Parts:
-    """Returns what `quantize` does, in host memory, of a mapped file, a few columns at a time."""
+    """Quantizes a matrix of a memory-mapped file as `quantize` does, a few columns at a time.
+
+    Args:
+        kernel: float [*e, I, O], the mapped array.
+        dtype: The dtype that the numbers are rounded to before they are quantized.
+        kind: The type to quantize to; see `quantize`.
+
+    Returns:
+        The arrays in host memory; see `quantize`.
+    """
     *stack, rows, columns = kernel.shape
     values = np.empty((*stack, rows, columns), KIND_DTYPES[kind])
     scales = np.empty((*stack, 1, columns), np.float32)
@@ -336,7 +432,7 @@ def quantize_file(kernel: Float[np.ndarray, "*e i o"], dtype: DTypeLike, kind: K
 def _quantize(kernel: Array, kind: Kind) -> tuple[Array, Array]:
     kernel = kernel.astype(jnp.float32)
     largest = jnp.max(jnp.abs(kernel), axis=-2, keepdims=True)
-    # A product, as XLA may make one of a quotient by a constant, and round it in another way.
+    # A product, because XLA may replace a division by a constant with a product, which rounds differently.
     scales = jnp.where(largest > 0, largest, 1) * (1 / _LARGEST[kind])
     values = jnp.clip(kernel / scales, -_LARGEST[kind], _LARGEST[kind])
     values = jnp.round(values) if kind == "int8" else values
@@ -347,16 +443,23 @@ _quantize = jax.jit(_quantize, static_argnums=1)
 
 
 def pairs(values: Int[np.ndarray, "i o"]) -> Int[np.ndarray, "h o"]:
-    """Returns numbers of four bits as `Parts.values` holds them."""
+    """Returns 4-bit numbers packed as in `Parts.values`.
+
+    Args:
+        values: int [I, O], numbers in [0, 15].
+
+    Returns:
+        uint8 [I / 2, O].
+    """
     return (values[::2] | values[1::2] << 4).astype(np.uint8)
 
 
 def _in_steps(rows: tuple[Units, ...] | None, step: int) -> tuple[Units, ...] | None:
-    """Returns the units of what there is one of for every so many rows."""
+    """Returns the units of a dimension that has one entry for every `step` rows."""
     if rows is None or step == 1:
         return rows
     (units,) = rows
     assert units.kind == "even", "the rows of every family are one list of even units"
     num = units.num * units.size
-    # A group that is cut short can't be divided.
+    # If the last group is shorter than the others, the groups are one unit, which cannot be divided.
     return even(num // step) if num % step == 0 else even(1, -(-num // step))

@@ -1,15 +1,20 @@
-"""The gated delta rule: a state that forgets, and learns which value goes with which key.
+"""The gated delta rule: linear attention whose state per head maps keys to values.
 
-With state S [K, V] of a head, and of each token a query q and a key k of length 1, a value v, a decay g and a
-learning rate b:
+A head has a state S [K, V]. Each token has a query q [K], a key k [K] of length 1, a value v [V], the
+logarithm g of a decay, and a learning rate b. A token updates the state and reads its output from it:
 
-    S = exp(g) S;    S = S + k (b (v - k S));    what the token gets: q S
+    S = exp(g) S
+    S = S + k (b (v - k S))
+    output = q S
 
-Rows of several tokens are computed a tile of tokens at a time. Within a tile, what all tokens write follows
-from S in front of it by a triangular system, and S behind it from that: the products are those of matrices.
+A decode step computes exactly this. Rows with several tokens are computed in tiles of C tokens, because then
+most of the work is in matrix products. Within a tile, the values that all tokens write follow from the state
+before the tile by solving a triangular system. The outputs and the state after the tile follow from these
+values. The tiles are processed one after the other. No tile has tokens of two rows:
 
-    row a (5 tokens), row b (1)        tokens   a a a a | a - - - | b - - -        tiles of 4
-                                       S        zeros -> S -------> from b's slot
+    row a (5 tokens), row b (1 token), C = 4
+    tokens   a a a a | a - - - | b - - -
+    state    from a's slot ->  | from b's slot
 
 Source: Yang et al., Gated Delta Networks, 2024; Parallelizing Linear Transformers with the Delta Rule, 2024.
 """
@@ -29,13 +34,13 @@ _EPSILON = 1e-6
 
 
 class Tiles(NamedTuple):
-    """How the tokens of rows are divided into N tiles of C tokens, none of which has tokens of two rows.
+    """Division of the tokens of a step into N tiles of C tokens. Each tile has tokens of one row only.
 
     Args:
-        row: int32 [N], the row of each tile; B of one that is empty.
-        start: int32 [N], how many tokens of the row come before it.
-        tokens: int32 [N, C], the tokens in it.
-        is_token: Whether it has so many tokens.
+        row: int32 [N], row of each tile; B for an empty tile.
+        start: int32 [N], number of tokens of the row that precede the tile.
+        tokens: int32 [N, C], indices of the tile's tokens.
+        is_token: bool [N, C], False where the tile has fewer tokens.
     """
 
     row: Int[Array, " n"]
@@ -45,7 +50,11 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(rows: TokenRows) -> Tiles:
-    """Returns the tiles of rows; the more tokens they have, the larger."""
+    """Returns the tiles of a step. The tile size, 16 to 64 tokens, grows with the average row length.
+
+    Args:
+        rows: Assignment of tokens to rows.
+    """
     num_tokens, num_rows = len(rows.row), len(rows.first) - 1
     least, most = _TILE_SIZES
     size = min(most, max(least, 1 << (num_tokens // num_rows).bit_length() - 1))
@@ -63,16 +72,21 @@ def tiles_of(rows: TokenRows) -> Tiles:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class GatedDeltaRule:
-    """Advances states [B, 1, H, K, V], in float32; see the Rule of recurrence.py."""
+    """Rule (see recurrence.py) that advances states float32 [B, 1, H, K, V] by the gated delta rule."""
 
     def __call__(self, rows: TokenRows, state: Array, *inputs: Array) -> tuple[Array, Array, Array]:
-        """Returns what each token gets, [T, H, V].
+        """Returns the outputs of the tokens and the new states; see Rule.
 
         Args:
-            rows: How the tokens are divided.
-            state: In front of each row.
-            *inputs: Queries [T, G, K], keys [T, G, K], values [T, H, V], the logarithm of decays [T, H] and
-                learning rates [T, H]; each of G heads of keys serves H / G neighbouring heads of values.
+            rows: Assignment of tokens to rows.
+            state: float32 [B, 1, H, K, V], state of each row before the step.
+            *inputs: Queries [T, G, K], keys [T, G, K], values [T, H, V], logarithms of decays [T, H] and
+                learning rates [T, H]. Each of the G query and key heads is used by H / G consecutive value
+                heads. Queries and keys are normalized here.
+
+        Returns:
+            [T, H, V] in the dtype of the values; float32 [B, 1, H, K, V], the states after all tokens; and
+            float32 [B, 1, H, K, V], the states after the first `num_kept` tokens.
         """
         q, k, v, decay, rate = (x.astype(jnp.float32) for x in inputs)
         q, k = (x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPSILON) for x in (q, k))
@@ -97,16 +111,22 @@ def _by_tiles(
     decay: Float[Array, "t h"],
     rate: Float[Array, "t h"],
 ) -> tuple[Array, Array, Array]:
+    """Computes rows with several tokens tile by tile; see the module's docstring.
+
+    The inputs are float32; queries and keys are normalized, and their heads are repeated to H. Returns the
+    outputs [T, H, V], the states [B, H, K, V] after all tokens, and the states after the first `num_kept`
+    tokens.
+    """
     tiles, num_rows = tiles_of(rows), len(state)
     size = tiles.tokens.shape[1]
 
     def tiled(x: Array) -> Array:
-        """Returns rows of tokens as [N, H, C, ...], zeros where there is no token: these change no state."""
+        """Returns [N, H, C, ...], the tokens of each tile, padded with zeros, which change no state."""
         mask = tiles.is_token.reshape(*tiles.is_token.shape, *[1] * (x.ndim - 1))
         return jnp.moveaxis(jnp.where(mask, x[tiles.tokens], 0), 1, 2)
 
     q, k, v, decay, rate = map(tiled, (q, k, v, decay, rate))
-    total = jnp.cumsum(decay, axis=2)  # since the tile began
+    total = jnp.cumsum(decay, axis=2)  # logarithm of the decay since the start of the tile
     place = jnp.arange(size)
     is_before = place[:, None] >= place
     fading = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
@@ -116,13 +136,14 @@ def _by_tiles(
     solved = jax.scipy.linalg.solve_triangular(system, right, lower=True, unit_diagonal=True)
     values, keys = jnp.split(solved, [v.shape[-1]], axis=-1)
     scores = jnp.einsum("nhik,nhjk->nhij", q, k) * fading
-    # Tokens of a tile that come before the checkpoint; the last of them fades what was there before.
+    # The number of tokens of the row that the checkpoint includes, counted from the start of the tile. The
+    # state before the tile decays up to the last of these tokens.
     num_before = rows.num_kept.at[tiles.row].get(mode="fill", fill_value=0) - tiles.start
     counts = jnp.stack([jnp.sum(tiles.is_token, axis=1), jnp.clip(num_before, 0, size)])
     is_kept = (num_before > 0) & (num_before <= counts[0])
     last = jnp.take_along_axis(total[None], jnp.maximum(counts - 1, 0)[:, :, None, None], axis=3)
     factors = jnp.exp(jnp.where(place < counts[:, :, None, None], last - total, -jnp.inf))
-    written = k * factors[..., None]  # [2, N, H, C, K]
+    written = k * factors[..., None]  # [2, N, H, C, K]: for all tokens, and for those in the checkpoint
     has_row = tiles.row < num_rows
     ends = jnp.where(has_row & (tiles.row != jnp.roll(tiles.row, -1).at[-1].set(-1)), tiles.row, num_rows)
 

@@ -1,12 +1,20 @@
-"""States that layers keep per sequence: read from their slots, advanced by a step's tokens, written back.
+"""Recurrent states of layers: reading, advancing and writing them in a step.
 
-A layer names a rule: what its state becomes with every token. A step has rows of one token or of several, and
-a rule advances all of them at once. With a row of sequence a (1 token) and one of b (5 tokens, a checkpoint
-behind the third), of which a has slot 1, b slot 2 and the checkpoint slot 3:
+A layer with a StateSpec keeps arrays of a fixed size per sequence. The pool has one array per state,
+[slots, ...], and every sequence has a slot. A layer calls `context.recur` with a Rule, which advances the
+states of all sequences of the step at once. A sequence has one token in the step (decode) or several
+(prefill). The step may also write a checkpoint: a copy of the state after some of these tokens, which the
+prefix cache keeps.
 
-    slot      0    1        2        3           a row at position 0 begins with zeros, not with its slot
-    before    -    a        b        anything
-    behind    -    a + 1    b + 5    b + 3       rows that are not used write nothing
+Example: sequence a (slot 1) has one token; sequence b (slot 2) has five tokens and a checkpoint after the
+third one, in slot 3:
+
+    slot      0    1        2        3
+    before    -    a        b        arbitrary
+    after     -    a + 1    b + 5    b + 3
+
+A sequence at position 0 starts from zeros, whatever its slot contains. Unused entries of the batch write
+nothing.
 """
 
 import dataclasses
@@ -29,14 +37,14 @@ from jax_paged.models.attention import HEADS_SPEC, POOL_SPEC, AttentionMetadata,
 )
 @dataclasses.dataclass(frozen=True)
 class TokenRows:
-    """How the tokens of a step are divided among sequences.
+    """Assignment of a step's tokens to the rows of the batch, which are its B sequences.
 
     Args:
-        row: int32 [T], the row of each token; B in padding.
-        place: int32 [T], how many tokens of its row come before it.
-        first: int32 [B + 1], first token of each row; a row that is not used is empty.
-        num_kept: int32 [B], of how many of its tokens the state is wanted, beside that of all.
-        is_decode: Static; whether token b is the only one of row b.
+        row: int32 [T], row of each token; B in padding.
+        place: int32 [T], number of tokens of the same row that precede the token in this step.
+        first: int32 [B + 1], index of each row's first token. An unused row has no tokens.
+        num_kept: int32 [B], number of the row's tokens that the state checkpoint includes.
+        is_decode: Static. True if token b is the only one of row b.
     """
 
     row: Int[Array, " t"]
@@ -47,30 +55,44 @@ class TokenRows:
 
 
 class Rule(Protocol):
-    """What becomes of a state with every token, and what the tokens get of it.
+    """Recurrence that advances the states of all rows and returns the outputs of their tokens.
 
-    A rule is a pytree. Where devices share a model, each advances its part of a state, of inputs and of the
-    rule's own arrays: these are divided along their second dimension, channels or heads.
+    A rule is a pytree. If devices share a model, each device advances its own part of the state. The inputs,
+    the arrays of the rule and the state of a row are all divided along their second dimension, which counts
+    channels or heads.
     """
 
     def __call__(
         self, rows: TokenRows, state: Float[Array, "b ..."], *inputs: Float[Array, "t ..."]
     ) -> tuple[Float[Array, "t ..."], Float[Array, "b ..."], Float[Array, "b ..."]]:
-        """Returns what tokens get (finite in padding), and states behind all and behind num_kept of them."""
+        """Advances the states by the tokens of the step.
+
+        Args:
+            rows: Assignment of tokens to rows.
+            state: [B, ...], state of each row before the step.
+            *inputs: [T, ...] each, inputs of the rule for each token.
+
+        Returns:
+            [T, ...], the outputs of the tokens, finite in padding; [B, ...], the states after all tokens; and
+            [B, ...], the states after the first `num_kept` tokens.
+        """
         ...
 
 
 def recur_paged(
     rule: Rule, place: int, inputs: tuple[Array, ...], kv_cache: list[Array], metadata: AttentionMetadata
 ) -> Array:
-    """Advances a state of every row of a paged batch; returns what each token gets.
+    """Advances a recurrent state of every sequence of a paged batch.
 
     Args:
-        rule: What advances it.
-        place: Of the states' array in kv_cache, which is replaced by the one that was written to.
-        inputs: What the rule takes, a row per token.
-        kv_cache: The arrays of the pool.
-        metadata: Where the tokens stand.
+        rule: Defines how the state changes.
+        place: Index of the state's array in `kv_cache`. This list entry is replaced by the written array.
+        inputs: [T, ...] each, the inputs of the rule.
+        kv_cache: The pool arrays. The array of a state is [slots, ...].
+        metadata: Positions, slots and token rows of the sequences.
+
+    Returns:
+        [T, ...], the outputs of the tokens.
     """
 
     def recur(
@@ -98,15 +120,18 @@ def recur_paged(
 def recur_dense(
     specs: list[KVCacheSpec], shape: tuple[int, ...], rule: Rule, layer: int, index: int, *inputs: Array
 ) -> Array:
-    """Advances a state along whole texts of one length; returns what each token gets.
+    """Advances a recurrent state along whole sequences of equal length, starting from zeros.
 
     Args:
         specs: The model's kv_cache_specs().
-        shape: The leading dimensions of the inputs, those of the tokens, [..., T].
-        rule: What advances it.
-        layer: Index into the specs.
-        index: Of the state among those of the layer.
-        *inputs: What the rule takes.
+        shape: [..., T], the shape of the token ids, which are the leading dimensions of the inputs.
+        rule: Defines how the state changes.
+        layer: Index of a StateSpec in `specs`.
+        index: Index of the state in StateSpec.arrays.
+        *inputs: [..., T, ...] each, the inputs of the rule.
+
+    Returns:
+        [..., T, ...], the outputs of the tokens.
     """
     spec = specs[layer]
     assert isinstance(spec, StateSpec), "the layer keeps a state"
@@ -125,16 +150,28 @@ def recur_dense(
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["kernel"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Convolution:
-    """A causal convolution of every channel over time; the state holds the inputs before a row.
+    """Causal convolution over time, separately for each channel.
+
+    The state is [B, K - 1, C], the last K - 1 inputs of each sequence.
 
     Args:
-        kernel: Of the K latest inputs, the latest last.
+        kernel: float [K, C], weights of the K latest inputs; the latest input is last.
     """
 
     kernel: Float[Array, "k c"]
 
     def __call__(self, rows: TokenRows, state: Array, *inputs: Array) -> tuple[Array, Array, Array]:
-        """Returns the convolution of every token, and the last K - 1 inputs, as Rule has them."""
+        """Returns the convolution at every token, and the last K - 1 inputs as states; see Rule.
+
+        Args:
+            rows: Assignment of tokens to rows.
+            state: [B, K - 1, C], the inputs before the step.
+            *inputs: One array, float [T, C].
+
+        Returns:
+            [T, C] in the dtype of the input; [B, K - 1, C], the states after all tokens; and [B, K - 1, C],
+            the states after the first `num_kept` tokens.
+        """
         (x,), num_before = inputs, len(self.kernel) - 1
         kernel = self.kernel.astype(jnp.float32)
         if rows.is_decode:
@@ -154,8 +191,9 @@ class Convolution:
 
     @staticmethod
     def _state(rows: TokenRows, state: Array, x: Array, num_tokens: Array) -> Array:
-        """Returns the inputs before some token of each row."""
-        i = num_tokens[:, None] + jnp.arange(state.shape[1])  # in the row with the state before it
+        """Returns the K - 1 inputs of each row that end with its first `num_tokens` tokens of this step."""
+        # Indices in the concatenation of the row's old state and its tokens.
+        i = num_tokens[:, None] + jnp.arange(state.shape[1])
         old = jnp.take_along_axis(state, jnp.clip(i, 0, state.shape[1] - 1)[..., None], axis=1)
         place = i - state.shape[1]
         new = x.at[rows.first[:-1, None] + jnp.maximum(place, 0)].get(mode="clip")
@@ -163,10 +201,23 @@ class Convolution:
 
 
 class Recur(Protocol):
-    """How the states of a layer are advanced: (rule, layer, index, inputs) to what each token gets."""
+    """Function that advances the recurrent states of a layer in a forward pass."""
 
-    def __call__(self, rule: Rule, layer: int, index: int, *inputs: Any) -> Array: ...
+    def __call__(self, rule: Rule, layer: int, index: int, *inputs: Any) -> Array:
+        """Advances a recurrent state of a layer and returns the outputs of the tokens.
+
+        Args:
+            rule: Defines how the state changes.
+            layer: Index of a StateSpec in the model's kv_cache_specs().
+            index: Index of the state in StateSpec.arrays.
+            *inputs: [*T, ...] each, the inputs of the rule.
+
+        Returns:
+            [*T, ...].
+        """
+        ...
 
 
 def no_states(rule: Rule, layer: int, index: int, *inputs: Any) -> Array:
+    """Raises an AssertionError: the default of `recur` in passes without recurrent states."""
     raise AssertionError(f"layer {layer} asks for a state in a pass without any")

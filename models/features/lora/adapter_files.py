@@ -1,8 +1,9 @@
-"""Adapter folders as PEFT saves them: checked against a model, and read into NumPy arrays. Needs no JAX.
+"""Adapter folders in PEFT's format: checked against a model and read into NumPy arrays. Needs no JAX.
 
-adapter_config.json says what the adapter is; adapter_model.safetensors holds, for each linear map that it
-changes, lora_A [rank, in] and lora_B [out, rank], so that y becomes y + (x A^T) B^T * scale. A soft prompt
-holds prompt_embeddings [tokens, hidden_size] instead, which stand in front of the tokens of a prompt.
+adapter_config.json describes the adapter. For a LoRA, adapter_model.safetensors holds lora_A [rank, in] and
+lora_B [out, rank] for each adapted linear map, whose output y becomes y + (x A^T) B^T * scale. For a soft
+prompt, it holds prompt_embeddings [tokens, hidden_size], which are placed before the embeddings of the
+prompt.
 
 Source: Hu et al., LoRA, 2021; Kalajdzievski, A Rank Stabilization Scaling Factor, 2023 (use_rslora); Lester
 et al., The Power of Scale for Parameter-Efficient Prompt Tuning, 2021.
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# It tells NumPy what bfloat16 is.
+# ml_dtypes registers bfloat16 with NumPy.
 import ml_dtypes  # noqa: F401
 import numpy as np
 from safetensors import SafetensorError
@@ -27,7 +28,7 @@ from jax_paged.arguments.shown_values import one_of, shown
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# PEFT's settings that change what an adapter computes, and which values are those of a plain LoRA.
+# PEFT's settings that change the computation of an adapter, with the values that mean a plain LoRA.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
@@ -44,18 +45,19 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
     "velora_config": (None,),
 }
-# Starts that change the weights of the model, which an adapter alone does not bring.
+# Values of init_lora_weights, or their beginnings, that also change the weights of the base model. An adapter
+# folder does not contain these changes.
 _CHANGES_MODEL = ("corda", "loftq", "lora_ga", "olora", "pissa")
-# A folder with this many problems does not get better by naming all of them.
+# The maximum number of problems that an error message lists.
 _MAX_SHOWN = 20
 
 
 class LoraPair(NamedTuple):
-    """What an adapter adds to a linear map: (x @ a) @ b, the scale a part of b.
+    """The low-rank update of a linear map: it adds (x @ a) @ b to the output.
 
     Args:
-        a: [in, rank].
-        b: [rank, out].
+        a: [in, rank], in the dtype of the model.
+        b: [rank, out], in the dtype of the model; includes the scale.
     """
 
     a: np.ndarray
@@ -67,9 +69,9 @@ class Adapter:
     """An adapter in host memory: a LoRA, or a soft prompt.
 
     Args:
-        key: A hash of all that follows: adapters of one content have one key, whatever they are called.
-        pairs: By the name of a linear map in the checkpoint; empty for a soft prompt.
-        prompt: float32 [tokens, hidden_size], of a soft prompt; None for a LoRA.
+        key: Hash of the contents. Adapters with the same contents have the same key, whatever their names.
+        pairs: The updates by the name of the linear map in the checkpoint; empty for a soft prompt.
+        prompt: float32 [tokens, hidden_size], the vectors of a soft prompt; None for a LoRA.
     """
 
     key: str
@@ -79,15 +81,14 @@ class Adapter:
 
 @dataclasses.dataclass(frozen=True)
 class AdapterLimits:
-    """What adapters must fit.
+    """Limits that an adapter must satisfy.
 
     Args:
-        maps: The linear maps of the model that may have adapters, by their names in the checkpoint: the
-            sizes of what each takes and returns.
-        max_rank: Of a LoRA.
-        hidden_size: Of the vectors of a soft prompt; 0 if there may be none.
-        max_prompt_tokens: Tokens of a soft prompt.
-        dtype: Of the weights of the model.
+        maps: Input and output size of each linear map that may be adapted, by its name in the checkpoint.
+        max_rank: The maximum rank of a LoRA.
+        hidden_size: Size of the vectors of a soft prompt; 0 if soft prompts are not allowed.
+        max_prompt_tokens: The maximum length of a soft prompt (tokens).
+        dtype: Name of the dtype of the model's weights.
     """
 
     maps: Mapping[str, tuple[int, int]]
@@ -98,14 +99,15 @@ class AdapterLimits:
 
 
 def read_adapter(folder: Path, limits: AdapterLimits) -> Adapter:
-    """Reads an adapter.
+    """Reads an adapter folder.
 
     Args:
-        folder: As PEFT's save_pretrained writes it.
-        limits: Of the model and the engine.
+        folder: A folder that PEFT's save_pretrained has written.
+        limits: Limits of the model and the engine.
 
     Raises:
-        ValueError: If it is no adapter, or does not fit; the message lists everything that is wrong.
+        ValueError: If the folder holds no adapter, or if the adapter does not satisfy the limits. The message
+            lists the problems.
     """
     problems: list[str] = []
     try:
@@ -177,7 +179,7 @@ def _read_lora(
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """The ranks and scales that a config asks for."""
+    """Ranks and scales in an adapter's config."""
 
     rank: int
     alpha: float
@@ -187,6 +189,8 @@ class _Sizes:
 
     @classmethod
     def read(cls, config: dict[str, Any], problems: list[str]) -> "_Sizes | None":
+        """Reads the ranks and scales; notes problems and returns None if there are any."""
+
         def is_rank(value: Any) -> bool:
             return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -228,7 +232,7 @@ class _Sizes:
 
 
 def _by_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Returns the value of the first pattern that a name ends with, as PEFT looks it up."""
+    """Returns the value of the first pattern that matches the end of a name, as in PEFT."""
     return next((v for key, v in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), default)
 
 
@@ -287,12 +291,12 @@ def _pair(
             problems.append(f"{name}.lora_{letter} must be of a float type, got {tensor.dtype}")
     if len(problems) > known:
         return None
-    with np.errstate(over="ignore"):  # what is too large is found below
+    with np.errstate(over="ignore"):  # overflows are reported below
         a = half["A"].astype(np.float32).T
         b = half["B"].astype(np.float32).T * np.float32(scale)
         pair = LoraPair(*(np.ascontiguousarray(x.astype(limits.dtype)) for x in (a, b)))
     if not all(np.isfinite(x.astype(np.float32)).all() for x in pair):
-        # Rows of others are multiplied by these numbers too, and by 0.
+        # The rows of other requests are multiplied by these numbers as well, and the results are discarded.
         problems.append(f"{name} must have finite numbers in {limits.dtype}")
         return None
     return pair
@@ -324,7 +328,7 @@ def _read_prompt(
 
 
 def _key(pairs: Mapping[str, LoraPair]) -> str:
-    """Returns a hash of what an adapter does."""
+    """Returns a hash of the contents of an adapter."""
     digest = hashlib.sha256()
     for name in sorted(pairs):
         for array in pairs[name]:

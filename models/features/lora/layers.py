@@ -1,16 +1,17 @@
-"""LoRA in a forward pass: what the adapters of a batch add to the linear maps of a model, row by row.
+"""LoRA in a forward pass: applies the adapters of a batch to the linear maps of a model, row by row.
 
-The adapters of all slots lie side by side: A [in, slots * rank], B [slots * rank, out]. Every row is
-multiplied by all of A; what is not of its own slot becomes 0, and the product with B adds up what is left:
+The matrices of all adapter slots are concatenated: A is [in, slots * rank], and B is [slots * rank, out].
+Every row is multiplied by all of A, the results for other slots than the row's own are set to 0, and the
+product with B sums the rest:
 
     x [rows, in] @ A -> [rows, slots * rank] -> where(own slot, h, 0) -> @ B -> [rows, out], added to y
 
-A row without an adapter gets 0, so that its y stays what it is, to the bit, and what a row gets does not
-depend on the slots of the others. For the few ranks of a slot this is quicker than a gather of A and B for
-each row.
+A row without an adapter adds exactly 0, so its output does not change. The result for a row does not depend
+on the adapters of other rows. For a small number of slots and ranks, this is faster than gathering A and B
+for each row.
 
-Source: Hu et al., LoRA, 2021; the batch of several adapters: Chen et al., Punica, 2023, Sheng et al., S-LoRA,
-2023, whose kernels gather.
+Source: Hu et al., LoRA, 2021. Batches with several adapters: Chen et al., Punica, 2023, and Sheng et al.,
+S-LoRA, 2023, whose kernels gather A and B.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from jax_paged.models.features.lora.adapter_files import Adapter
 from jax_paged.models.layers import Linear
 from jax_paged.models.parallel.sharding import DeviceGrid, Split, taken
 
-# What becomes of a module's output, by what it was given and has returned.
+# Takes the input and the output of a module, and returns the new output.
 RowFunction = Callable[[Array, Array], Array]
 
 
@@ -36,11 +37,11 @@ class LoraMap(NamedTuple):
     """A linear map that adapters may change.
 
     Args:
-        path: Where it stands in the model.
-        name: Its name in the checkpoint.
-        num_in: Size of what it takes.
-        num_out: Size of what it returns.
-        split: How the two are divided among devices.
+        path: Path of the module in the model.
+        name: Name of the module in the checkpoint.
+        num_in: Size of the input.
+        num_out: Size of the output.
+        split: How input and output dimension are divided among devices.
     """
 
     path: str
@@ -52,13 +53,14 @@ class LoraMap(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LoraLayout:
-    """The arrays of all slots.
+    """Layout of the arrays on the device that hold the adapters of all slots.
 
     Args:
-        maps: In the order of their arrays: A and B of the first, A and B of the second, ...
-        num_slots: Adapters on the device at a time; slots are numbered from 1.
-        rank: The largest; smaller ones are padded with 0.
-        dtype: Of the arrays.
+        maps: The linear maps. The arrays are in their order: A and B of the first map, A and B of the second
+            map, and so on.
+        num_slots: Number of adapters on the device. Slots are numbered from 1.
+        rank: The maximum rank. Adapters of a lower rank are padded with zeros.
+        dtype: The dtype of the arrays.
     """
 
     maps: tuple[LoraMap, ...]
@@ -67,22 +69,30 @@ class LoraLayout:
     dtype: jnp.dtype
 
     def shapes(self, width: int, grid: DeviceGrid) -> list[tuple[int, ...]]:
-        """Returns the shapes of arrays of this width, on all devices together."""
+        """Returns the shapes of A [in, width] and B [width, out] of each map, on all devices together.
+
+        Args:
+            width: num_slots * rank for the arrays of all slots, or rank for the arrays of one adapter.
+            grid: The devices that share the model.
+        """
         pairs = [((m.num_in, width), (width, m.num_out)) for m in self.maps]
         splits = self.splits
         return [grid.shape(s, split) for s, split in zip(itertools.chain(*pairs), splits, strict=True)]
 
     @property
     def splits(self) -> list[Split]:
-        """How the arrays are divided among devices: as the kernels that they add to."""
+        """The split of each array, derived from the split of its linear map."""
         return [split for m in self.maps for split in ((m.split[0], None), (None, m.split[1]))]
 
     def padded(self, adapter: Adapter, grid: DeviceGrid) -> list[np.ndarray]:
-        """Returns the arrays of one adapter, [in, rank] and [rank, out] for each map; 0 where it has none.
+        """Returns the arrays of one adapter, padded to the maximum rank.
 
         Args:
-            adapter: As its checkpoint has it.
-            grid: The devices in whose order the columns are.
+            adapter: The adapter, with columns in the order of the checkpoint.
+            grid: The devices that share the model. The columns of the result are in their order.
+
+        Returns:
+            [in, rank] and [rank, out] for each map, zeros for maps that the adapter does not change.
         """
         arrays: list[np.ndarray] = []
         for m in self.maps:
@@ -95,10 +105,14 @@ class LoraLayout:
 
 
 def lora_maps(model: LanguageModel) -> tuple[LoraMap, ...]:
-    """Returns the linear maps of a model that adapters may change: all but its head, routers and experts."""
+    """Returns the linear maps that adapters may change: all except the output head, routers and experts.
+
+    Args:
+        model: The model, or its outline.
+    """
     found = []
     for parts, module in nnx.iter_modules(model):
-        # Routers are a subclass: which experts there are is not for an adapter to change.
+        # Routers, a subclass of Linear, are excluded: adapters do not change which experts are selected.
         if type(module) is Linear and module is not model.head:
             path = ".".join(map(str, parts))
             name = model.weight_table.hf_key(f"{path}.kernel")[0].removesuffix(".weight")
@@ -109,19 +123,22 @@ def lora_maps(model: LanguageModel) -> tuple[LoraMap, ...]:
 def row_functions(
     layout: LoraLayout, arrays: Sequence[Array], slots: Int[Array, " t"]
 ) -> Mapping[str, RowFunction]:
-    """Returns what happens to the output of each linear map, by its path, for a ForwardContext.
+    """Returns the functions that apply adapters to the outputs of linear maps, for `ForwardContext.changes`.
 
     Args:
-        layout: Of the arrays.
-        arrays: Of all slots.
-        slots: The slot of each token row; 0 for none.
+        layout: Layout of the arrays.
+        arrays: The arrays of all slots: [in, slots * rank] and [slots * rank, out] for each map.
+        slots: int32 [T], slot of each token row; 0 for no adapter.
+
+    Returns:
+        A function for each linear map, by its path.
     """
     own = slots[:, None] == jnp.arange(1, layout.num_slots + 1)
     own = jnp.repeat(own, layout.rank, axis=1)
 
     def adapt(a: Array, b: Array) -> RowFunction:
         def add(x: Array, y: Array) -> Array:
-            # A select and not a factor: what does not concern a row may be infinite.
+            # A selection rather than a product with 0, because the results for other slots may be infinite.
             h = jnp.where(own, jnp.matmul(x, a, preferred_element_type=jnp.float32), 0).astype(x.dtype)
             out = jnp.matmul(h, b, preferred_element_type=jnp.float32)
             return (y.astype(jnp.float32) + out).astype(y.dtype)
@@ -133,5 +150,12 @@ def row_functions(
 
 
 def unchanged(layout: LoraLayout) -> Mapping[str, RowFunction]:
-    """Returns functions that change nothing, by path: no two maps are then computed as one (layers.gated)."""
+    """Returns functions that return each linear map's output unchanged, by path.
+
+    With them, `layers.gated` computes the gate and up projections separately, as in a pass with adapters, so
+    that rounding is the same.
+
+    Args:
+        layout: Layout of the arrays, which lists the linear maps.
+    """
     return {m.path: lambda x, y: y for m in layout.maps}
