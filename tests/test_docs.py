@@ -28,8 +28,8 @@ def test_the_links_are_links() -> None:
 
 def test_architecture_names_every_file_and_no_other() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").replace("\\_", "_")
-    named = re.findall(r"^\| (\S+\.py) \|", text, re.MULTILINE)
-    files = [f for f in PRODUCT if f.name != "__init__.py" or f.read_text(encoding="utf-8").strip()]
+    named = re.findall(r"^\| (\S+(?<!__init__)\.py) \|", text, re.MULTILINE)
+    files = [f for f in PRODUCT if f.name != "__init__.py"]
     assert sorted(named) == sorted(f.relative_to(ROOT).as_posix() for f in files)
 
 
