@@ -389,7 +389,7 @@ class EngineCore:
                 status = SequenceStatus.FINISHED_STOPPED
                 self.scheduler.finish(group, seq, status, now, stop, num_output_tokens=num_output_tokens)
                 ended[group.request_id] = None
-        if self.scheduler.drafts is not None and self.scheduler.drafts.takes_expected:
+        if self.scheduler.drafts is not None and self.scheduler.drafts.accepts_forced_tokens:
             for request_id, index, token_ids in self._features.forced_tokens(
                 update.new_tokens, self.requests
             ):

@@ -107,7 +107,9 @@ class StepFields:
         if bucket.num_drafts and logits_rows.num_drafts is not None:
             view["num_drafts"][: len(sample_slots)] = logits_rows.num_drafts
         if bucket.num_steps > 1:
-            multi_step.fill(view, batch, rows.batch_slots, rows.start, output.burst, self.block_size)
+            multi_step.fill(
+                view, batch, rows.batch_slots, rows.start, output.num_multi_step_tokens, self.block_size
+            )
         if bucket.has_adapters:
             view["adapter_slots"][:n] = batch.features.adapter_slots[rows.batch_slots]
         if not bucket.has_embeds:
@@ -219,7 +221,7 @@ class RunnerFeatures:
         if self._processors is not None:
             states = self._processors.move(output, self._batch, state.processor_states, self._place)
             state = dataclasses.replace(state, processor_states=states)
-        if output.to_encode:
+        if output.encoder_inputs:
             pool = encode(device.run, self._encoders, output, self._config, device.weights, state.kv_cache)
             state = dataclasses.replace(state, kv_cache=pool)
         if self.image_encoder is not None:
@@ -252,7 +254,7 @@ class RunnerFeatures:
             assert output.num_drafts <= num_drafts, f"{output.num_drafts} drafts of a row, not {num_drafts}"
         variant = StepVariant(
             is_decode=not is_mixed,
-            num_steps=config.num_scheduler_steps if output.burst else 1,
+            num_steps=config.num_scheduler_steps if output.num_multi_step_tokens else 1,
             num_drafts=num_drafts,
             has_adapters=has_adapters,
             has_embeds=has_embeds,

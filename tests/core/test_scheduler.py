@@ -492,7 +492,7 @@ def test_a_group_comes_back_with_room_for_all_its_samples(mode, num_swap_blocks)
     groups = []
     for name, prompt_len, max_tokens, n in (("first", 10, 110, 1), ("samples", 100, 20, 4)):
         params = SamplingParams(n=n, seed=0, max_tokens=max_tokens, ignore_eos=True)
-        groups.append(SequenceGroup.of(Request(name, [1] * prompt_len, params), 0.0))
+        groups.append(SequenceGroup.from_request(Request(name, [1] * prompt_len, params), 0.0))
         sched.add(groups[-1])
     drain(sched)
     assert [len(s.output_token_ids) for g in groups for s in g.sequences] == [110, 20, 20, 20, 20]

@@ -81,7 +81,7 @@ class ScriptedExecutor:
         if output.scheduled:
             self.num_steps += 1
             self.during_step(output)
-        token_ids = [self._next(output.scheduled[sample.row]) for sample in output.samples]
+        token_ids = [self._next(output.scheduled[sample.scheduled_index]) for sample in output.samples]
         request_ids = [self._seats[row.seq_id].request.request_id for row in output.scheduled]
         return ModelRunnerOutput(
             step_id=output.step_id,

@@ -73,7 +73,7 @@ class PrefixRouter(RequestRouter):
                 self._router.begin(name)
             self._counted.add((request_id, name))
         else:
-            self._router.leave(name)
+            self._router.cancel(name)
             name = min(free, key=self._router.load)
         self._offered.append((pending_request, name))
         asked.append(name)
@@ -101,7 +101,7 @@ class PrefixRouter(RequestRouter):
         self._counted.remove((request_id, name))
         self._num_sent[name] -= 1
         if self._num_sent[name] >= self._num_seats:  # A request that waited at the replica is running now.
-            self._router.leave(name)
+            self._router.cancel(name)
         else:
             self._router.finish(name)
 

@@ -73,7 +73,7 @@ def encode(
     Returns:
         The arrays of the KV cache.
     """
-    for text in output.to_encode:
+    for text in output.encoder_inputs:
         program = next(p for p in programs if p.num_tokens >= len(text.token_ids))
         inputs = build_encoder_inputs(
             text,
