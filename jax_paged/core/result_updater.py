@@ -289,7 +289,8 @@ class ResultUpdater:
     ) -> None:
         """Ends a sequence and frees its blocks.
 
-        If it is the last sequence of its request, the request leaves the queues.
+        If it is the last sequence of its request, the request leaves the queues. Its finished_time is set to
+        `now`, and left unchanged if `now` is None.
         """
         manager = self.block_manager
         if seq in manager.block_tables or seq in manager.swapped_tables:
@@ -315,7 +316,8 @@ class ResultUpdater:
 
     def _remove(self, group: SequenceGroup, now: float | None) -> None:
         self.queues.remove(group)
-        group.metrics.finished_time = now
+        if now is not None:
+            group.metrics.finished_time = now
 
 
 def _non_finite(output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, str]:

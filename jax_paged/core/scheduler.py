@@ -248,7 +248,7 @@ class Scheduler:
     def abort(self, request_id: str) -> SequenceGroup | None:
         """Ends a request with status FINISHED_ABORTED and frees its blocks.
 
-        Its finished_time is left unset (None).
+        Its finished_time is left unchanged, because no time is passed.
 
         Returns:
             The request; None if there is no unfinished request with this id.

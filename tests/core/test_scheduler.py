@@ -263,6 +263,7 @@ def test_abort_in_every_state(when):
     expected = "LENGTH_CAPPED" if when == "finished" else "ABORTED"
     assert group.sequences[0].status.name == f"FINISHED_{expected}"
     sched.block_manager.check_integrity()
+    assert (group.metrics.finished_time is None) == (when != "finished")
     assert sched.abort("r1") is None
     assert sched.abort("no such request") is None
     drain(sched)
