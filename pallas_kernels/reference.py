@@ -1,7 +1,7 @@
 """The backend "reference": every operation in plain jnp code, which defines the results of all backends.
 
-It is slow and needs much memory, but it can be differentiated, unlike the fast attention backends. The
-parameters are those of ops.py and grouped_matmul.py.
+It is slow and needs much memory, but it can be differentiated, unlike the fast attention backends. ops.py and
+grouped_matmul.py describe the parameters.
 """
 
 from typing import Any

@@ -111,7 +111,7 @@ def decode_shape(
     config: tuning.KernelConfig | None = None,
     interpret: bool,
 ) -> DecodeShape:
-    """Returns the static shape of the kernel for these arrays; the arguments are those of paged_decode.
+    """Returns the static shape of the kernel for the arguments of paged_decode.
 
     Raises:
         ValueError: If the shapes are not supported, or need more shared memory than the GPU has.

@@ -58,7 +58,11 @@ class Pages(NamedTuple):
         return [load(x, self.page_size, self.head_dim, interpret=self.interpret) for x in tiles]
 
     def begin(self, pages: list[Array], next_pages: list[Array]) -> tuple[Any, ...]:
-        """Returns what lies ahead of the first step: the next pages, and keys and values of its own."""
+        """Returns the pipeline state before the first step.
+
+        The state consists of `next_pages`, the page ids of the second step, and the loaded keys and values of
+        `pages`.
+        """
         return next_pages, self.load(0, pages), self.load(1, pages)
 
     def advance(self, target_ref: Any, which: int, loaded: list[Loaded], pages: list[Array]) -> list[Loaded]:

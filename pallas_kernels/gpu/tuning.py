@@ -151,7 +151,7 @@ def check_shape(q: Array, kv_pages: Array, *, interpret: bool) -> None:
 
 
 def interpret_params(interpret: bool) -> plgpu.InterpretGPUParams | bool:
-    """Returns the `interpret` argument of plgpu.kernel; the interpreter raises at a race."""
+    """Returns the `interpret` argument of plgpu.kernel. The interpreter raises an error at a race."""
     # Races between copies on the same simulated TMA thread are not detected, so there must be more threads
     # than copies in flight.
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
@@ -184,7 +184,7 @@ def smem_transforms(head_dim: int, dtype: jnp.dtype, cp_async_rows: int = 32) ->
 def mma(
     acc: Float[Array, "m n"], a: Float[Array, "m k"], b: Float[Array, "k n"], *, interpret: bool
 ) -> Float[Array, "m n"]:
-    """Returns acc + a @ b by mma.sync; by a plain dot in the interpreter, which has no tensor units."""
+    """Returns acc + a @ b, by mma.sync; by a plain dot in the interpreter, which has no tensor cores."""
     if interpret:
         return acc + jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32))
     return plgpu.mma(acc, a, b)
@@ -231,7 +231,7 @@ def look_up(table_ref: Any, index: Int[Array, "m n"], layout: Any, *, interpret:
 
 
 def store(ref: Any, value: Array) -> None:
-    """Writes `value` to global memory, even if its rows are not multiples of a cache line."""
+    """Writes `value` to a reference, even if its rows are not multiples of a cache line."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:  # jax 0.11 has only the assignment; in 0.12 it requires whole cache lines
@@ -241,8 +241,8 @@ def store(ref: Any, value: Array) -> None:
 def row_layout(head_dim: int) -> Any:
     """Returns a layout of [rows, head_dim] for any multiple of 16; None if the default layout is suitable.
 
-    The default layout requires a number of elements that 128 threads can share evenly. In this layout, a
-    quarter of a warp holds 16 consecutive elements, and all four quarters hold the same elements.
+    The default layout requires a number of elements that 128 threads can share evenly. In this layout, eight
+    lanes hold 16 consecutive elements. The other lanes of the warp, and the other warps, hold copies of them.
     """
     if head_dim % 128 == 0:
         return None
