@@ -275,8 +275,8 @@ class Item:
         loaded, page_ids = None, []
         if shape.is_quantized:
             loaded = self.unpack(block, softmax.loaded)
-        # Loading the page ids here hides their latency behind the computation of the scores.
         else:
+            # The page ids are loaded before the scores are computed, because the load takes as long as that.
             page_ids = self.page_ids(ahead)
         self.wait(block, KEYS)
         scores = self.scores(queries, block, stage)

@@ -5,7 +5,7 @@ worker/loading/kernel_check.py starts the process and derives a verdict from the
 file, one JSON object per line:
 
     {"begin": case}                              the candidate starts to run; null: it has returned
-    {"row": {"case", "what", "value", "limit"}}  what "error": error and bound; what "us": time and rival's time
+    {"row": {"case", "what", "value", "limit"}}  "error": error and bound; "us": time and rival's time
     {"end": outcome, "reason": text}             "done", "unsupported", "crashed" or "not run"
 """
 
