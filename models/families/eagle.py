@@ -253,8 +253,7 @@ class EagleHead(nnx.Module):
         """Returns what the head's layer caches.
 
         Args:
-            window: Sliding window of the target model's layers whose blocks the head uses; None for full
-                attention.
+            window: Sliding window of the head's layer (tokens); None for full attention.
         """
         shape = self.config.num_key_value_heads, self.config.head_dim
         return FullAttentionSpec(*shape) if window is None else SlidingWindowSpec(*shape, window)

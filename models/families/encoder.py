@@ -144,7 +144,7 @@ class ModernBertConfig(EncoderConfig):
 
 
 class EncoderLayer(Module):
-    """Attention to the whole text, then an MLP, each added and followed by a norm."""
+    """Attention without a causal mask, then an MLP, each added and followed by a norm."""
 
     same_input: ClassVar[tuple[str, ...]] = ("query", "key", "value")
 

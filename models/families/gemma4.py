@@ -250,7 +250,7 @@ class PerLayerInputs(Module):
         self.per_layer_projection_norm = Gemma4RMSNorm(self.size, epsilon=config.rms_norm_eps, dtype=dtype)
 
     def forward(self, x: EmbeddedTokens, context: ForwardContext) -> Float[Array, "*t p"]:
-        """Returns the per-layer embeddings, with those of all layers concatenated."""
+        """Returns the per-layer embeddings of all layers, concatenated."""
         table = self.embed_tokens_per_layer(x.tokens, context)
         table = table * jnp.asarray(self.size**0.5, table.dtype)
         made = self.per_layer_model_projection(x.hidden, context) * x.hidden.shape[-1] ** -0.5

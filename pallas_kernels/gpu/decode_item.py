@@ -276,7 +276,8 @@ class Item:
         if shape.is_quantized:
             loaded = self.unpack(block, softmax.loaded)
         else:
-            # The page ids are loaded before the scores are computed, because the load takes as long as that.
+            # Loading the page ids takes as long as computing the scores. Started here, the load overlaps with
+            # them.
             page_ids = self.page_ids(ahead)
         self.wait(block, KEYS)
         scores = self.scores(queries, block, stage)

@@ -154,8 +154,8 @@ def decode_config(gpu: tuning.Target, pool_shape: tuple[int, ...], dtype: Any) -
 def work_list(context_lens: Int[Array, " b"], num_parts: int, block_tokens: int, window: int | None) -> Work:
     """Divides the contexts of a batch into parts whose lengths differ by at most one block.
 
-    The work list consists of a few small XLA operations. It is the same in every layer, so that XLA computes
-    it once per step.
+    This takes a few small XLA operations. They are the same in every layer, so that XLA computes them once
+    per step.
 
     Args:
         context_lens: int32 [B].
@@ -218,7 +218,7 @@ def attend_with_stats(
     def body(q, pool, tables, lens, work, sinks, bias, *results_and_scratch):
         _attend_part(shape, Refs(q, pool, tables, lens, work, sinks, bias, out_ref, *results_and_scratch))
 
-    # Three more items than the kernel writes, because `combine` loads four at a time.
+    # Three more items than the kernel writes, because `combine` loads four consecutive items at a time.
     num_items = shape.config.num_parts + num_seqs - 1 + 3
     items = plgpu.kernel(
         body,
@@ -227,7 +227,7 @@ def attend_with_stats(
             jax.ShapeDtypeStruct((num_items, kv_heads, 2, ROWS), jnp.float32),
         ),
         scratch_types=_scratch_types(shape),
-        # Heads are the fastest grid axis: all heads of a page are adjacent in memory.
+        # The head is the fastest grid axis, because the tiles of all heads of a page are adjacent in memory.
         grid=(shape.config.num_parts, kv_heads),
         grid_names=("part", "head"),
         kernel_name="paged_decode",

@@ -23,11 +23,14 @@ The copying warpgroup copies the queries, and then for each step:
 
 Each multiplying warpgroup, for each step:
 
-1. Waits for the keys, multiplies its queries by them, and arrives at "free" of the keys.
-2. Masks the scores if the step is not full, and updates the online softmax.
-3. Waits for the values, multiplies the probabilities by them, accumulates, and arrives at "free" of the
-   values. If the step has dead slots, one warpgroup has cleared their values before.
-4. After the last step, divides by the denominator and writes the output by TMA, through shared memory.
+1. If the step may have dead slots, waits for the values. The first multiplying warpgroup then clears the
+   values of dead slots.
+2. Waits for the keys, multiplies its queries by them, and arrives at "free" of the keys.
+3. Masks the scores if the step is not full, and updates the online softmax.
+4. Waits for the values, multiplies the probabilities by them, accumulates, and arrives at "free" of the
+   values.
+
+After the last step it divides by the denominator and writes the output by TMA, through shared memory.
 
 Source: Shah et al., FlashAttention-3, 2024.
 """
@@ -195,7 +198,7 @@ class Copier:
 
         Args:
             step: The step.
-            stage: The stage's "free" barrier.
+            stage: The "free" barrier of the stage.
         """
         is_reused = step - self.begin >= self.shape.config.num_stages
         pl.when(is_reused)(lambda: plgpu.barrier_wait(stage))

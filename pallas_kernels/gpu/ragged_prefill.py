@@ -26,7 +26,7 @@ Memory of `_mma_kernel`:
 - Registers: scores, float32 accumulator, running maximum and sum. The queries are loaded from global memory
   in every step, because there are not enough registers to keep them.
 
-The loop of `_mma_kernel`:
+The loop of `_mma_kernel`, after the copies of the first step have been started:
 
 1. Wait for the keys of the step, and start copying the next step into the other stage (cp.async).
 2. Multiply queries and keys, mask the scores if necessary, and update the online softmax.

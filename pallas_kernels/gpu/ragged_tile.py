@@ -96,7 +96,8 @@ class PrefillShape:
     def smem_bytes(self) -> int:
         """The shared memory of the kernel (bytes), without barriers.
 
-        It holds keys, values, and the queries of a kernel with wgmma or the probabilities of one without.
+        It holds keys and values, and either the queries (kernels with wgmma) or the probabilities (other
+        kernels).
         """
         config, itemsize = self.config, self.dtype.itemsize
         staged = config.num_stages * 2 * config.block_tokens * self.head_dim
