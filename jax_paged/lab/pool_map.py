@@ -180,7 +180,8 @@ def _drawing(title: str, blocks: np.ndarray, owners: np.ndarray, block_size: int
 def _cell(i: int, block: np.void, owners: list[np.void], block_size: int) -> str:
     """Returns the i-th cell of the grid, with a tooltip.
 
-    The cell has a stripe for each owner and is filled to the block's fill level.
+    The cell has a stripe for each request that holds the block, or for each sequence if only one request
+    holds it. The height of the stripes shows how many of the block's slots are filled.
     """
     state, count, num_tokens = str(block["state"]), int(block["ref_count"]), int(block["num_tokens"])
     lines = [
