@@ -275,7 +275,7 @@ class _PendingStep:
 
 
 class _Replayer:
-    """Replays the events of a recording; each event calls the method of the same name.
+    """Replay of the events of a recording; each event calls the method of the same name.
 
     Args:
         device: Computes the steps again, if given.

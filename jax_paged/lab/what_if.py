@@ -190,7 +190,7 @@ def what_if(
 
 
 class _WhatIf:
-    """Runs the requests of one part of a recording, which starts with an empty scheduler.
+    """New run of the requests in one part of a recording; the part starts with an empty scheduler.
 
     Args:
         recorded: The run of the recorded scheduler.
