@@ -216,7 +216,7 @@ class RequestOutput:
 
     @property
     def weight_version(self) -> str | None:
-        """Version of the weights that generated the newest tokens; None before the first token."""
+        """The version of the weights that generated the newest tokens; None before the first token."""
         return self.weight_versions[-1] if self.weight_versions else None
 
     def __repr__(self) -> str:

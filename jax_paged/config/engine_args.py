@@ -69,7 +69,7 @@ class EngineArgs:
             loaded (docs/quantization.md). For a quantized checkpoint, None or the method of the checkpoint.
         max_model_len: Maximum number of tokens of a prompt and its output together, at least 2; None uses the
             model's limit. Block tables are padded to this length, so a small limit makes steps faster.
-        block_size: Number of tokens per KV cache block.
+        block_size: Tokens per block.
         gpu_memory_utilization: Fraction of JAX's GPU memory that weights, activations and KV cache may use
             together. JAX reserves three quarters of the GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION
             is set.

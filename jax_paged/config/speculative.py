@@ -25,8 +25,8 @@ class SpeculativeConfig:
             tokens and drafts the tokens that followed there. "draft_model" uses a smaller model with the same
             vocabulary. "eagle3" uses an EAGLE-3 head trained for the model. None means "draft_model" if
             `model` is set, else "ngram".
-        model: The draft model or EAGLE-3 head: a value as for EngineArgs.model, for a head a local folder.
-            Must be None for "ngram".
+        model: For "draft_model", the local folder or Hub id of the model. For "eagle3", the local folder of
+            the head. Must be None for "ngram".
         num_speculative_tokens: Maximum number of draft tokens per sequence and step; None means 15 for
             "ngram" and 4 for the other methods.
         prompt_lookup_min: For "ngram", the minimum number of last tokens that have to match.

@@ -22,7 +22,10 @@ class ProcessGroup(Protocol):
 
     @property
     def engine(self) -> int:
-        """Index of the runner's engine in a pipeline; engine 0 creates the shared programs and weights."""
+        """The index of the runner's engine in a pipeline.
+
+        Engine 0 creates the programs and weights that all engines share.
+        """
         ...
 
     @property
