@@ -1,4 +1,4 @@
-"""What the documents say of the files, and what the files must not say."""
+"""Documents name files, functions and anchors that exist; files contain no forbidden text."""
 
 import ast
 import builtins
@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from jax_paged.models.registry import IMAGE_MODELS, MODELS, POOLING_MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
 # jax_paged/models and jax_paged/pallas_kernels are links to the folders at the top: every file counts once.
@@ -80,6 +82,12 @@ def test_files_and_names_in_documents_exist(document: str) -> None:
             assert any((root / name).exists() for root in (ROOT, ROOT / "jax_paged")), f"{document}: {name}"
         elif re.fullmatch(r"([A-Z]\w+\.)?[A-Za-z_]\w+", name) and not name.startswith("XLA_"):
             assert member in members().get(owner, ()) or hasattr(builtins, name), f"{document}: {name}"
+
+
+def test_every_architecture_is_in_the_list_of_models() -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    for name in {*MODELS, *POOLING_MODELS, *IMAGE_MODELS}:
+        assert f"`{name.replace('ForSequenceClassification', 'Model')}`" in text, name
 
 
 def test_docstrings_say_something() -> None:
