@@ -107,7 +107,8 @@ def anchors(document: Path) -> set[str]:
 
 
 def test_links_lead_somewhere() -> None:
-    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]:
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
+    for document in [*documents, *ROOT.glob("benchmarks/results/*.md")]:
         links = re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", document.read_text(encoding="utf-8"))
         for target, anchor in links:
             file = document.parent / target if target else document
