@@ -3,6 +3,7 @@
 import ast
 import builtins
 import re
+import runpy
 import subprocess
 from collections import defaultdict
 from functools import cache
@@ -88,6 +89,12 @@ def test_every_architecture_is_in_the_list_of_models() -> None:
     text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     for name in {*MODELS, *POOLING_MODELS, *IMAGE_MODELS}:
         assert f"`{name.replace('ForSequenceClassification', 'Model')}`" in text, name
+
+
+def test_the_table_of_options_is_up_to_date() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "options.py"))
+    written = (ROOT / "docs" / "server-options.md").read_text(encoding="utf-8")
+    assert written == script["document"](), "run: make options"
 
 
 def test_docstrings_say_something() -> None:

@@ -282,7 +282,7 @@ def test_help_names_all_limits_with_their_values() -> None:
 SECTIONS = {
     "README.md": "## Security",
     "docs/security.md": "# Security",
-    "docs/server.md": "## Keys and exposure",
+    "docs/server.md": "## API keys and HTTPS",
 }
 
 
