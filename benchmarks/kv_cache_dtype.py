@@ -1,4 +1,4 @@
-"""What a quantised KV cache saves and what it changes (docs/kernels/quantized-kv-cache.md), on the built-in model.
+"""What a quantised KV cache saves and changes on the built-in model (docs/kernels/quantized-kv-cache.md).
 
     python benchmarks/kv_cache_dtype.py [--out FILE] [--scales]
 
