@@ -360,25 +360,17 @@ class BlockManager:
 
     def check_integrity(self) -> None:
         """Asserts all invariants of the class. Takes time proportional to the size of the pools."""
-        assert not self.block_tables.keys() & self.swapped_tables.keys(), (
-            "a sequence has block tables in both pools"
-        )
+        assert not self.block_tables.keys() & self.swapped_tables.keys(), "a sequence is in both pools"
         on_device = [*self.block_tables.values(), *(prefix.tables for prefix in self.pinned.values())]
         for pool, held in ((self.pool, on_device), (self.swap_pool, list(self.swapped_tables.values()))):
             counts = [0] * pool.num_blocks
             for tables in held:
-                assert len(tables) == len(self.groups), (
-                    f"a sequence has {len(tables)} block tables for {len(self.groups)} cache groups"
-                )
+                assert len(tables) == len(self.groups), f"{len(tables)} tables for {len(self.groups)} groups"
                 blocks = [block for table in tables for block in table if block != NULL_BLOCK]
                 assert len(set(blocks)) == len(blocks), f"block tables contain a block twice: {tables}"
-                assert all(0 < block < pool.num_blocks for block in blocks), (
-                    f"block tables contain an invalid block id: {tables}"
-                )
+                assert all(0 < block < pool.num_blocks for block in blocks), f"invalid block ids: {tables}"
                 for group, table in zip(self.groups, tables, strict=True):
-                    assert group.window or NULL_BLOCK not in table, (
-                        f"a block table without a window contains the null block: {table}"
-                    )
+                    assert group.window or NULL_BLOCK not in table, f"null block without a window: {table}"
                 for block in blocks:
                     counts[block] += 1
             pool.check_integrity(counts, self.block_size)

@@ -13,8 +13,6 @@ from jax_paged.structured_outputs import StructuredOutputsParams
 
 # Version of the format. It changes with the structure of the values. Other versions cannot be read.
 FORMAT = 2
-# Key of RequestFeatures.placeholder_data in this format.
-_PLACEHOLDER_DATA_KEY = "stand_ins"
 
 
 def check_format(name: str, found: Any) -> None:
@@ -28,10 +26,7 @@ def check_format(name: str, found: Any) -> None:
         ValueError: If this version cannot read the format.
     """
     if found != FORMAT:
-        remedy = (
-            f". Create it again with this version, which writes format {FORMAT}, or read it with the version "
-            "that created it"
-        )
+        remedy = ". Create it again with this version, or read it with the version that created it"
         raise ArgumentError(name, found, repr(FORMAT), aspect="the format of", remedy=remedy)
 
 
@@ -43,25 +38,22 @@ def request_to_json(request: Request) -> dict[str, Any]:
     """
     params, features = dataclasses.asdict(request.sampling_params), request.features
     if params["logits_processors"]:
-        allowed = "None because functions cannot be saved in snapshots and recordings"
+        allowed = "None because functions cannot be saved"
         raise ArgumentError("logits_processors", params["logits_processors"], allowed)
     if features is not None and features.prompt_embeds is not None:
-        raise ArgumentError(
-            "prompt",
-            "prompt_embeds",
-            "text or tokens because embeddings cannot be saved in snapshots and recordings",
-        )
+        raise ArgumentError("prompt", "prompt_embeds", "text or tokens because embeddings cannot be saved")
     if features is not None and features.placeholder_data:
-        raise ArgumentError(
-            "prompt", "images", "text or tokens because images cannot be saved in snapshots and recordings"
-        )
+        raise ArgumentError("prompt", "images", "text or tokens because images cannot be saved")
+    saved = features and dataclasses.asdict(features)
+    if saved is not None:
+        saved["stand_ins"] = saved.pop("placeholder_data")  # the name of the field in this format
     bias = params["logit_bias"]
     params["logit_bias"] = None if bias is None else list(bias.items())  # keys of JSON objects are strings
     params["output_kind"] = params["output_kind"].name
     return {
         **{field.name: getattr(request, field.name) for field in dataclasses.fields(request)},
         "sampling_params": params,
-        "features": features and _features_to_json(features),
+        "features": saved,
     }
 
 
@@ -76,14 +68,8 @@ def request_from_json(values: dict[str, Any]) -> Request:
     }
     if features is not None:
         beams = features["beam_params"]
-        fields = {name: value for name, value in features.items() if name != _PLACEHOLDER_DATA_KEY}
-        fields["beam_params"] = beams and BeamSearchParams(**beams)
+        fields = features | {"beam_params": beams and BeamSearchParams(**beams)}
+        fields.pop("stand_ins", None)  # always empty
         features = RequestFeatures(**fields)
     params = SamplingParams(**(given | changes))
     return Request(**(values | {"sampling_params": params, "features": features}))
-
-
-def _features_to_json(features: RequestFeatures) -> dict[str, Any]:
-    values = dataclasses.asdict(features)
-    values[_PLACEHOLDER_DATA_KEY] = values.pop("placeholder_data")
-    return values

@@ -68,11 +68,9 @@ def read_planned(
     output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int, BatchSlot]
 ) -> StepTokens:
     """Returns the sampled tokens of a multi-step or of a step that verifies draft tokens."""
-    return (
-        multi_step.sampled_tokens(output, result, slots)
-        if output.num_multi_step_tokens
-        else acceptance.sampled_tokens(output, result)
-    )
+    if output.num_multi_step_tokens:
+        return multi_step.sampled_tokens(output, result, slots)
+    return acceptance.sampled_tokens(output, result)
 
 
 def set_request_flags(group: SequenceGroup, planners: Iterable[StepPlanner]) -> None:

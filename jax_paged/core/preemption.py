@@ -135,7 +135,7 @@ class Preemption:
         step: StepBuilder,
         now: float,
         *,
-        may_preempt_self: bool = True,
+        allow_self: bool = True,
     ) -> T | None:
         """Calls `attempt` for a running request, preempting other requests until it succeeds.
 
@@ -147,7 +147,7 @@ class Preemption:
             attempt: Tries to allocate them. Returns None if this fails.
             step: The step that is being scheduled.
             now: Time in the engine's clock (seconds).
-            may_preempt_self: Whether the request itself is preempted if it is the last one in the order.
+            allow_self: Whether the request itself is preempted if it is the last one in the order.
 
         Returns:
             The result of `attempt`. None if the request has to wait for the next step, was preempted itself,
@@ -164,7 +164,7 @@ class Preemption:
                 return None
             if self.cannot_preempt_yet(last, step):
                 return None
-            if last is not group or may_preempt_self:
+            if last is not group or allow_self:
                 self.preempt(last, step, now)
             if last is group:
                 return None

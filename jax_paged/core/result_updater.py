@@ -126,18 +126,16 @@ class ResultUpdater:
         7. Advance beam searches.
         """
         assert result.step_id == output.step_id, f"result of step {result.step_id}, expected {output.step_id}"
-        assert len(result.token_ids) == len(output.samples), (
-            f"{len(result.token_ids)} lists of tokens for {len(output.samples)} samples"
-        )
+        assert len(result.token_ids) == len(output.samples), "result and step have different samples"
         changes = _Changes()
         self.block_manager.end_step(output.step_id)
         self._abort_failed(output, result, changes, now)
         prompt_logprobs = self._prompt_logprobs(output, result)
         captured = self._captured(output, result)
         self._count_unsampled(output)
-        sampled = self._sampled_tokens(output, result)
-        self._accept_all(output, sampled, changes, now)
-        for group, reason in sampled.failures.items():
+        tokens = self._sampled_tokens(output, result)
+        self._accept_all(output, tokens, changes, now)
+        for group, reason in tokens.failures.items():
             self.end_group(group, SequenceStatus.FINISHED_ABORTED, now, reason)
             changes.ended[group] = None
         if changes.candidates:
@@ -191,27 +189,23 @@ class ResultUpdater:
 
     def _sampled_tokens(self, output: SchedulerOutput, result: ModelRunnerOutput) -> StepTokens:
         scheduled, samples = output.scheduled, output.samples
-        has_multi_token_sequences = output.num_batched_tokens > len(scheduled)
-        if output.num_multi_step_tokens or (
-            has_multi_token_sequences and any(num_logits > 1 for _, _, num_logits in samples)
-        ):
+        has_multi_token = output.num_batched_tokens > len(scheduled)
+        if output.num_multi_step_tokens or (has_multi_token and any(n > 1 for _, _, n in samples)):
             return self._read_planned(output, result, self.batch_slots.by_id)
         num_computed = ones = [1] * len(samples)
-        if has_multi_token_sequences:
+        if has_multi_token:
             num_computed = [len(scheduled[row].token_ids) for row, _, _ in samples]
         return StepTokens(result.token_ids, result.logprobs, num_computed, ones, {})
 
-    def _accept_all(
-        self, output: SchedulerOutput, sampled: StepTokens, changes: _Changes, now: float
-    ) -> None:
+    def _accept_all(self, output: SchedulerOutput, tokens: StepTokens, changes: _Changes, now: float) -> None:
         """Appends the sampled tokens to their sequences, and ends the sequences that are finished."""
         slots, after_token = self.batch_slots.by_id, self.stop_conditions.after_token
         samples = zip(
             output.samples,
-            sampled.token_ids,
-            sampled.logprobs,
-            sampled.num_computed,
-            sampled.num_pending,
+            tokens.token_ids,
+            tokens.logprobs,
+            tokens.num_computed,
+            tokens.num_pending,
             strict=True,
         )
         for (i, seq_id, _), token_ids, logprobs, num_computed, num_pending in samples:
@@ -289,8 +283,7 @@ class ResultUpdater:
     ) -> None:
         """Ends a sequence and frees its blocks.
 
-        If it is the last sequence of its request, the request leaves the queues. Its finished_time is set to
-        `now`, and left unchanged if `now` is None.
+        If it is the last sequence of its request, the request leaves the queues.
         """
         manager = self.block_manager
         if seq in manager.block_tables or seq in manager.swapped_tables:
@@ -298,7 +291,8 @@ class ResultUpdater:
         self.batch_slots.record_end(seq)
         seq.status, seq.stop_reason = status, stop_reason
         if group.is_finished:
-            self._remove(group, now)
+            self.queues.remove(group)
+            group.metrics.finished_time = now
         else:
             self.queues.release_reserved_slots(group)
 
@@ -310,14 +304,10 @@ class ResultUpdater:
         for seq in seqs:
             self.end(group, seq, status, now, stop_reason)
         if not seqs:
-            self._remove(group, now)
+            self.queues.remove(group)
+            group.metrics.finished_time = now
         if group.beam_params and status is SequenceStatus.FINISHED_LENGTH_CAPPED:
             self._beam_search.finish(group, seqs)
-
-    def _remove(self, group: SequenceGroup, now: float | None) -> None:
-        self.queues.remove(group)
-        if now is not None:
-            group.metrics.finished_time = now
 
 
 def _non_finite(output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, str]:

@@ -219,15 +219,9 @@ class Scheduler:
         """
         seq = max(group.unfinished, key=len)
         room = group.sampling_params.pooling is None
-        assert 0 < len(seq) <= self.max_model_len - room, (
-            f"{len(seq)} tokens do not fit into max_model_len {self.max_model_len}"
-        )
-        assert group.max_num_seqs <= self.max_num_seqs, (
-            f"{group.max_num_seqs} sequences exceed max_num_seqs {self.max_num_seqs}"
-        )
-        assert self.scheduling_policy != "fcfs" or not group.priority, (
-            'the scheduling policy "fcfs" does not support priorities'
-        )
+        assert 0 < len(seq) <= self.max_model_len - room, f"{len(seq)} tokens exceed max_model_len"
+        assert group.max_num_seqs <= self.max_num_seqs, f"{group.max_num_seqs} sequences exceed max_num_seqs"
+        assert self.scheduling_policy != "fcfs" or not group.priority, "fcfs does not support priorities"
         if group.request.features is not None:
             self._check_features(group)
         self.derive_fields(group)
@@ -248,7 +242,7 @@ class Scheduler:
     def abort(self, request_id: str) -> SequenceGroup | None:
         """Ends a request with status FINISHED_ABORTED and frees its blocks.
 
-        Its finished_time is left unchanged, because no time is passed.
+        Its finished_time is None. The caller sets it.
 
         Returns:
             The request; None if there is no unfinished request with this id.
@@ -310,9 +304,7 @@ class Scheduler:
         Returns:
             The step. If `scheduled` and `ended` are empty, there is nothing to run.
         """
-        assert not self._num_in_flight or self.can_run_ahead, (
-            "the next step requires the results of the steps in flight"
-        )
+        assert not self._num_in_flight or self.can_run_ahead, "the step requires results of steps in flight"
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=self._num_in_flight > 0)
         self._admission.begin_step(now)
         if self.drafts is not None:
@@ -424,19 +416,14 @@ class Scheduler:
                 break
 
     def _continue(
-        self,
-        group: SequenceGroup,
-        later_groups: deque[SequenceGroup],
-        step: StepBuilder,
-        phase: Phase,
-        now: float,
+        self, group: SequenceGroup, later: deque[SequenceGroup], step: StepBuilder, phase: Phase, now: float
     ) -> None:
         """Adds the sequences of a request that was running when the step began.
 
         If there are not enough blocks, preempts running requests from the end of the order, and finally this
         request itself.
         """
-        rows = self._token_planner.plan(group, later_groups, step, now)
+        rows = self._token_planner.plan(group, later, step, now)
         if phase.takes_part is not None:
             rows = [row for row in rows if phase.takes_part(row[1])]
         if not rows:
@@ -450,14 +437,14 @@ class Scheduler:
             step.copies += copies
 
     def _admit(
-        self, group: SequenceGroup, later_groups: deque[SequenceGroup], step: StepBuilder, now: float
+        self, group: SequenceGroup, later: deque[SequenceGroup], step: StepBuilder, now: float
     ) -> None:
         """Tries to admit a request.
 
         If it cannot run yet, preempts other requests for it, sets it aside, or closes the step to new
         requests. If it could never run, ends it.
         """
-        match self._start(group, later_groups, step, now):
+        match self._start(group, later, step, now):
             case AdmissionResult.ADMITTED:
                 pass
             case AdmissionResult.STALLED:
@@ -473,7 +460,7 @@ class Scheduler:
                     step.is_closed = True
 
     def _start(
-        self, group: SequenceGroup, later_groups: deque[SequenceGroup], step: StepBuilder, now: float
+        self, group: SequenceGroup, later: deque[SequenceGroup], step: StepBuilder, now: float
     ) -> AdmissionResult:
         """Gives a waiting or swapped request its blocks and schedules its sequences.
 
@@ -485,12 +472,12 @@ class Scheduler:
         missing = self._admission.allocate_or_swap_in(group, step)
         if missing is not None:
             return missing
-        if not was_swapped and not self._token_planner.fits_budget(seq, later_groups, step):
+        if not was_swapped and not self._token_planner.fits_budget(seq, later, step):
             self._admission.revert_allocation(seq)
             return AdmissionResult.NO_TOKENS
         num_cached_tokens = seq.num_computed_tokens
         self._admission.mark_running(group)
-        rows = self._token_planner.plan(group, later_groups, step, now)
+        rows = self._token_planner.plan(group, later, step, now)
         copies = self.block_manager.append_slots(rows)
         if copies is None:
             if was_swapped:

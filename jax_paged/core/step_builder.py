@@ -91,7 +91,7 @@ class StepPlanner(Protocol):
 def _with_planned(
     output: SchedulerOutput, rows: list[PlannedSequence], planned: PlannedStep
 ) -> SchedulerOutput:
-    num_tokens = tuple(num_tokens for _, _, num_tokens, _ in rows)
+    num_tokens = tuple(n for _, _, n, _ in rows)
     return dataclasses.replace(
         output,
         num_logits_rows=output.num_logits_rows + sum(map(len, planned.drafts.values())),

@@ -4,10 +4,7 @@ from jax_paged.core.request import Sequence, SequenceGroup, SequenceStatus
 
 # Stop reasons of requests that ended because of an error.
 POOL_TOO_SMALL = "the KV cache is too small for the request; increase kv_cache_memory_bytes"
-HOST_TOO_SMALL = (
-    "the preempted request cannot be recomputed because some of its blocks were dropped, and host memory has "
-    "too few free blocks to swap it out; increase swap_space"
-)
+HOST_TOO_SMALL = "host memory is too small to swap out a request with dropped blocks; increase swap_space"
 NON_FINITE = "non-finite logits"
 NO_TOKEN_ALLOWED = "no token is allowed"
 

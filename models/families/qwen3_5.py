@@ -1,9 +1,11 @@
-"""Qwen3.5: layers of a gated delta rule, and every few of them one of gated attention.
+"""Qwen3_5ForCausalLM, and the text model of Qwen3_5ForConditionalGeneration.
 
-Of a model for images too, the part that reads and writes texts. Names and semantics of the weights are as in
-Hugging Face's Qwen3_5ForCausalLM and Qwen3_5ForConditionalGeneration.
+Differences from Llama: most layers have a gated delta rule (linear attention with a recurrent state) in place
+of the attention. By default every fourth layer has attention, with a gated output, normalized queries and
+keys, and partial rotary embedding. Norms have the scale 1 + weight.
 
-Source: Qwen Team, Qwen3-Next and Qwen3.5, 2025 and 2026.
+Source: Qwen Team, Qwen3-Next and Qwen3.5, 2025 and 2026; names and semantics of the weights as in Hugging
+Face's Qwen3_5ForCausalLM and Qwen3_5ForConditionalGeneration.
 """
 
 import dataclasses
@@ -34,15 +36,15 @@ WEIGHT_TABLE = LLAMA_TABLE.with_names(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3_5Config(LlamaConfig):
-    """Shape of a Qwen3.5.
+    """Configuration of a Qwen3.5.
 
     Args:
-        attending: Whether each layer attends; the others have a delta rule.
-        num_key_heads: Of the delta rule.
-        num_value_heads: Of the delta rule; a multiple of num_key_heads.
-        key_dim: Of a head.
-        value_dim: Of a head.
-        kernel_size: Tokens that the convolution in front of the delta rule sees.
+        attending: Whether each layer has attention; the other layers have a delta rule.
+        num_key_heads: Number of key heads of the delta rule.
+        num_value_heads: Number of value heads of the delta rule, a multiple of num_key_heads.
+        key_dim: Size of a key head of the delta rule.
+        value_dim: Size of a value head of the delta rule.
+        kernel_size: Number of tokens that the convolution before the delta rule covers.
     """
 
     attending: tuple[bool, ...]
@@ -59,11 +61,12 @@ class Qwen3_5Config(LlamaConfig):
         "max_position_embeddings": 32768,
         "partial_rotary_factor": 0.25,
     }
-    # Of a text, the sections for images (mrope) all have the same positions.
+    # For text, all sections of the multimodal rotary embedding (M-RoPE) have the same positions.
     is_partly_rotated: ClassVar[bool] = True
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         num_layers, interval = fields["num_hidden_layers"], read.integer("full_attention_interval", 4)
         types = [
@@ -88,19 +91,21 @@ class Qwen3_5Config(LlamaConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3_5ConditionalConfig(Qwen3_5Config):
-    """Shape of the text model in a checkpoint that reads images, too."""
+    """Configuration of the text model in a checkpoint with image input."""
 
     @classmethod
     def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
+        """Returns the configuration for a parsed config.json, whose text values are in `text_config`."""
         return super().from_hf(text_values(hf_config), max_model_len)
 
 
 class GatedAttention(LlamaAttention):
-    """A Llama's attention whose output is gated, head by head."""
+    """Llama's attention with an elementwise gate on its output, before the output projection."""
 
     norm_class: ClassVar[type[RMSNorm]] = GemmaRMSNorm
 
     def make_projections(self, make: Callable[..., Linear]) -> None:
+        """Creates the projections. q_proj computes both the query and the gate of each head."""
         c = self.config
         make = functools.partial(make, c.hidden_size, bias=c.attention_bias)
         heads, width = even(c.num_attention_heads, 2 * c.head_dim), c.num_key_value_heads * c.head_dim
@@ -109,6 +114,7 @@ class GatedAttention(LlamaAttention):
         self.k_proj, self.v_proj = (make(width, split=(None, kv_heads)) for _ in range(2))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the output of the attention block."""
         size, (q, k, v) = self.config.head_dim, self.project(x, context)
         q, gate = jnp.split(q.reshape(*x.shape[:-1], -1, 2 * size), 2, axis=-1)
         k, v = (y.reshape(*x.shape[:-1], -1, size) for y in (k, v))
@@ -118,7 +124,7 @@ class GatedAttention(LlamaAttention):
 
 
 class GatedDeltaNet(Module):
-    """A convolution over the latest tokens, the gated delta rule, a norm, and a gate."""
+    """Linear attention: a convolution over the latest tokens, the gated delta rule, a norm, and a gate."""
 
     same_input: ClassVar[tuple[str, ...]] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
@@ -142,6 +148,7 @@ class GatedDeltaNet(Module):
         self.out_proj = Linear(value_width, c.hidden_size, split=(values, None), **options)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the output of the block."""
         mixed, z = self.in_proj_qkv(x, context), self.in_proj_z(x, context)
         b, a = self.in_proj_b(x, context), self.in_proj_a(x, context)
         mixed = context.recur(Convolution(self.conv1d[...][:, 0].T), self.layer, 0, mixed)
@@ -157,7 +164,7 @@ class GatedDeltaNet(Module):
 
 
 class Qwen3_5DecoderLayer(Module):
-    """Attention or a delta net, then the MLP, each with a norm before it and added to the residual stream."""
+    """Decoder layer: attention or delta net, then the MLP, each preceded by a norm and added."""
 
     def __init__(self, config: Qwen3_5Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         norm = functools.partial(GemmaRMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
@@ -170,13 +177,14 @@ class Qwen3_5DecoderLayer(Module):
         self.mlp = LlamaMLP(config, layer, dtype=dtype, rngs=rngs)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the residual stream after the layer."""
         mixer = self.self_attn if self.attends else self.linear_attn
         x = x + mixer(self.input_layernorm(x, context), context)
         return x + self.mlp(self.post_attention_layernorm(x, context), context)
 
 
 class Qwen3_5ForCausalLM(LlamaForCausalLM):
-    """A Llama with the layers above."""
+    """A Llama with a gated delta rule in place of the attention in most layers."""
 
     config_class: ClassVar[type[LlamaConfig]] = Qwen3_5Config
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
@@ -184,6 +192,7 @@ class Qwen3_5ForCausalLM(LlamaForCausalLM):
     norm_class: ClassVar[Callable[..., Any]] = GemmaRMSNorm
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """Returns what each layer caches: keys and values, or the states of convolution and delta rule."""
         c: Any = self.config
         attention = FullAttentionSpec(c.num_key_value_heads, c.head_dim)
         inputs = StateArray((c.kernel_size - 1, conv_width(c)))
@@ -192,12 +201,15 @@ class Qwen3_5ForCausalLM(LlamaForCausalLM):
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """The text model of a checkpoint whose other weights, for images and for drafts, are not read."""
+    """The text model of a Qwen3.5 checkpoint with image input.
+
+    The weights for images and for multi-token prediction are not loaded.
+    """
 
     config_class: ClassVar[type[LlamaConfig]] = Qwen3_5ConditionalConfig
     weight_table: ClassVar[WeightTable] = of_text_model(WEIGHT_TABLE, ("visual", "mtp"))
 
 
 def conv_width(config: Qwen3_5Config) -> int:
-    """Returns the channels of the convolution: queries, keys and values."""
+    """Returns the number of channels of the convolution: queries, keys and values."""
     return 2 * config.num_key_heads * config.key_dim + config.num_value_heads * config.value_dim

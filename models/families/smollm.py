@@ -1,4 +1,6 @@
-"""SmolLM3: a Llama in which one layer in four has no rotary positions.
+"""SmolLM3ForCausalLM (SmolLM3): a Llama in which, by default, every fourth layer has no rotary embedding.
+
+If sliding windows are enabled, the layers without rotary embedding have one.
 
 Source: Bakouch et al., SmolLM3, 2025.
 """
@@ -13,10 +15,10 @@ from jax_paged.models.rope import Rope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolLM3Config(LlamaConfig):
-    """Shape of a SmolLM3.
+    """Configuration of a SmolLM3.
 
     Args:
-        rotated_layers: Whether each layer has rotary positions.
+        rotated_layers: Whether each layer has a rotary embedding.
     """
 
     rotated_layers: tuple[bool, ...]
@@ -29,6 +31,7 @@ class SmolLM3Config(LlamaConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         num_layers = fields["num_hidden_layers"]
         interval = read.integer("no_rope_layer_interval", 4)
@@ -45,10 +48,11 @@ class SmolLM3Config(LlamaConfig):
         return fields | {"rotated_layers": tuple(map(bool, rotated)), "windows": windows}
 
     def rope_of(self, layer: int) -> Rope:
+        """Returns the rotary embedding of a layer; an empty one for layers without rotation."""
         return self.rope if self.rotated_layers[layer] else Rope(())
 
 
 class SmolLM3ForCausalLM(LlamaForCausalLM):
-    """A Llama with the config above."""
+    """A Llama in which some layers have no rotary embedding."""
 
     config_class: ClassVar[type[LlamaConfig]] = SmolLM3Config

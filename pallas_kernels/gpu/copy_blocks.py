@@ -1,4 +1,9 @@
-"""The copy_blocks kernel: all copies of a step in one launch, in place; one block of threads per tile."""
+"""The copy_blocks kernel: copies pages within the pool, in place, with one launch for all pairs.
+
+The grid is (kv head, keys or values, pair of pages). Each thread block copies one tile [S, D] from global
+memory through registers to global memory, without shared memory. A pair with a page that is out of range is
+skipped.
+"""
 
 import functools
 
@@ -16,12 +21,18 @@ from jax_paged.pallas_kernels.quantization import is_quantized
 def copy_blocks(
     kv_pages: Float[Array, "p 2 k s d"], src: Int[Array, " n"], dst: Int[Array, " n"], *, interpret: bool
 ) -> Float[Array, "p 2 k s d"]:
-    """See ops.copy_blocks. No page may be in both src and dst: the copies run in any order.
+    """See ops.copy_blocks. The function is jitted so that equal layers are lowered once.
 
-    Jitted, so that equal layers are lowered once.
+    No page may be in both src and dst, because the copies run in any order.
+
+    Args:
+        kv_pages: The pool.
+        src: int32 [N], pages to read.
+        dst: int32 [N], pages to write.
+        interpret: Whether to run in the interpreter.
 
     Raises:
-        ValueError: If 128 threads cannot share the S * D elements of a tile.
+        ValueError: If the S * D elements of a tile cannot be divided evenly among 128 threads.
     """
     num_pages, _, kv_heads, page_size, row_size = kv_pages.shape
     is_bytes = is_quantized(kv_pages)

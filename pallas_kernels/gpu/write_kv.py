@@ -1,4 +1,10 @@
-"""The write_kv kernel: reshape and block write in one pass, in place, with one block of threads per token."""
+"""The write_kv kernel: writes the keys and values of new tokens to the pool, in place.
+
+The grid has one thread block per token. A thread block loads the token's K * D keys from global memory into
+registers and stores them as K rows of D elements, one row in the tile of each kv head, then does the same for
+the values. It does not use shared memory. For a quantized pool it also copies one scale per row. Tokens whose
+slot is out of range are skipped.
+"""
 
 import functools
 
@@ -22,13 +28,14 @@ def write_kv(
     *,
     interpret: bool,
 ) -> Float[Array, "p 2 k s d"]:
-    """See ops.write_kv. A token's K * D keys go from registers to the rows of its slot, K runs of D.
-
-    Jitted, so that equal layers are lowered once.
+    """See ops.write_kv. The function is jitted so that equal layers are lowered once.
 
     Args:
-        k: In the dtype of the pool; with the scale behind each row of a quantised one.
-        v: As k.
+        kv_pages: The pool.
+        k: Keys in the dtype of the pool; for a quantized pool, rows that end with their scale.
+        v: Values, as k.
+        slot_mapping: int32 [T], the slot of each token.
+        interpret: Whether to run in the interpreter.
 
     Raises:
         ValueError: If head_dim is not a multiple of 16.

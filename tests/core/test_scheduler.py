@@ -454,7 +454,7 @@ def test_lower_priority_values_go_first_and_take_blocks_and_seats():
 
 
 def test_priorities_are_refused_under_fcfs():
-    with pytest.raises(AssertionError, match="priority"):
+    with pytest.raises(AssertionError, match="does not support priorities"):
         make_scheduler().add(make_group(0, [0], priority=1))
 
 

@@ -73,13 +73,9 @@ def restore_group(scheduler: Scheduler, values: dict[str, Any], shift_s: float) 
     )
     queues = scheduler.queues
     scheduler.derive_fields(group)
-    puts = {
-        "running": queues.move_to_running,
-        "waiting": queues.move_to_waiting,
-        "swapped": queues.move_to_swapped,
-    }
+    moves = queues.move_to_running, queues.move_to_waiting, queues.move_to_swapped
     if values["queue"] is not None:
-        puts[values["queue"]](group)
+        dict(zip(_QUEUES, moves, strict=True))[values["queue"]](group)
     return group
 
 

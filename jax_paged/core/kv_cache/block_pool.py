@@ -192,35 +192,23 @@ class BlockPool:
             counts: Expected reference count of each block, counted from the block tables.
             block_size: Tokens per block.
         """
-        assert counts == self.ref_counts, (
-            f"reference counts are {self.ref_counts}, but block tables contain {counts} references"
-        )
+        assert counts == self.ref_counts, f"reference counts are {self.ref_counts}, expected {counts}"
         assert not counts[NULL_BLOCK], "the null block is referenced"
         assert NULL_BLOCK not in self._free, "the null block is in the free list"
         assert self.contents[NULL_BLOCK] is None, "the null block is cached"
         assert not self._held.keys() & self._free.keys(), "a block is both free and held back"
         unreferenced = {b for b in range(1, self.num_blocks) if not counts[b]}
         not_used = self._free.keys() | self._held.keys()
-        assert not_used == unreferenced, (
-            f"free or held-back blocks are {not_used}, but unreferenced blocks are {unreferenced}"
-        )
-        assert list(self._held.values()) == sorted(self._held.values()), (
-            "held-back blocks are not in the order of their steps"
-        )
-        assert self._last_step is not None or not self._held, (
-            "blocks are held back although no step is in flight"
-        )
+        assert not_used == unreferenced, f"free or held-back blocks are {not_used}, expected {unreferenced}"
+        assert list(self._held.values()) == sorted(self._held.values()), "held-back blocks are out of order"
+        assert self._last_step is not None or not self._held, "blocks are held back without a step in flight"
         by_key = {(c.hash, c.group): block for block, c in enumerate(self.contents) if c is not None}
         assert by_key == self._cached, "the cache index differs from the contents of the blocks"
-        assert len(by_key) == sum(c is not None for c in self.contents), (
-            "two cached blocks have the same hash"
-        )
+        assert len(by_key) == sum(c is not None for c in self.contents), "two cached blocks have one hash"
         for content in self.contents:
             if content is not None:
                 assert len(content.tokens) == block_size, "a block that is not full is cached"
-                assert content.hash == block_hash(*content[1:4]), (
-                    "the hash of a cached block does not match its content"
-                )
+                assert content.hash == block_hash(*content[1:4]), "the hash of a cached block is wrong"
         is_cached = [self.contents[block] is not None for block in self._free]
         assert is_cached == sorted(is_cached), "a cached block precedes an uncached block in the free list"
 

@@ -215,15 +215,11 @@ class StateSlots:
             pinned: Slots of pinned prefixes.
         """
         if self.has_states:
-            assert self.tables.keys() == seqs, (
-                "a sequence on the device has blocks without a state slot, or a state slot without blocks"
-            )
+            assert self.tables.keys() == seqs, "sequences with blocks and with state slots differ"
             assert self.swapped_tables.keys() == swapped, (
-                "a swapped sequence has blocks without a state slot, or a state slot without blocks"
+                "swapped sequences with blocks and with slots differ"
             )
-            assert self._positions.keys() == seqs | swapped, (
-                "a state slot has no position, or a position has no state slot"
-            )
+            assert self._positions.keys() == seqs | swapped, "a state slot has no position"
         counts = Counter(s for [[s]] in self.tables.values())
         counts.update([*pinned, *(source for source, _ in self._moves.copies)])
         counts.update(slot for entries in self._pending.values() for _, slot in entries)

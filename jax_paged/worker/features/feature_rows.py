@@ -100,12 +100,10 @@ class FeatureRows:
         if features.prompt_embeds is not None:
             vectors = np.frombuffer(features.prompt_embeds.data, "<f4")
             self.embeds[batch_slot] = {0: vectors.reshape(features.prompt_embeds.num_tokens, -1)}
-        if features.placeholder_data:
-            self.stand_ins[batch_slot] = features.placeholder_data
-        if features.placeholder_data and self._mrope_positions is not None:
-            self.mrope[batch_slot], self.mrope_offsets[batch_slot] = self._mrope_positions(
-                features.placeholder_data
-            )
+        if data := features.placeholder_data:
+            self.stand_ins[batch_slot] = data
+        if data and self._mrope_positions is not None:
+            self.mrope[batch_slot], self.mrope_offsets[batch_slot] = self._mrope_positions(data)
             self.mrope_stops[batch_slot] = self.mrope[batch_slot].shape[1]
 
     def release(self, seq_id: int) -> None:

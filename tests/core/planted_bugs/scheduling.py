@@ -105,7 +105,7 @@ SCHEDULING = [
     ),
     Mutation(
         "core/token_planner.py",
-        "seq.num_new_tokens, self.prompt_budget(later_groups, step)",
+        "seq.num_new_tokens, self.prompt_budget(later, step)",
         "seq.num_new_tokens, step.budget",
         "newcomers take the tokens of those that decode",
     ),
@@ -135,7 +135,7 @@ SCHEDULING = [
     ),
     Mutation(
         "core/token_planner.py",
-        "step.budget - self._num_decode_tokens(later_groups)",
+        "step.budget - self._num_decode_tokens(later)",
         "step.budget",
         "a long prompt starves those that decode",
     ),

@@ -154,17 +154,13 @@ class RequestEditor:
             new.metrics.first_scheduled_time = edit.now
             new.metrics.num_cached_tokens = child.num_computed_tokens
         else:  # the new request waits like any other request, and its tokens are computed again
-            assert not child.num_dropped_tokens, (
-                "a fork with dropped blocks must share the blocks of its parent"
-            )
+            assert not child.num_dropped_tokens, "a fork with dropped blocks cannot be recomputed"
             child.status, child.num_computed_tokens = SequenceStatus.WAITING, 0
         return new
 
     def _roll_back(self, group: SequenceGroup, seq: Sequence, num_tokens: int) -> None:
         manager = self._manager
-        assert 0 < num_tokens <= max_rollback_tokens(seq, manager.block_size), (
-            f"{num_tokens} tokens cannot be removed"
-        )
+        assert 0 < num_tokens <= max_rollback_tokens(seq, manager.block_size), f"cannot remove {num_tokens}"
         seq.truncate(len(seq.output_token_ids) - num_tokens)
         del seq.block_hashes[len(seq) // manager.block_size :]
         manager.prefixes.discard_lookup()  # it may refer to tokens of this sequence that no longer exist
@@ -181,9 +177,7 @@ class RequestEditor:
 
     def _drop(self, seq: Sequence, kept: tuple[int, ...]) -> None:
         manager, computed = self._manager, self._computed_block_indices(seq)
-        assert kept[-1] == computed[-1], (
-            f"the last block with computed tokens ({computed[-1]}) is not kept: {kept}"
-        )
+        assert kept[-1] == computed[-1], f"the last computed block, {computed[-1]}, is not in {kept}"
         manager.keep_only(seq, list(kept))
         seq.kept_block_indices = tuple([seq.original_block_index(i) for i in kept])
         seq.num_dropped_tokens += (len(computed) - len(kept)) * manager.block_size

@@ -226,9 +226,7 @@ class DraftPlanner:
                 drafts: list[int] = []
                 max_drafts = min(self.speculation.num_tokens, num_left - 1)
                 if group.allows_drafts and max_drafts > 0:
-                    assert is_ahead or not seq.num_pending_tokens, (
-                        "draft tokens were proposed while the last token is pending"
-                    )
+                    assert is_ahead or not seq.num_pending_tokens, "the last token is pending"
                     drafts = self._drafts(seq, max_drafts)
                 has_drafts |= bool(drafts)
                 state = self._states.get(seq)

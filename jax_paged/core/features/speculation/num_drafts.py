@@ -40,9 +40,9 @@ class Acceptance:
 def choose_drafts(
     rates: list[float],
     max_drafts: list[int],
-    max_tokens: int,
+    max_rows: int,
     cost: Callable[[int, int], float],
-    plain_seconds: float,
+    plain_s: float,
 ) -> list[int]:
     """Returns how many draft tokens to verify for each sequence, to maximize the tokens per second.
 
@@ -55,10 +55,10 @@ def choose_drafts(
     Args:
         rates: Acceptance rate of each decoding sequence.
         max_drafts: Number of available draft tokens of each sequence.
-        max_tokens: Maximum number of token rows in the step.
+        max_rows: Maximum number of token rows in the step.
         cost: Returns the duration (seconds) of a step, given its number of token rows including padding and
             its number of draft model passes, which is 0 here.
-        plain_seconds: Duration (seconds) of a step without draft tokens.
+        plain_s: Duration (seconds) of a step without draft tokens.
     """
     num_seqs = len(rates)
     likely: list[tuple[float, int]] = []
@@ -72,13 +72,13 @@ def choose_drafts(
     likely.sort(reverse=True)
     best, best_gain = 0, MIN_GAIN
     tokens, taken = float(num_seqs), 0
-    for size in sizes_up_to(max_tokens):
+    for size in sizes_up_to(max_rows):
         while taken < min(size - num_seqs, len(likely)):
             tokens += likely[taken][0]
             taken += 1
         if taken == 0 or size < num_seqs + taken:
             continue
-        gain = tokens * plain_seconds / (num_seqs * cost(size, 0))
+        gain = tokens * plain_s / (num_seqs * cost(size, 0))
         if gain > best_gain:
             best, best_gain = taken, gain
         if taken == len(likely):
@@ -92,9 +92,9 @@ def choose_drafts(
 def choose_length(
     rates: list[float],
     max_drafts: list[int],
-    max_tokens: int,
+    max_rows: int,
     cost: Callable[[int, int], float],
-    plain_seconds: float,
+    plain_s: float,
 ) -> int:
     """Returns how many draft tokens of a draft model to verify per sequence; 0 if none is faster.
 
@@ -107,9 +107,9 @@ def choose_length(
     for k in range(1, max(max_drafts, default=0) + 1):
         tokens += sum([p for p, n in zip(likely, max_drafts, strict=True) if n >= k])
         num_rows += sum([n >= k for n in max_drafts])
-        if num_rows > max_tokens:
+        if num_rows > max_rows:
             break
-        gain = tokens * plain_seconds / (len(rates) * cost(padded(num_rows, max_tokens), k + 1))
+        gain = tokens * plain_s / (len(rates) * cost(padded(num_rows, max_rows), k + 1))
         if gain > best_gain:
             best, best_gain = k, gain
         likely = [p * rate for p, rate in zip(likely, rates, strict=True)]
