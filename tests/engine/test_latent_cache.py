@@ -153,7 +153,10 @@ def test_the_pallas_kernels_refuse_it() -> None:
     (suite,) = kernel_check.suites_of(EngineArgs(model=str(LITE)))
     assert (suite.kv_heads, suite.head_dim, suite.value_dim) == (1, RANK + ROTATED, RANK)
     verdict = kernel_check.check(suite)
-    assert (verdict.outcome, verdict.reason) == ("unsupported", "the kernels take no latent cache")
+    assert (verdict.outcome, verdict.reason) == (
+        "unsupported",
+        "the kernels do not support a cache of latents",
+    )
 
 
 @pytest.mark.parametrize(
