@@ -54,7 +54,8 @@ class SavedStates:
 
     def restore(self, states: list[Array], to_devices: Callable[..., tuple[Array, ...]]) -> list[Array]:
         """Returns the states that `free` has copied, or `states` if nothing was copied."""
-        return list(to_devices(*self._on_host)) if self._on_host else states
+        saved, self._on_host = self._on_host, []
+        return list(to_devices(*saved)) if saved else states
 
     def _restore_resumed(
         self,
