@@ -173,6 +173,6 @@ def test_layers_that_cache_other_things_share_no_pool(other: KVCacheSpec, shown:
     latents = LatentAttentionSpec(32, value_dim=24)
     for specs in ([latents, other], [other, latents]):
         with pytest.raises(
-            ValueError, match=rf"value_dim of latents\) must be the same for all layers .*got \[{shown}\]"
+            ValueError, match=rf"all layers must have the same .*value_dim\) .*latents, got \[{shown}\]"
         ):
             plan_layout(specs, jnp.dtype("float32"))
