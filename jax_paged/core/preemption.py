@@ -13,7 +13,7 @@ steps in flight before it schedules the next step. No sampled token is lost.
 3. Executor: SchedulerOutput.released_seq_ids tells it which batch slots to release.
 4. Resumption: `Admission.allocate_or_swap_in` allocates or swaps in the blocks. The executor receives a
    NewSequence with a new id and rebuilds token counts and token rules from the output tokens. The states of
-   logits processors were kept in host memory under the former id (KeptStates).
+   logits processors were kept in host memory under the former id (SavedStates).
 5. Reproducibility: the output is the same as without the preemption. The random number of a draw depends only
    on the sequence's seed and the token's position, and recomputed tokens are not sampled again. Recomputed
    logits are equal up to rounding, or bit for bit with batch_invariant.

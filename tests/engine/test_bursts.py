@@ -273,7 +273,7 @@ def test_off_is_off(shared_engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -
     steps = steps_of(shared_engine, monkeypatch)
     run(shared_engine, [Request(prompt(5), greedy(ignore_eos=True))])
     assert not any(step.num_multi_step_tokens for step in steps)
-    assert not any("burst" in name for name in shared_engine.executor.buckets)
+    assert not any("multi-step" in name for name in shared_engine.executor.buckets)
 
 
 @pytest.mark.slow

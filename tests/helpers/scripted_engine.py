@@ -94,7 +94,7 @@ class ScriptedExecutor:
     def wait_until_compiled(self) -> None:
         pass
 
-    def when_failed(self, note: Callable[[str], None]) -> None:
+    def on_failure(self, callback: Callable[[str], None]) -> None:
         pass
 
     def read_memory(self, blocks: list[int], host_blocks: list[int], *, with_weights: bool) -> dict[str, Any]:

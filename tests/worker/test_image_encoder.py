@@ -107,7 +107,7 @@ def test_those_used_last_stay() -> None:
     batch = Batch(embeds={})
     none.encode(run, [], needs(0, 1, 2, 3), batch)  # pyright: ignore[reportArgumentType]
     assert vectors(batch) == {0: {0: 1.5, 5: 2.0, 10: 2.5}}
-    assert not none._kept
+    assert not none._cache
 
 
 def test_an_invariant_engine_has_one_size() -> None:

@@ -36,8 +36,8 @@ class EncodeProgram(Program):
             weights: list[Array], pool: list[Array], tokens: Array, length: Array, slots: Array
         ) -> list[Array]:
             model: Any = context.merge(weights)
-            how = {"places": context.layout.places, "backend": context.backend, "grid": context.grid}
-            return model.write_encoded(tokens, length, pool, slots, **how)
+            options = {"places": context.layout.locations, "backend": context.backend, "grid": context.grid}
+            return model.write_encoded(tokens, length, pool, slots, **options)
 
         pool, n = context.pool(), self.num_tokens
         shapes = ((n,), (), (len(context.layout.groups), n))

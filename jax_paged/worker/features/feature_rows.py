@@ -149,12 +149,12 @@ class FeatureRows:
 
     def check_integrity(self, taken: set[int]) -> None:
         """Asserts that free batch slots have no entries. `taken` are the batch slots in use."""
-        assert set(self.slots.values()) <= taken, "a free batch slot has something"
+        assert set(self.slots.values()) <= taken, "a sequence with features has no batch slot"
         for by_slot in self._by_slot:
-            assert by_slot.keys() <= taken, "a free batch slot has something"
+            assert by_slot.keys() <= taken, "a free batch slot has feature state"
         free = np.array([i for i in range(len(self.adapter_slots)) if i not in taken], np.int64)
         for array in self._arrays:
-            assert not array[free].any(), "a free batch slot has something"
+            assert not array[free].any(), "a free batch slot has feature state"
 
 
 def _row(functions: Mapping[str, int], args: Mapping[str, Any]) -> list[float]:

@@ -101,14 +101,14 @@ REQUEST_EDITS = [
     ),
     Mutation(
         "worker/batch_builder.py",
-        "        places = rows.positions - batch.num_dropped[rows.token_batch_slots]\n",
-        "        places = rows.positions\n",
+        "        table_slots = rows.positions - batch.num_dropped[rows.token_batch_slots]\n",
+        "        table_slots = rows.positions\n",
         "slots of a sequence with dropped blocks",
     ),
     Mutation(
         "worker/features/multi_step.py",
-        "    places = start - batch.num_dropped[batch_slots]\n",
-        "    places = start\n",
+        "    table_slots = start - batch.num_dropped[batch_slots]\n",
+        "    table_slots = start\n",
         "a burst of a sequence with dropped blocks is checked at the wrong place",
     ),
     Mutation(
