@@ -221,7 +221,7 @@ def test_health_follows_host_and_port(listens_on, capsys):
 
 def test_health_is_not_that_of_a_server_that_has_failed():
     with a_server(status=503) as port:
-        assert "answers with status 503" in health("--port", str(port))
+        assert "has responded with status 503" in health("--port", str(port))
     assert "`port` must be the port on which the server listens, got 0" in health("--port", "0")
 
 
@@ -237,7 +237,7 @@ def test_health_follows_tls(certificate, wants_certificates):
         options["ssl_ca_certs"] = cert
     with a_server(context=context) as port:
         check_health(ServerOptions(port=port, **options), 5)
-        with pytest.raises(OSError, match=r"does not answer in HTTP|reset"):
+        with pytest.raises(OSError, match=r"has not sent a valid HTTP response|reset"):
             check_health(ServerOptions(port=port), 5)
 
 

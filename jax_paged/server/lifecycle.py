@@ -89,9 +89,9 @@ class Lifecycle:
             self._cuts_at = now + self._shutdown_timeout
             if self.num_active:
                 _LOGGER.warning(
-                    "shutting down: %d running requests have %g s to end; a second signal cuts them off",
-                    self.num_active,
+                    "shutting down: waiting at most %g s for %d running requests; a second signal aborts them",
                     self._shutdown_timeout,
+                    self.num_active,
                 )
         elif self._ends_at is None:
             self._cuts_at = now
@@ -107,7 +107,7 @@ class Lifecycle:
         """
         self._watch(now)
         if self._cuts_at is not None and now >= self._cuts_at and self._ends_at is None and self.num_active:
-            _LOGGER.warning("shutting down: %d requests are cut off", self.num_active)
+            _LOGGER.warning("shutting down: aborting %d running requests", self.num_active)
             self.exit_code = self.exit_code or REQUESTS_CUT_OFF
             self._ends_at = now + _LAST_WORDS_S
             self._engine.fail(EngineDeadError("the server is shutting down"))
@@ -120,11 +120,13 @@ class Lifecycle:
         began = self._engine.step_began
         if began is not None and now - began > self._step_timeout:
             _LOGGER.error(
-                "a step of the engine takes more than %g s, in\n%s", self._step_timeout, self._engine.stack()
+                "an engine step has taken more than %g s (--step-timeout); the engine's stack is\n%s",
+                self._step_timeout,
+                self._engine.stack(),
             )
             self._engine.fail(
                 EngineDeadError(
-                    f"the engine hangs: a step takes more than {self._step_timeout:g} s (--step-timeout)"
+                    f"the engine hangs: a step has taken more than {self._step_timeout:g} s (--step-timeout)"
                 )
             )
         if (stopped := self._engine.stopped) is not None:
@@ -160,7 +162,7 @@ class Gate:
         """Handles one request."""
         path = route_path(scope) if scope["type"] == "http" else ""
         if not path.isprintable():  # Starlette's routes would ignore a line break at the end of the path.
-            error = ApiError("no path here has control characters", status=404)
+            error = ApiError("the path must not contain control characters", status=404)
             await error.response()(scope, receive, send)
             return
         if scope["type"] != "http" or scope["method"] != "POST" or path not in self._paths:

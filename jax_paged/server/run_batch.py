@@ -89,10 +89,14 @@ def run_batch(args: EngineArgs, options: BatchOptions) -> NoReturn:
         except asyncio.CancelledError:
             status = _INTERRUPTED
         except EngineDeadError as error:
-            sys.exit(f"jax-paged: {error}; run it again to go on")
-    parts = f"{summary.num_answered} answered, {summary.num_failed} failed, {summary.num_skipped} done before"
-    failed = f" ({summary.num_skipped_failed} of them failed)" if summary.num_skipped_failed else ""
-    rest = "; interrupted: run it again to go on" if status == _INTERRUPTED else ""
+            sys.exit(f"jax-paged: {error}; run the same command again to continue")
+    parts = f"{summary.num_answered} succeeded, {summary.num_failed} failed, {summary.num_skipped} skipped"
+    failed = (
+        f" ({summary.num_skipped_failed} of them failed in an earlier run)"
+        if summary.num_skipped_failed
+        else ""
+    )
+    rest = "; interrupted: run the same command again to continue" if status == _INTERRUPTED else ""
     print(f"{parts}{failed}; {summary.num_tokens} tokens{rest}", file=sys.stderr)
     sys.exit(status)
 
@@ -124,9 +128,11 @@ class Done:
         bad: set[int] = set()
         size = 0
         if output.exists():
-            allowed = "a new file or one that run-batch has begun"
+            allowed = "a new file or the output file of an earlier run-batch"
             if not output.is_file():
-                raise ArgumentError("output_file", str(output), allowed, remedy=", which is no regular file")
+                raise ArgumentError(
+                    "output_file", str(output), allowed, remedy=", which is not a regular file"
+                )
             with output.open("rb") as file:
                 for number, line in enumerate(file, 1):
                     if not line.endswith(b"\n"):
@@ -143,7 +149,7 @@ class Done:
                         case {"custom_id": None, "response": None, "error": {"line": int(bad_line)}}:
                             bad.add(bad_line)
                         case _:
-                            remedy = f", whose line {number} is no answer of a batch"
+                            remedy = f", whose line {number} is not a result of run-batch"
                             raise ArgumentError("output_file", str(output), allowed, remedy=remedy)
                     size += len(line)
             with output.open("rb+") as file:
@@ -197,7 +203,7 @@ class Batch:
             asyncio.CancelledError: After SIGINT or SIGTERM.
         """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None, "a coroutine runs in a task"
+        assert task is not None, "run() was not called in an asyncio task"
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, task.cancel)
         slots = asyncio.Semaphore(self._num_at_a_time)
@@ -272,7 +278,7 @@ async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
         message = next(messages, None)
         if message is None:
             await asyncio.Event().wait()  # the client never disconnects
-        assert message is not None, "nothing follows"
+        assert message is not None, "a disconnect message was received from a client that never disconnects"
         return message
 
     async def send(message: Message) -> None:
@@ -332,7 +338,9 @@ def _new_id(request: dict[str, Any], seen: set[str]) -> str:
     if not isinstance(custom_id, str):
         raise _BadLineError(str(ArgumentError("custom_id", custom_id, "a string")))
     if custom_id in seen:
-        raise _BadLineError(str(ArgumentError("custom_id", custom_id, "that of no earlier line")))
+        raise _BadLineError(
+            str(ArgumentError("custom_id", custom_id, "different from the custom_id of every earlier line"))
+        )
     seen.add(custom_id)
     return custom_id
 

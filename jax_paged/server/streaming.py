@@ -338,7 +338,7 @@ class _RunningRequest:
     @property
     def output(self) -> RequestOutput:
         """The newest part."""
-        assert self._last is not None, "asked for before the first part"
+        assert self._last is not None, "the output was read before its first part arrived"
         return self._last
 
     @property
@@ -373,7 +373,7 @@ class _RunningRequest:
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stream = self._stream
-        assert stream is not None, "it has not ended"
+        assert stream is not None, "a finished request has no stream"
 
         def write() -> None:
             # The loop is needed because an error of the engine may be waiting after an output.

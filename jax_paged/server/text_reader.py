@@ -107,7 +107,7 @@ def _called[T](function: Callable[[], T]) -> T:
     try:
         return function()
     except StopIteration as error:  # A future cannot hold a StopIteration, so awaiting it would never end.
-        raise RuntimeError("an iterator has ended too early") from error
+        raise RuntimeError("StopIteration was raised while a request was processed") from error
 
 
 def _num_characters(value: Any) -> int:

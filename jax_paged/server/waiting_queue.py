@@ -70,7 +70,7 @@ class WaitingQueue:
         seconds = math.ceil(self.num_waiting * self._seconds_per_request)
         seconds = max(1, min(seconds, _MAX_RETRY_AFTER_S))
         return ApiError(
-            f"{self.num_waiting} requests wait already, as many as may (--max-num-waiting); "
+            f"the server is busy: {self.num_waiting} requests are already waiting (--max-num-waiting); "
             f"try again in about {seconds} s",
             status=429,
             code="queue_full",

@@ -246,14 +246,14 @@ def test_a_file_of_pooling_requests(by_name: dict[str, Served], tmp_path: Path) 
             "rerank",
             {"query": "", "documents": ["b"]},
             "query",
-            "`query` must be a non-empty string or a list of them, got ''",
+            "`query` must be a non-empty string or a list of non-empty strings, got ''",
         ),
         (
             "qwen3_embedder",
             "rerank",
             {"query": "a", "documents": ["b", ""]},
             "documents",
-            "`documents` must be a non-empty string or a list of them, got ['b', '']",
+            "`documents` must be a non-empty string or a list of non-empty strings, got ['b', '']",
         ),
         (
             "qwen3_embedder",

@@ -210,7 +210,7 @@ BAD = [
     (
         "/completions",
         {"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]},
-        "must have one field for the form of its outputs, got ['guided_regex', 'guided_choice']",
+        "must set at most one structured output field, got ['guided_regex', 'guided_choice']",
         None,
     ),
     ("/completions", {"prompt": "a", "structured_outputs": {"jsn": {}}}, "jsn", "structured_outputs"),
@@ -382,7 +382,7 @@ BAD = [
     (
         "/completions",
         {"prompt": "a", "echo": True, "logprobs": 1, "prompt_logprobs": 2},
-        "`prompt_logprobs` must be 1 (logprobs) with echo, got 2",
+        "`prompt_logprobs` must be 1 (logprobs) if echo is true, got 2",
         "prompt_logprobs",
     ),
     (
@@ -481,10 +481,10 @@ def test_bad_input(served, path, body, message, param):
     ("content", "message"),
     [
         (b'{"prompt":', "not JSON"),
-        (b"", "not a JSON object"),
-        (b"[]", "not a JSON object"),
-        (b'{"prompt": "a", "top_p": NaN}', "NaN is no number of JSON's"),
-        (b'{"prompt": "a", "temperature": Infinity}', "Infinity is no number"),
+        (b"", "must be a JSON object"),
+        (b"[]", "must be a JSON object"),
+        (b'{"prompt": "a", "top_p": NaN}', "NaN is not a JSON number"),
+        (b'{"prompt": "a", "temperature": Infinity}', "Infinity is not a JSON number"),
         (b'{"prompt": "\\ud800"}', "not valid Unicode"),
     ],
 )

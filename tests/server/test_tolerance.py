@@ -123,7 +123,7 @@ def test_structured_outputs_win_over_deprecated_fields(served: Served) -> None:
     )
     assert answer.json()["choices"][0]["text"] == "z"
     ignored = [
-        f'299 - "{name} is ignored, as structured_outputs is given"'
+        f'299 - "{name} is ignored because structured_outputs is set"'
         for name in ("guided_regex", "guided_grammar")
     ]
     assert answer.headers["warning"] == ", ".join(ignored)

@@ -41,19 +41,21 @@ def _read(name: str) -> list[str]:
     try:
         lines = Path(name).read_text(encoding="ascii").splitlines()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-        raise ArgumentError("api_key_file", name, f"a file that can be read ({reason})") from error
+        reason = error.strerror if isinstance(error, OSError) else "not ASCII text"
+        raise ArgumentError("api_key_file", name, f"a readable file ({reason})") from error
     keys = [_checked(line.strip(), f"a line of {name!r}") for line in lines if line.strip()]
     if not keys:
-        raise ArgumentError("api_key_file", name, "a file with a key per line", remedy=", which is empty")
+        raise ArgumentError(
+            "api_key_file", name, "a file with one API key per line", remedy=", which is empty"
+        )
     return keys
 
 
 def _checked(key: str, name: str) -> str:
     if not (key.isascii() and key.isprintable() and " " not in key and 0 < len(key) <= 1024):
         raise ValueError(
-            f"{name} must be 1 to 1024 printable ASCII characters without spaces, got {len(key)} "
-            "characters that are not"
+            f"{name} must be 1 to 1024 printable ASCII characters without spaces, got an "
+            f"invalid key of {len(key)} characters"
         )
     return key
 
@@ -79,7 +81,7 @@ class KeyCheck:
             number = self._number(scope["headers"]) if self._digests else None
             if self._digests and number is None and route_path(scope) not in OPEN_PATHS:
                 error = ApiError(
-                    "the API key is missing or wrong: send one header Authorization: Bearer KEY",
+                    "the API key is missing or invalid: send one header 'Authorization: Bearer KEY'",
                     status=401,
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},

@@ -114,7 +114,11 @@ class _LimitedProtocol(HttpToolsProtocol):
         """Starts the timeout for the first request, or closes the connection if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self._options.max_connections:
-            self._refuse("the server has too many connections; try again later", 503, linger_s=0)
+            self._refuse(
+                "the server has too many open connections (--max-connections); try again later",
+                503,
+                linger_s=0,
+            )
         else:
             self._start_head_timer()
 
@@ -156,7 +160,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         elif self._is_answering():  # A pipelined request follows in the same data.
             self.cycle.keep_alive = False
         else:
-            self._refuse(f"this is not HTTP/1.1: {cause or error}", 400)
+            self._refuse(f"the request is not valid HTTP/1.1: {cause or error}", 400)
 
     def _is_answering(self) -> bool:
         """True if a request has been received completely and its response has not been sent completely."""
@@ -168,7 +172,7 @@ class _LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Starts a new request, or stops the parser if the previous request is still being answered."""
         if self._is_answering():
-            raise RuntimeError("a pipeline")
+            raise RuntimeError("a pipelined request has started")
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -223,22 +227,22 @@ class _LimitedProtocol(HttpToolsProtocol):
             _bad(self._too_long(), 431)
 
     def _too_long(self) -> str:
-        return f"the headers must have at most {self._options.max_header_bytes} bytes"
+        return f"the request line and headers must have at most {self._options.max_header_bytes} bytes"
 
     def _check_headers(self) -> None:
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
-            _bad(f"the version of HTTP must be 1.1, got {version}", 505)
+            _bad(f"the HTTP version must be 1.0 or 1.1, got {version}", 505)
         if self.parser.get_method() == b"CONNECT":
-            _bad("the method is CONNECT, and this server is no proxy", 405)
+            _bad("the method CONNECT is not supported because this server is not a proxy", 405)
         values = {name: [v for n, v in self.headers if n == name] for name in (b"host", b"transfer-encoding")}
         num_hosts, encodings = len(values[b"host"]), values[b"transfer-encoding"]
         if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
-            _bad(f"the request must have one Host header, got {num_hosts}")
+            _bad(f"the request must have exactly one Host header, got {num_hosts}")
         # The parser itself rejects Content-Length next to Transfer-Encoding, but accepts a list of encodings
         # that ends with chunked.
         if encodings and (version == "1.0" or [e.strip().lower() for e in encodings] != [b"chunked"]):
-            _bad("Transfer-Encoding must be chunked, in HTTP/1.1")
+            _bad("Transfer-Encoding must be chunked, and needs HTTP/1.1")
 
     def _read_without_upgrade(self, rest: bytes) -> None:
         """Parses a request again without its Upgrade header, and then the data that follows the request.

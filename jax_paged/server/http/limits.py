@@ -122,10 +122,10 @@ class BodyLimits:
                     num_bytes += len(part)
                     self._num_buffered += len(part)
                     if num_bytes > limit:
-                        raise _too_large("more", limit)
+                        raise _too_large(f"more than {limit} bytes", limit)
                     if self._num_buffered > self._options.max_buffered_bytes:
                         raise ApiError(
-                            "the server receives too much at the same time; try again later",
+                            "the server is receiving too many bytes at once (--max-buffered-bytes); try again later",
                             status=503,
                             headers={"Retry-After": "1"},
                         )
@@ -239,7 +239,7 @@ def _check_nesting(body: bytes, limits: ServerOptions) -> None:
     steps = np.frombuffer(marks, np.int8)
     steps = steps * (np.cumsum(steps == 0) % 2 == 0)
     if steps.cumsum(dtype=np.int32).max(initial=0) > limits.max_json_depth:
-        _not_json(f"it must have at most {limits.max_json_depth} nested levels")
+        _not_json(f"it must have at most {limits.max_json_depth} levels of nesting")
     if (steps == 1).sum() > limits.max_json_containers:
         _not_json(f"it must have at most {limits.max_json_containers} arrays and objects")
 
@@ -254,12 +254,12 @@ def _check_surrogates(body: bytes) -> None:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        _not_json("an object has a key twice")
+        _not_json("an object has a duplicate key")
     return found
 
 
 def _no_constant(name: str) -> NoReturn:
-    _not_json(f"{name} is no number of JSON's")
+    _not_json(f"{name} is not a JSON number")
 
 
 def _not_json(problem: str) -> NoReturn:

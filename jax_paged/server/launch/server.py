@@ -84,8 +84,8 @@ def _listener(options: ServerOptions) -> socket.socket:
         return socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
     except OSError as error:
         sys.exit(
-            f"jax-paged: can't listen on {options.host}, port {options.port}: {error.strerror}; --host must "
-            "be an address of this machine, and --port a free port (0 takes one)"
+            f"jax-paged: cannot listen on {options.host}, port {options.port}: {error.strerror}; --host must "
+            "be an address of this machine, and --port a free port (0 selects one)"
         )
 
 
@@ -112,7 +112,7 @@ def load_engine(args: EngineArgs, options: ServerOptions) -> ServingEngine:
     # garbage repeatedly takes about half a second.
     gc.disable()
     start = time.monotonic()
-    _LOGGER.info("loading %s", args.model)
+    _LOGGER.info("loading model %s", args.model)
     try:
         template = None if options.chat_template is None else _template(options.chat_template)
         engine = serving_engine(args)
@@ -123,7 +123,7 @@ def load_engine(args: EngineArgs, options: ServerOptions) -> ServingEngine:
             engine.engine.tokenizer.prepare_chat()
     finally:
         gc.enable()
-    _LOGGER.info("loaded %s in %.1f s", args.model, time.monotonic() - start)
+    _LOGGER.info("loaded model %s in %.1f s", args.model, time.monotonic() - start)
     return engine
 
 
@@ -143,7 +143,7 @@ def _template(value: str) -> str:
     try:
         return Path(value).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        allowed = f"a template or the name of a file with one ({error})"
+        allowed = f"a chat template or the path of a file with one ({error})"
         raise ArgumentError("chat_template", value, allowed) from error
 
 

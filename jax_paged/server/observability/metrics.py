@@ -28,18 +28,18 @@ _FINISH_REASONS = ("stop", "length", "abort", "error")
 _NUM_RECENT = 100
 # vLLM's histograms of tokens and times (seconds) of requests that have ended.
 _TOKENS = {
-    "request_prompt_tokens": "its prompt",
-    "request_generation_tokens": "its outputs",
-    "request_max_num_generation_tokens": "its longest output",
+    "request_prompt_tokens": "Number of prompt tokens of a finished request.",
+    "request_generation_tokens": "Number of generated tokens of all outputs of a finished request.",
+    "request_max_num_generation_tokens": "Number of tokens of the longest output of a finished request.",
 }
 _TIMES = {
-    "time_to_first_token": "from its arrival to its first token",
-    "e2e_request_latency": "from arrival to end",
-    "request_queue_time": "until it first ran",
-    "request_inference_time": "once it ran",
-    "request_prefill_time": "from when it first ran to its first token",
-    "request_decode_time": "from its first token to its last",
-    "request_time_per_output_token": "between two tokens, on average",
+    "time_to_first_token": "Time from the arrival of a request to its first token (seconds).",
+    "e2e_request_latency": "Time from the arrival of a request to its end (seconds).",
+    "request_queue_time": "Time from the arrival of a request until it is first scheduled (seconds).",
+    "request_inference_time": "Time from when a request is first scheduled to its end (seconds).",
+    "request_prefill_time": "Time from when a request is first scheduled to its first token (seconds).",
+    "request_decode_time": "Time from the first token of a request to its end (seconds).",
+    "request_time_per_output_token": "Mean time per output token after the first of a request (seconds).",
 }
 
 
@@ -77,27 +77,24 @@ class Metrics:
         self._labels = [(model_name, str(replica)) for replica in range(len(engine.replicas))]
         self._registry.register(_EngineCollector(engine, model_name, num_in_front))
         # The metrics of requests are lists with one entry per engine.
-        ended = self._counter("vllm:request_success", "Requests that ended.", "finished_reason")
+        ended = self._counter(
+            "vllm:request_success", "Number of finished requests by finish reason.", "finished_reason"
+        )
         self._ended = [{r: ended.labels(*labels, r) for r in _FINISH_REASONS} for labels in self._labels]
-        preempted = "How often requests that ended had lost their blocks."
+        preempted = "Number of preemptions of finished requests."
         preemptions = self._counter("vllm:num_preemptions", preempted)
         self._preemptions = [preemptions.labels(*labels) for labels in self._labels]
         self._responses = Counter(
             "jax_paged_http_responses",
-            "Answers per route and status, refused requests included; 499 if the client had left.",
+            "Number of HTTP responses by route and status, including rejected requests. Status 499: the "
+            "client disconnected before the response started.",
             ["route", "status"],
             registry=self._registry,
         )
         bounds = self._lengths(engine.engine.config.max_model_len)
         self._histograms = {
-            **{
-                n: self._histogram(n, f"Tokens per ended request: {text}.", bounds)
-                for n, text in _TOKENS.items()
-            },
-            **{
-                n: self._histogram(f"{n}_seconds", f"Seconds per ended request, {text}.")
-                for n, text in _TIMES.items()
-            },
+            **{n: self._histogram(n, text, bounds) for n, text in _TOKENS.items()},
+            **{n: self._histogram(f"{n}_seconds", text) for n, text in _TIMES.items()},
         }
 
     def observe(self, output: RequestOutput, num_tokens: list[int], replica: int = 0) -> None:
@@ -182,8 +179,8 @@ class _EngineCollector(Collector):
         yield from self._counters()
         yield from self._speculation()
         for name, text in (
-            ("inter_token_latency", "Seconds between two tokens of a sequence."),
-            ("time_per_output_token", "inter_token_latency_seconds, under the name that older boards use."),
+            ("inter_token_latency", "Time between two tokens of a sequence (seconds)."),
+            ("time_per_output_token", "Deprecated name of inter_token_latency_seconds."),
         ):
             histogram = HistogramMetricFamily(f"vllm:{name}_seconds", text, labels=_LABELS)
             for labels, replica in self._each():
@@ -201,11 +198,11 @@ class _EngineCollector(Collector):
             yield [self._model_name, str(place)], replica
 
     def _gauges(self) -> Iterator[Metric]:
-        running = self._gauge("vllm:num_requests_running", "Requests that are running.")
-        waiting = self._gauge("vllm:num_requests_waiting", "Requests that are waiting.")
-        usage = "Share of the pool's blocks that requests hold."
-        used = self._gauge("vllm:kv_cache_usage_perc", f"{usage} 1 means all.")
-        older = self._gauge("vllm:gpu_cache_usage_perc", f"{usage} The name that older boards use.")
+        running = self._gauge("vllm:num_requests_running", "Number of running requests.")
+        waiting = self._gauge("vllm:num_requests_waiting", "Number of waiting requests.")
+        usage = "Fraction of the KV cache blocks that are in use; 1 means all blocks."
+        used = self._gauge("vllm:kv_cache_usage_perc", usage)
+        older = self._gauge("vllm:gpu_cache_usage_perc", "Deprecated name of kv_cache_usage_perc.")
         is_one = len(self._replicas) == 1
         for labels, replica in self._each():
             queues, manager = replica.engine.scheduler.queues, replica.engine.scheduler.block_manager
@@ -219,10 +216,18 @@ class _EngineCollector(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         for name, text, attribute in (
-            ("prompt_tokens", "Prompt tokens of requests that got their first token.", "num_prompt_tokens"),
-            ("generation_tokens", "Generated tokens.", "num_generated_tokens"),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "num_prompt_tokens"),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "num_cached_tokens"),
+            (
+                "prompt_tokens",
+                "Number of prompt tokens of requests that have their first token.",
+                "num_prompt_tokens",
+            ),
+            ("generation_tokens", "Number of generated tokens.", "num_generated_tokens"),
+            (
+                "prefix_cache_queries",
+                "Number of prompt tokens looked up in the prefix cache.",
+                "num_prompt_tokens",
+            ),
+            ("prefix_cache_hits", "Number of prompt tokens found in the prefix cache.", "num_cached_tokens"),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
             for labels, replica in self._each():
@@ -236,9 +241,9 @@ class _EngineCollector(Collector):
         if not drafts:
             return
         for name, text, value_of in (
-            ("num_drafts", "Rows of a sequence with drafts that were verified.", lambda d: d.num_rows),
-            ("num_draft_tokens", "Drafts that were verified.", lambda d: d.num_drafts),
-            ("num_accepted_tokens", "Drafts that were drawn.", lambda d: sum(d.num_accepted)),
+            ("num_drafts", "Number of verified drafts: one per sequence and step.", lambda d: d.num_rows),
+            ("num_draft_tokens", "Number of verified draft tokens.", lambda d: d.num_drafts),
+            ("num_accepted_tokens", "Number of accepted draft tokens.", lambda d: sum(d.num_accepted)),
         ):
             counter = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=_LABELS)
             for labels, of_engine in drafts:
@@ -246,7 +251,7 @@ class _EngineCollector(Collector):
             yield counter
         by_place = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that were drawn, by their place behind the last token.",
+            "Number of accepted draft tokens by their position in the draft.",
             labels=[*_LABELS, "position"],
         )
         for labels, of_engine in drafts:
@@ -257,8 +262,15 @@ class _EngineCollector(Collector):
     def _facts(self) -> Iterator[Metric]:
         """Yields the cache configuration and the sleep state of the engines."""
         names = ["block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "engine"]
-        info = GaugeMetricFamily("vllm:cache_config_info", "How the pool is made.", labels=names)
-        states = "What sleeps: awake is 0 while anything does; then the level, 1 or 2, says which is 1."
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Configuration of the KV cache, in the labels. The value is always 1.",
+            labels=names,
+        )
+        states = (
+            "Sleep state of the engine: 1 for the current state, 0 for the others. weights_offloaded is sleep "
+            "level 1, discard_all is sleep level 2."
+        )
         asleep = GaugeMetricFamily("vllm:engine_sleep_state", states, labels=[*_LABELS, "sleep_state"])
         for labels, replica in self._each():
             config = replica.engine.config
@@ -273,20 +285,26 @@ class _EngineCollector(Collector):
         """Yields metrics that vLLM does not have. They are sums over all engines, without labels."""
         engines = [replica.engine for replica in self._replicas]
         version = GaugeMetricFamily(
-            "jax_paged_weight_version_info", "The weights.", labels=["weight_version"]
+            "jax_paged_weight_version_info",
+            "Name of the weights that are being served, in the label.",
+            labels=["weight_version"],
         )
         version.add_metric([engines[0].weight_version], 1)
         yield version
         progress = [engine.executor.compile_progress for engine in engines]
         num_compiled, num_programs = map(sum, zip(*progress, strict=True))
         num_swapped = sum(len(engine.scheduler.queues.swapped) for engine in engines)
-        swapped = "Requests whose blocks are in host memory."
+        swapped = "Number of requests whose KV cache blocks are swapped out to host memory."
         yield GaugeMetricFamily("jax_paged_num_requests_swapped", swapped, value=num_swapped)
-        yield GaugeMetricFamily("jax_paged_programs", "Programs to compile.", value=num_programs)
-        yield GaugeMetricFamily("jax_paged_programs_compiled", "Those that are.", value=num_compiled)
+        yield GaugeMetricFamily(
+            "jax_paged_programs", "Number of XLA programs to compile.", value=num_programs
+        )
+        yield GaugeMetricFamily(
+            "jax_paged_programs_compiled", "Number of XLA programs that are compiled.", value=num_compiled
+        )
         num_steps = sum(replica.statistics.num_steps for replica in self._replicas)
-        yield CounterMetricFamily("jax_paged_steps", "Steps of the engine.", value=num_steps)
-        shared = "Tokens that steps read once for several sequences, each of these after the first counted."
+        yield CounterMetricFamily("jax_paged_steps", "Number of engine steps.", value=num_steps)
+        shared = "Number of KV cache token reads that cascade attention has saved."
         num_shared = sum(engine.num_shared_tokens for engine in engines)
         yield CounterMetricFamily("jax_paged_shared_tokens", shared, value=num_shared)
 

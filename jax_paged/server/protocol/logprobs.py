@@ -93,7 +93,7 @@ class Echo:
         The request must have prompt_logprobs.
         """
         entries = output.prompt_logprobs
-        assert entries is not None, "echo with logprobs asks for prompt_logprobs"
+        assert entries is not None, "output of a request with echo and logprobs has no prompt_logprobs"
         text = self.text(output)
         return {
             "tokens": [self.tokenizer.token_text(token_id) for token_id in output.prompt_token_ids],

@@ -32,7 +32,7 @@ class StreamOptions(Part):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = Field(None, description="true is an error.")
+    include_obfuscation: bool | None = Field(None, description="true is not supported.")
 
     @property
     def asks_for_anything(self) -> bool:
@@ -45,7 +45,9 @@ class Function(Part):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object.")
+    parameters: dict[str, Any] | None = Field(
+        None, description="JSON schema of the arguments, which are an object."
+    )
     strict: bool | None = None
 
 

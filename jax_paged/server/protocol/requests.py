@@ -66,7 +66,7 @@ _PROMPTS = [
     {"type": "array", "items": _TEXT, "minItems": 1},
     _TOKEN_IDS,
     {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
-    {"type": "object", "description": "A prompt as LLM.generate takes it."},
+    {"type": "object", "description": "A prompt as a dictionary in the format of LLM.generate."},
 ]
 _TEXT_PART = {
     "type": "object",
@@ -138,7 +138,8 @@ class Body(BaseModel):
         for name, value in (self.model_extra or {}).items():
             choices = refused(value, self.unsupported.get(name, ANY))
             if choices is not None and not self.is_neutral(name, value):
-                allowed = f"{choices} because this server does not support it"
+                reason = "it" if choices == "unset" else "other values"
+                allowed = f"{choices} because this server does not support {reason}"
                 raise ApiError(str(ArgumentError(name, value, allowed)), param=name)
 
     def has_field(self, name: str) -> bool:
@@ -173,7 +174,7 @@ class Generation(Body, abc.ABC):
     }
 
     stream: bool | None = None
-    stream_options: StreamOptions | None = Field(None, description="Allowed with stream alone.")
+    stream_options: StreamOptions | None = Field(None, description="Allowed only if stream is true.")
     temperature: float | None = within(0, 1e6)
     top_p: float | None = within(0, 1, exclusiveMinimum=0)
     presence_penalty: float | None = within(-2, 2)
@@ -241,7 +242,7 @@ class Generation(Body, abc.ABC):
     def warnings(self) -> list[str]:
         """Returns a sentence for each deprecated field that is ignored because structured_outputs is set."""
         ignored = ignored_guided(self.structured_outputs, self._guided)
-        return [f"{name} is ignored, as structured_outputs is given" for name in ignored]
+        return [f"{name} is ignored because structured_outputs is set" for name in ignored]
 
     @abc.abstractmethod
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
@@ -267,7 +268,7 @@ class Generation(Body, abc.ABC):
             logprobs: Value of the parameter logprobs.
         """
         if self.stream_options is not None and self.stream_options.asks_for_anything and not self.stream:
-            raise ArgumentError("stream_options", Text("some"), "unset unless stream is true")
+            raise ArgumentError("stream_options", Text("a value"), "unset unless stream is true")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise ArgumentError("stream_options.include_obfuscation", True, "False")
         fields = type(self).model_fields  # excludes additional fields of this request
@@ -286,7 +287,7 @@ class _Request(Generation):
     response_format: ResponseFormat | None = None
     use_beam_search: bool | None = None
     return_token_ids: bool | None = Field(
-        None, description="Whether the answer has the token ids of the prompt and of the outputs."
+        None, description="Whether the response contains the token ids of the prompt and of the outputs."
     )
     beam_width: Integer | None = within(1)
     length_penalty: float | None = within(-10, 10)
@@ -306,10 +307,10 @@ class _Request(Generation):
                 raise ArgumentError(name, getattr(self, name), "unset unless use_beam_search is true")
         params = SamplingParams(**{**defaults, **given, "max_tokens": max_tokens})
         if self.stream and params.best_of is not None and params.best_of > params.n:
-            allowed = f"{params.n} (n) with stream because the best outputs are known only at the end"
+            allowed = f"{params.n} (n) if stream is true because the best outputs are known only at the end"
             raise ArgumentError("best_of", params.best_of, allowed)
         if self.stream and self.prompt_logprobs is not None:
-            raise ArgumentError("prompt_logprobs", self.prompt_logprobs, "unset with stream")
+            raise ArgumentError("prompt_logprobs", self.prompt_logprobs, "unset if stream is true")
         return params
 
     def _beam_params(self, given: dict[str, Any], max_tokens: int | None) -> BeamSearchParams:
@@ -331,7 +332,7 @@ class _Request(Generation):
         params = BeamSearchParams(**{k: v for k, v in values.items() if v is not None})
         check_int("n", self.num_outputs, 1, params.beam_width, condition="(beam_width)")
         if self.stream:
-            allowed = "False with stream because the best outputs are known only at the end"
+            allowed = "False if stream is true because the best outputs are known only at the end"
             raise ArgumentError("use_beam_search", True, allowed)
         return params
 
@@ -345,16 +346,16 @@ class CompletionRequest(_Request):
     """Body of POST /v1/completions, with fields of OpenAI's and vLLM's APIs."""
 
     prompt: Prompts = Field(
-        description="Text, a list of texts, a list of token ids, or a list of such lists.",
+        description="A string, a list of strings, a list of token ids, or a list of lists of token ids.",
         examples=["def fibonacci(n):"],
     )
     logprobs: Integer | None = within(-1)
     best_of: Integer | None = within(1)
     echo: bool | None = Field(
-        None, description="Whether the text and its log-probabilities begin with the prompt."
+        None, description="Whether the prompt is included in front of the output text and its logprobs."
     )
     suffix: Literal[""] | None = None
-    add_special_tokens: bool | None = Field(None, description="false is an error.")
+    add_special_tokens: bool | None = Field(None, description="false is not supported.")
 
     @property
     def only_prompt(self) -> bool:
@@ -380,7 +381,9 @@ class CompletionRequest(_Request):
     def _given(self, logprobs: int | None) -> dict[str, Any]:
         given = super()._given(logprobs)
         if self.echo and logprobs is not None and given.setdefault("prompt_logprobs", logprobs) != logprobs:
-            raise ArgumentError("prompt_logprobs", self.prompt_logprobs, f"{logprobs} (logprobs) with echo")
+            raise ArgumentError(
+                "prompt_logprobs", self.prompt_logprobs, f"{logprobs} (logprobs) if echo is true"
+            )
         return given
 
 
@@ -395,12 +398,16 @@ class ChatRequest(_Request):
     top_logprobs: Integer | None = within(-1)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = Field(None, description="false: an output has one call at most.")
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether an output may have more than one tool call. null means true."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template, such as enable_thinking."
     )
-    add_generation_prompt: bool | None = Field(None, description="false is an error.")
-    add_special_tokens: bool | None = Field(None, description="true is an error: the template adds them.")
+    add_generation_prompt: bool | None = Field(None, description="false is not supported.")
+    add_special_tokens: bool | None = Field(
+        None, description="true is not supported because the chat template adds special tokens."
+    )
 
     @property
     def limits_output(self) -> bool:
@@ -423,8 +430,8 @@ class ChatRequest(_Request):
         if self.add_special_tokens:
             raise ArgumentError("add_special_tokens", True, "False because the chat template adds them")
         for name in _TEMPLATE_ARGUMENTS & (self.chat_template_kwargs or {}).keys():
-            allowed = "unset because it is no variable of the template"
-            raise ArgumentError(f"chat_template_kwargs[{name!r}]", Text("some"), allowed)
+            allowed = "unset because the server sets it"
+            raise ArgumentError(f"chat_template_kwargs[{name!r}]", Text("a value"), allowed)
         limits = [x for x in (self.max_tokens, self.max_completion_tokens) if x is not None]
         max_tokens = min(limits, default=defaults.get("max_tokens"))
         if self.use_beam_search and max_tokens is None:

@@ -15,7 +15,7 @@ class ResponseFormat(BaseModel):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = Field(
-        None, description='With the type "json_schema": {"name": ..., "schema": {...}}.'
+        None, description='For the type "json_schema": {"name": ..., "schema": {...}}.'
     )
 
     def form(self) -> dict[str, Any]:
@@ -72,14 +72,14 @@ def form_of(
         fields |= {f"guided_{name}": {name: value} for name, value in guided.items() if value is not None}
     given = {name: form for name, form in fields.items() if form}
     if len(given) > 1:
-        raise ValueError(f"a request must have one field for the form of its outputs, got {list(given)}")
+        raise ValueError(f"a request must set at most one structured output field, got {list(given)}")
     if not given:
         return None
     ((name, form),) = given.items()
     try:
         return StructuredOutputsParams(**form)
     except TypeError as error:
-        raise ArgumentError(name, form, "an object with fields of StructuredOutputsParams") from error
+        raise ArgumentError(name, form, "an object with the fields of StructuredOutputsParams") from error
 
 
 def ignored_guided(structured_outputs: dict[str, Any] | None, guided: dict[str, Any]) -> list[str]:

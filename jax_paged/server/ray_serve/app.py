@@ -30,7 +30,7 @@ try:
 
     from jax_paged.server.ray_serve.router import PrefixRouter
 except ModuleNotFoundError as error:
-    raise ImportError(f"{error}; Ray Serve comes with: pip install 'jax-paged[ray]'") from error
+    raise ImportError(f"{error}; install Ray Serve with: pip install 'jax-paged[ray]'") from error
 
 # Time (seconds) in which a replica must accept a request. Its response may take longer.
 _ACCEPT_S = 5.0
@@ -62,7 +62,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     values = argparse.Namespace(**args)
     options = with_all_keys(ServerOptions.from_cli_args(values), api_key_of_environment())
     if not (options.api_key or options.allow_unauthenticated):
-        allowed = "a file of keys without allow_unauthenticated and JAX_PAGED_API_KEY"
+        allowed = "a file of API keys unless JAX_PAGED_API_KEY or allow_unauthenticated is set"
         raise ArgumentError("api_key_file", None, allowed)
     return application(EngineArgs.from_cli_args(values), options)
 
@@ -80,7 +80,9 @@ def application(args: EngineArgs, options: ServerOptions, num_gpus: int = 0) -> 
     """
     for name in ("developer_routes", "allow_runtime_lora_updating"):
         if getattr(options, name):
-            raise ArgumentError(name, True, "False with Ray because a call reaches one replica only")
+            raise ArgumentError(
+                name, True, "False with Ray because a request reaches only one of the replicas"
+            )
     # The status page shows only one engine.
     options = dataclasses.replace(options, ui=False)
     router: dict[str, Any] = {
@@ -158,7 +160,7 @@ class _Ingress:
             async for part in parts:
                 yield part
         except TimeoutError as error:
-            raise ReplicaLostError(f"no replica has taken the request within {_ACCEPT_S:g} s") from error
+            raise ReplicaLostError(f"no replica accepted the request within {_ACCEPT_S:g} s") from error
         except ReplicaLostError as error:  # The replica has raised it; Ray adds a traceback to its text.
             raise ReplicaLostError(str(getattr(error, "cause", error))) from error
         except RayTaskError:

@@ -65,14 +65,14 @@ def serve_with_ray(args: EngineArgs, options: ServerOptions) -> None:
         scheme = "http" if options.ssl_certfile is None else "https"
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         print(
-            f"Serving the OpenAI API at {scheme}://{address}/v1 by {options.ray} replicas. "
+            f"Serving the OpenAI API at {scheme}://{address}/v1 with {options.ray} replicas. "
             "Press Ctrl-C to stop.",
             flush=True,
         )
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # replaces Ray's handler
         with contextlib.suppress(KeyboardInterrupt):
             signal.pause()
-        _LOGGER.warning("shutting down: running requests have %g s to end", options.shutdown_timeout)
+        _LOGGER.warning("shutting down: waiting at most %g s for running requests", options.shutdown_timeout)
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -89,6 +89,6 @@ def _check_room(args: EngineArgs, options: ServerOptions, resources: Mapping[str
     each = args.num_engines * args.tensor_parallel_size if kind == "GPU" else 1
     num = int(resources.get(kind, 0))
     if (options.ray or 0) > num // each:
-        allowed = f"at most {num // each} because there are {num} {kind}s and each replica takes {each}"
+        allowed = f"at most {num // each} because there are {num} {kind}s and each replica needs {each}"
         raise ArgumentError("ray", options.ray, allowed)
     return each if kind == "GPU" else 0

@@ -23,8 +23,8 @@ _LOGGER = logging.getLogger(__name__)
 class UpdateWeightsRequest(Body):
     """Body of POST /update_weights."""
 
-    model_path: str = Field(description="Folder of a checkpoint on the server's machine.")
-    running: str = Field("error", description="error, recompute or keep: what becomes of running requests.")
+    model_path: str = Field(description="Path of a checkpoint folder on the server's machine.")
+    running: str = Field("error", description="How running requests are handled: error, recompute or keep.")
     weight_version: str | None = Field(None, description="A name; null counts the updates.")
 
 
@@ -102,10 +102,13 @@ class DeveloperRoutes:
         """
         origin, allowed = request.headers.get("origin"), self._options.allowed_origins
         if origin is not None and origin not in allowed and "*" not in allowed:
-            raise ApiError("pages of other origins may not send this; see --allowed-origins", status=403)
+            raise ApiError(
+                "web pages of this origin are not allowed to send this request; see --allowed-origins",
+                status=403,
+            )
         unknown = sorted(set(request.query_params).difference(names))
         if unknown:
-            raise ApiError(f"the parameters of this route must be among {list(names)}, got {unknown}")
+            raise ApiError(f"the query parameters of this route must be among {list(names)}, got {unknown}")
 
     async def _done(self, work: Any) -> None:
         """Awaits a method of the engine, and converts its rejections to errors with status 400."""

@@ -179,7 +179,7 @@ class GenerationRoutes(TextRoutes):
         if not body.echo:
             return None
         if self._config.decoder_start_token_id is not None:
-            raise ArgumentError("echo", True, "False because the model reads prompts with an encoder")
+            raise ArgumentError("echo", True, "False because the model is an encoder-decoder model")
         return Echo(tokenizer_of(self._engine), body.only_prompt, body.truncate_prompt_tokens is not None)
 
     def _check_chat(
@@ -229,7 +229,7 @@ def check_all(
     more = {"cache_salt": body.cache_salt or "", "priority": body.priority or 0, "lora_request": adapter}
     requests = [engine.engine.check_request(prompt, params, **more) for prompt in prompts]
     if getattr(body, "echo", None) and any(request.request.prompt_embeds for request in requests):
-        raise ArgumentError("echo", True, "False with a soft prompt, whose tokens have no text")
+        raise ArgumentError("echo", True, "False with prompt_embeds because they have no text")
     for request in requests:
         # The engine has reduced max_tokens, which is an error if the client has set it.
         if body.limits_output and params.max_tokens not in (None, request.params.max_tokens):
@@ -254,7 +254,7 @@ def _check_no_images(prompts: list[Prompt]) -> None:
     for prompt in prompts:
         data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
         if isinstance(data, dict) and data.get("image") not in (None, []):
-            allowed = "empty because JSON can't hold images"
+            allowed = "empty because JSON cannot contain images"
             remedy = ". Send images to /v1/chat/completions as image_url"
             raise ArgumentError("prompt.multi_modal_data", data, allowed, remedy=remedy)
 
@@ -281,7 +281,7 @@ def tokenizer_of(engine: ServingEngine) -> Tokenizer:
     """
     if engine.engine.tokenizer is None:
         raise ValueError(
-            "the server runs without a tokenizer: it accepts completions of token ids, without echo"
+            "the server runs without a tokenizer: send token ids to /v1/completions, without echo"
         )
     return engine.engine.tokenizer
 

@@ -40,7 +40,10 @@ class TokenizeRequest(Body):
 
     prompt: str | None = Field(None, examples=["def fibonacci(n):"])
     messages: Messages | None = None
-    add_special_tokens: bool | None = Field(None, description="null: for a text, and not for a conversation.")
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Whether special tokens are added. null means true for prompt and false for messages.",
+    )
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -125,15 +128,17 @@ def _token_ids(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
         text = body.prompt
         if text is None:
-            raise ArgumentError("prompt", None, "a string without messages")
+            raise ArgumentError("prompt", None, "a string unless messages is set")
         return tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
-    check(body.prompt is None, "prompt", body.prompt, "unset with messages")
+    check(body.prompt is None, "prompt", body.prompt, "unset if messages is set")
     check(
         not body.add_special_tokens, "add_special_tokens", True, "False because the chat template adds them"
     )
     continues = bool(body.continue_final_message)
     prompts = (not continues) if body.add_generation_prompt is None else body.add_generation_prompt
-    check(not (continues and prompts), "continue_final_message", True, "False with add_generation_prompt")
+    check(
+        not (continues and prompts), "continue_final_message", True, "False if add_generation_prompt is true"
+    )
     return tokenizer.encode_chat(
         messages_for(tokenizer, body.messages),
         add_generation_prompt=prompts,

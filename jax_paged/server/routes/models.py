@@ -21,8 +21,12 @@ from jax_paged.server.protocol.responses import ApiError, unknown_model
 class LoadAdapter(Body):
     """Body of POST /v1/load_lora_adapter."""
 
-    lora_name: str = Field(description="What requests call it, as their model.", min_length=1, max_length=256)
-    lora_path: str = Field(description="A folder on the server's machine.", min_length=1, max_length=4096)
+    lora_name: str = Field(
+        description="Name of the adapter in the field model of requests.", min_length=1, max_length=256
+    )
+    lora_path: str = Field(
+        description="Path of the adapter's folder on the server's machine.", min_length=1, max_length=4096
+    )
 
 
 class UnloadAdapter(Body):
@@ -100,7 +104,9 @@ class ServedModels:
             known = self._adapters.pop(body.lora_name, None)
             if known is None:
                 names = ", ".join(map(repr, self._adapters)) or "none"
-                message = str(ArgumentError("lora_name", body.lora_name, f"the name of an adapter ({names})"))
+                message = str(
+                    ArgumentError("lora_name", body.lora_name, f"the name of a loaded adapter ({names})")
+                )
                 raise ApiError(message, status=404, param="lora_name")
             del self._times[body.lora_name]
             await self._engine.remove_lora(known.lora_int_id)
@@ -108,7 +114,7 @@ class ServedModels:
 
     def _check_new(self, name: str) -> None:
         if name in self.names:
-            raise ArgumentError("lora_name", name, "a name that is not served yet")
+            raise ArgumentError("lora_name", name, "a name that is not in use")
 
     def _keep(self, request: LoRARequest) -> None:
         self._adapters[request.lora_name] = request

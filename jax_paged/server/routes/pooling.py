@@ -54,7 +54,7 @@ class PoolingBody(Body):
 
     truncate_prompt_tokens: Integer | None = within(-1)
     use_activation: bool | None = None
-    normalize: bool | None = Field(None, description="Another name of use_activation, for embeddings.")
+    normalize: bool | None = Field(None, description="Alias of use_activation for embeddings.")
     priority: Integer | None = None
     user: Any = None
 
@@ -78,7 +78,8 @@ class EmbeddingRequest(ClassifyRequest):
     """Body of POST /v1/embeddings."""
 
     encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="base64: of the bytes of float32 numbers, the lowest first."
+        None,
+        description="Format of a vector: a list of numbers, or its float32 bytes (little-endian) in base64.",
     )
     dimensions: Integer | None = within(1)
 
@@ -144,7 +145,7 @@ class PoolingRoutes(TextRoutes):
         """POST /classify: Returns the class probabilities and the most likely class of each input."""
         found = await self._pooled("classify", body, body.input, request)
         spec = self._config.pooling
-        assert spec is not None, "it has classified"
+        assert spec is not None, "model without a pooler has classified its inputs"
         data = [
             {
                 "label": spec.labels[int(pooled.data.argmax())],
@@ -183,7 +184,7 @@ class PoolingRoutes(TextRoutes):
             for name, texts in given.items():
                 each = texts if isinstance(texts, list) else [texts]
                 ok = bool(each) and all(isinstance(text, str) and text for text in each)
-                check(ok, name, texts, "a non-empty string or a list of them")
+                check(ok, name, texts, "a non-empty string or a list of non-empty strings")
             pairs = pooling.pairs_of(*given.values())
             check_int(body.prompt_field, len(pairs), 1, _MAX_TEXTS, aspect="the number of texts in")
         spec = self._config.pooling
@@ -217,7 +218,7 @@ class PoolingRoutes(TextRoutes):
             )
         found = await until_gone(request.receive, self._run(checked, params, request))
         if found is None:
-            raise ApiError("the client has left", status=499)
+            raise ApiError("the client has disconnected", status=499)
         return found
 
     def _check_all(

@@ -47,12 +47,16 @@ _LOGPROBS = "message.output_text.logprobs"  # value of the field `include`
 
 def _refuse_stored(value: Any) -> None:
     if value is not None:
-        raise PydanticCustomError("not_stored", "it must be null because this server stores no responses")
+        raise PydanticCustomError(
+            "not_stored", "it must be null because this server does not store responses"
+        )
 
 
 def _refuse_tools(value: Any) -> Any:
     if value not in (None, []):
-        raise PydanticCustomError("no_tools", "it must be empty because tools are in /v1/chat/completions")
+        raise PydanticCustomError(
+            "no_tools", "it must be empty because only /v1/chat/completions supports tools"
+        )
     return value
 
 
@@ -71,11 +75,13 @@ class ResponsesRequest(Generation):
     prompt_field = "input"
 
     input: str | list[dict[str, Any]] = Field(
-        description="Text of a user, or messages.", examples=["What is a block table?"]
+        description="Text of a user message, or a list of messages.", examples=["What is a block table?"]
     )
     instructions: str | None = None
     max_output_tokens: Integer | None = within(1)
-    include: list[str] | None = Field(None, description=f"{_LOGPROBS} is known.")
+    include: list[str] | None = Field(
+        None, description=f"Additional output to include. The only supported value is {_LOGPROBS}."
+    )
     top_logprobs: Integer | None = within(0)
     text: TextOptions | None = None
     tools: Annotated[list[Any] | None, BeforeValidator(_refuse_tools)] = Field(None, max_length=0)

@@ -77,7 +77,10 @@ class ChatReader:
         """
         if isinstance(params, BeamSearchParams):
             check(
-                not self.forced, "tool_choice", Text("a forced call"), "'none' or 'auto' with use_beam_search"
+                not self.forced,
+                "tool_choice",
+                Text("a forced tool call"),
+                "'none' or 'auto' with use_beam_search",
             )
             return params
         tags = list(self.format.tags) if self.format else []
@@ -89,7 +92,10 @@ class ChatReader:
         form = params.structured_outputs
         if self.forced:
             check(
-                form is None, "tool_choice", Text("a forced call"), "'none' or 'auto' with structured outputs"
+                form is None,
+                "tool_choice",
+                Text("a forced tool call"),
+                "'none' or 'auto' with structured outputs",
             )
             behind = self.reasoning.end if self.reasoning else None
             tag = self.reasoning.begin if self.reasoning and not self.reasoning.always else None
@@ -103,7 +109,7 @@ class ChatReader:
         Args:
             ids: Ids of the control tokens for the tags of the formats; None for a tag that is not a token.
         """
-        assert self.format is not None, "calls that are forced are looked for"
+        assert self.format is not None, "forced tool calls have no format"
         tags = "|".join(map(re.escape, ids)) or "$^"
 
         def literal(text: str) -> str:
@@ -246,7 +252,7 @@ def _chosen(tools: Sequence[Tool], choice: Any) -> Sequence[Tool]:
     names = [tool.function.name for tool in tools]
     for i, tool in enumerate(tools):
         name = f"tools[{i}].function"
-        check(names.index(names[i]) == i, f"{name}.name", names[i], "a name that no tool before has")
+        check(names.index(names[i]) == i, f"{name}.name", names[i], "a name that no earlier tool has")
         parameters = tool.function.parameters
         if parameters is not None:
             kind = parameters.get("type", "object")
@@ -254,7 +260,12 @@ def _chosen(tools: Sequence[Tool], choice: Any) -> Sequence[Tool]:
             _check_schema(f"{name}.parameters", parameters)
     if isinstance(choice, NamedTool):
         wanted = choice.function.name
-        check(wanted in names, "tool_choice.function.name", wanted, f"the name of a tool, {shown(names)}")
+        check(
+            wanted in names,
+            "tool_choice.function.name",
+            wanted,
+            f"the name of one of the tools ({shown(names)})",
+        )
         return [tools[names.index(wanted)]]
     return tools if choice == "required" else ()
 
@@ -268,7 +279,7 @@ def _check_schema(name: str, schema: Any) -> None:
         check(kind in _TYPES, f"{name}.type", kind, one_of(_TYPES))
     required = schema.get("required", [])
     ok = isinstance(required, list) and all(isinstance(item, str) for item in required)
-    check(ok, f"{name}.required", required, "a list of names")
+    check(ok, f"{name}.required", required, "a list of property names")
     check(isinstance(schema.get("enum", []), list), f"{name}.enum", schema.get("enum"), "a list")
     for key in _SCHEMAS:
         if key in schema:

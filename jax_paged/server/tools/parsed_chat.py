@@ -89,7 +89,7 @@ class OutputParser:
         if self._without_reasoning is None:
             return new
         self._text += text
-        assert self._format is not None, "there might have been thoughts"
+        assert self._format is not None, "parser with a fallback template has no reasoning format"
         if not (is_last and has_ended) or self.has_calls or self._format.end in self._text:
             return new
         self._regions.clear()
