@@ -89,7 +89,8 @@ class Lifecycle:
             self._cuts_at = now + self._shutdown_timeout
             if self.num_active:
                 _LOGGER.warning(
-                    "shutting down: waiting at most %g s for %d running requests; a second signal aborts them",
+                    "shutting down: waiting at most %g s for %d running requests; a second signal "
+                    "aborts them",
                     self._shutdown_timeout,
                     self.num_active,
                 )

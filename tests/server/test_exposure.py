@@ -229,11 +229,12 @@ def test_files_without_keys(content: bytes | None, tmp_path: Path) -> None:
         ),
         (
             "--root-path llm",
-            "jax-paged: `root_path` must be empty or a path such as /llm, without a slash at its end, got 'llm'",
+            "jax-paged: `root_path` must be empty or a path such as /llm without a trailing slash, got 'llm'",
         ),
         (
             "--root-path /llm/",
-            "jax-paged: `root_path` must be empty or a path such as /llm, without a slash at its end, got '/llm/'",
+            "jax-paged: `root_path` must be empty or a path such as /llm without a trailing slash, "
+            "got '/llm/'",
         ),
         ("--allowed-origins example.org", "`allowed_origins` must be * or an origin such as"),
         (

@@ -125,7 +125,8 @@ class BodyLimits:
                         raise _too_large(f"more than {limit} bytes", limit)
                     if self._num_buffered > self._options.max_buffered_bytes:
                         raise ApiError(
-                            "the server is receiving too many bytes at once (--max-buffered-bytes); try again later",
+                            "the server is receiving too many bytes at once (--max-buffered-bytes); "
+                            "try again later",
                             status=503,
                             headers={"Retry-After": "1"},
                         )

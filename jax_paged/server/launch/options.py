@@ -186,7 +186,7 @@ class ServerOptions:
             check_number(name, getattr(self, name), 0, 86400, low_open=True)
         root = self.root_path
         ok = not root or (root.startswith("/") and not root.endswith("/") and root.isascii())
-        check(ok, "root_path", root, "empty or a path such as /llm, without a slash at its end")
+        check(ok, "root_path", root, "empty or a path such as /llm without a trailing slash")
         for origin in self.allowed_origins:
             scheme, _, host = origin.partition("://")
             ok = origin == "*" or (scheme in ("http", "https") and bool(host) and "/" not in host)

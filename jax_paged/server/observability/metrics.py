@@ -39,7 +39,7 @@ _TIMES = {
     "request_inference_time": "Time from when a request is first scheduled to its end (seconds).",
     "request_prefill_time": "Time from when a request is first scheduled to its first token (seconds).",
     "request_decode_time": "Time from the first token of a request to its end (seconds).",
-    "request_time_per_output_token": "Mean time per output token after the first of a request (seconds).",
+    "request_time_per_output_token": "Mean time per output token of a request, without the first token (seconds).",
 }
 
 
@@ -268,8 +268,8 @@ class _EngineCollector(Collector):
             labels=names,
         )
         states = (
-            "Sleep state of the engine: 1 for the current state, 0 for the others. weights_offloaded is sleep "
-            "level 1, discard_all is sleep level 2."
+            "Sleep state of the engine: 1 for the current state, 0 for the others. weights_offloaded is "
+            "sleep level 1, discard_all is sleep level 2."
         )
         asleep = GaugeMetricFamily("vllm:engine_sleep_state", states, labels=[*_LABELS, "sleep_state"])
         for labels, replica in self._each():

@@ -41,9 +41,9 @@ _EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
 }
 _CHUNKS = (
-    "The response. If `stream` is true, a stream of server-sent events: each contains a chunk of the response, "
-    "and the last one is [DONE]. If the request fails after the stream has started, the last event contains "
-    "the error, and there is no [DONE]."
+    "The response. If `stream` is true, a stream of server-sent events: each contains a chunk of the "
+    "response, and the last one is [DONE]. If the request fails after the stream has started, the last event "
+    "contains the error, and there is no [DONE]."
 )
 # Descriptions of the responses that can be streamed.
 _STREAMED = {
