@@ -75,7 +75,7 @@ def run_batch(args: EngineArgs, options: BatchOptions) -> NoReturn:
     with contextlib.ExitStack() as stack:
         try:
             num_lines = _num_lines(options.input_file)
-            done = Done.read(options.output_file)
+            done = FinishedLines.read(options.output_file)
             output = stack.enter_context(options.output_file.open("ab"))
             engine = stack.enter_context(contextlib.closing(serving_engine(args)))
         except (OSError, ValueError) as error:
@@ -102,7 +102,7 @@ def run_batch(args: EngineArgs, options: BatchOptions) -> NoReturn:
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
+class FinishedLines:
     """Lines whose results are in the output file of an earlier run.
 
     Args:
@@ -116,7 +116,7 @@ class Done:
     bad_lines: frozenset[int]
 
     @classmethod
-    def read(cls, output: Path) -> "Done":
+    def read(cls, output: Path) -> "FinishedLines":
         """Reads the results in an output file, if it exists, and removes an incomplete last line.
 
         Raises:
@@ -174,7 +174,7 @@ class Batch:
         self,
         engine: ServingEngine,
         model_name: str,
-        done: Done,
+        done: FinishedLines,
         summary: Summary,
         output: BinaryIO,
         bar: "tqdm[Any]",
@@ -239,7 +239,7 @@ class Batch:
         self._write({"id": entry_id, "custom_id": custom_id, "response": response, "error": error})
 
     async def _answer(self, url: str, body: bytes) -> dict[str, Any]:
-        status, answer = await call(self._app, url, body)
+        status, answer = await post(self._app, url, body)
         if self._engine.error is not None:
             raise EngineDeadError(str(self._engine.error) or repr(self._engine.error))
         return {"status_code": status, "request_id": uuid.uuid4().hex, "body": orjson.loads(answer)}
@@ -263,7 +263,7 @@ class Batch:
         self._bar.update()
 
 
-async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
+async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
     """Sends a POST request with a JSON body to an application.
 
     Returns:

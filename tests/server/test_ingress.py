@@ -21,7 +21,7 @@ from jax_paged.server.app import OpenAIServer
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.ray_serve import continuation
 from jax_paged.server.ray_serve.continuation import ReplicaCall, ReplicaLostError, ResponsePart
-from jax_paged.server.ray_serve.ingress import Answering, Ingress, _call, prefix_key
+from jax_paged.server.ray_serve.ingress import Ingress, ResponseStream, _call, prefix_key
 from jax_paged.server.ray_serve.replica import Replica
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -68,9 +68,9 @@ class Replicas:
         self._replicas = replicas
         self._cuts = cuts
 
-    async def send(self, call: ReplicaCall) -> Answering:
+    async def send(self, call: ReplicaCall) -> ResponseStream:
         i, self.num_calls = self.num_calls, self.num_calls + 1
-        call.progress.asked.append(f"number {i}")
+        call.progress.tried_replicas.append(f"number {i}")
         left = self._cuts[i] if i < len(self._cuts) else None
         answering = self._replicas[i % len(self._replicas)].answer(call)
         try:

@@ -20,7 +20,7 @@ from jax_paged.server.http.limits import BodyLimits
 from jax_paged.server.launch.cli import make_parser
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.responses import ApiError
-from jax_paged.server.text_reader import Lane
+from jax_paged.server.text_reader import ThrottledLock
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 0.6
@@ -292,7 +292,7 @@ def test_options_that_documents_name_exist(file: str) -> None:
 
 def test_a_long_body_counts_as_buffered_until_its_turn_and_its_client_may_leave():
     async def check():
-        lane = Lane()
+        lane = ThrottledLock()
         parsed = []
 
         async def app(scope, receive, send):

@@ -19,7 +19,7 @@ from jax_paged.engine.errors import EngineDeadError
 from jax_paged.server import run_batch
 from jax_paged.server.launch.cli import main
 from jax_paged.server.launch.options import BatchOptions
-from jax_paged.server.run_batch import Batch, Done, Summary
+from jax_paged.server.run_batch import Batch, FinishedLines, Summary
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ def run(tmp_path, scripted):
             "".join(x if isinstance(x, str) else json.dumps(x) + "\n" for x in lines)
         )
         made = AsyncLLMEngine(*scripted(**engine))
-        summary, done = Summary(), Done.read(tmp_path / "out")
+        summary, done = Summary(), FinishedLines.read(tmp_path / "out")
         with (tmp_path / "out").open("ab") as output, tqdm(disable=True) as bar:
             batch = Batch(made, "scripted", done, summary, output, bar)
             try:
@@ -224,7 +224,7 @@ def test_a_broken_line_of_the_output_is_told(tmp_path, changes):
     text = json.dumps(good) + "\n" + json.dumps({**good, **changes}) + "\n"
     (tmp_path / "out").write_text(text)
     with pytest.raises(ValueError, match="whose line 2 is not a result of run-batch"):
-        Done.read(tmp_path / "out")
+        FinishedLines.read(tmp_path / "out")
     assert (tmp_path / "out").read_text() == text
 
 
@@ -246,7 +246,7 @@ def test_what_is_done_is_not_run_again_and_half_a_line_is_mended(run, tmp_path):
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "out").write_text('{"my": "data"}\n{"custom_id": "half')
     with pytest.raises(ValueError, match="whose line 1 is not a result of run-batch"):
-        Done.read(tmp_path / "out")
+        FinishedLines.read(tmp_path / "out")
     assert (tmp_path / "out").read_text() == '{"my": "data"}\n{"custom_id": "half'
 
 
@@ -267,7 +267,7 @@ def test_an_engine_that_fails_ends_the_run_and_writes_no_errors(tmp_path, script
     (tmp_path / "in").write_text("".join(json.dumps(line(f"c{i}")) + "\n" for i in range(50)))
     summary = Summary()
     with (tmp_path / "out").open("ab") as output, tqdm(disable=True) as bar:
-        batch = Batch(made, "scripted", Done.read(tmp_path / "out"), summary, output, bar)
+        batch = Batch(made, "scripted", FinishedLines.read(tmp_path / "out"), summary, output, bar)
         with pytest.raises(EngineDeadError, match="a step fails"):
             asyncio.run(batch.run(tmp_path / "in"))
     made.close()

@@ -217,7 +217,7 @@ def completion(**changes: Any) -> CompletionOutput:
 
 
 def test_the_end_token_comes_apart_from_the_text(server: Served) -> None:
-    split = server.server._generation._runner.with_end_apart
+    split = server.server._generation._runner.split_end_token
     text, end = split(completion(), SamplingParams())
     assert (text.text, text.token_ids, len(text.logprobs or ()), text.finish_reason) == (
         "56",

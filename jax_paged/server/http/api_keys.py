@@ -9,7 +9,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jax_paged.errors import ArgumentError
-from jax_paged.server.http.limits import refuse
+from jax_paged.server.http.limits import send_error
 from jax_paged.server.http.paths import route_path
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.responses import ApiError
@@ -86,7 +86,7 @@ class KeyCheck:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-                await refuse(error, scope, receive, send)
+                await send_error(error, scope, receive, send)
                 return
             scope.setdefault("state", {})["client"] = "" if number is None else f"key {number}"
         await self._app(scope, receive, send)

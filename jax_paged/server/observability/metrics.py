@@ -39,7 +39,7 @@ _TIMES = {
     "request_inference_time": "Time from when a request is first scheduled to its end (seconds).",
     "request_prefill_time": "Time from when a request is first scheduled to its first token (seconds).",
     "request_decode_time": "Time from the first token of a request to its end (seconds).",
-    "request_time_per_output_token": "Mean time per output token of a request, without the first token (seconds).",
+    "request_time_per_output_token": "Mean time per output token of a request after the first (seconds).",
 }
 
 
@@ -61,21 +61,23 @@ class Metrics:
     Args:
         engine: The engine. Only numbers are read, from any thread.
         model_name: Value of the label "model_name".
-        num_in_front: Returns the number of requests that wait in the server for the engine.
+        num_in_server_queue: Returns the number of requests that wait in the server for the engine.
 
     Attributes:
         recent: Latencies of the most recent requests that produced a token.
         num_ended: Number of requests that have ended, by finish reason.
     """
 
-    def __init__(self, engine: ServingEngine, model_name: str, num_in_front: Callable[[], int]) -> None:
+    def __init__(
+        self, engine: ServingEngine, model_name: str, num_in_server_queue: Callable[[], int]
+    ) -> None:
         self._engine = engine
-        self._num_in_front = num_in_front
+        self._num_in_server_queue = num_in_server_queue
         self.recent: collections.deque[Latency] = collections.deque(maxlen=_NUM_RECENT)
         self.num_ended: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
         self._registry = CollectorRegistry()
         self._labels = [(model_name, str(replica)) for replica in range(len(engine.replicas))]
-        self._registry.register(_EngineCollector(engine, model_name, num_in_front))
+        self._registry.register(_EngineCollector(engine, model_name, num_in_server_queue))
         # The metrics of requests are lists with one entry per engine.
         ended = self._counter(
             "vllm:request_success", "Number of finished requests by finish reason.", "finished_reason"
@@ -132,7 +134,7 @@ class Metrics:
     def num_waiting(self) -> int:
         """Returns the number of waiting requests, in the server and in the engines."""
         waiting = (len(replica.engine.scheduler.queues.waiting) for replica in self._engine.replicas)
-        return self._num_in_front() + sum(waiting)
+        return self._num_in_server_queue() + sum(waiting)
 
     def observe_response(self, route: str, status: int) -> None:
         """Counts an HTTP response.
@@ -168,10 +170,12 @@ class _EngineCollector(Collector):
     It looks up an engine's scheduler each time, because LLMEngine.record() replaces it.
     """
 
-    def __init__(self, engine: ServingEngine, model_name: str, num_in_front: Callable[[], int]) -> None:
+    def __init__(
+        self, engine: ServingEngine, model_name: str, num_in_server_queue: Callable[[], int]
+    ) -> None:
         self._replicas = engine.replicas
         self._model_name = model_name
-        self._num_in_front = num_in_front
+        self._num_in_server_queue = num_in_server_queue
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics of the engines."""
@@ -189,8 +193,8 @@ class _EngineCollector(Collector):
                 bounds = [*(str(float(bound)) for bound in values.bounds), "+Inf"]
                 histogram.add_metric(labels, list(zip(bounds, counts, strict=True)), values.total)
             yield histogram
-        yield from self._facts()
-        yield from self._sums()
+        yield from self._config_metrics()
+        yield from self._total_metrics()
 
     def _each(self) -> Iterator[tuple[list[str], AsyncLLMEngine]]:
         """Yields each engine with its labels."""
@@ -207,11 +211,11 @@ class _EngineCollector(Collector):
         for labels, replica in self._each():
             queues, manager = replica.engine.scheduler.queues, replica.engine.scheduler.block_manager
             running.add_metric(labels, len(queues.running))
-            waiting.add_metric(labels, len(queues.waiting) + (self._num_in_front() if is_one else 0))
+            waiting.add_metric(labels, len(queues.waiting) + (self._num_in_server_queue() if is_one else 0))
             for family in (used, older):
                 family.add_metric(labels, 1 - manager.num_free_blocks / manager.num_usable_blocks)
         if not is_one:
-            waiting.add_metric([self._model_name, _ANY_ENGINE], self._num_in_front())
+            waiting.add_metric([self._model_name, _ANY_ENGINE], self._num_in_server_queue())
         yield from (running, waiting, used, older)
 
     def _counters(self) -> Iterator[Metric]:
@@ -259,7 +263,7 @@ class _EngineCollector(Collector):
                 by_place.add_metric([*labels, str(position)], value)
         yield by_place
 
-    def _facts(self) -> Iterator[Metric]:
+    def _config_metrics(self) -> Iterator[Metric]:
         """Yields the cache configuration and the sleep state of the engines."""
         names = ["block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "engine"]
         info = GaugeMetricFamily(
@@ -281,7 +285,7 @@ class _EngineCollector(Collector):
                 asleep.add_metric([*labels, state], int(replica.engine.sleep_level == i))
         yield from (info, asleep)
 
-    def _sums(self) -> Iterator[Metric]:
+    def _total_metrics(self) -> Iterator[Metric]:
         """Yields metrics that vLLM does not have. They are sums over all engines, without labels."""
         engines = [replica.engine for replica in self._replicas]
         version = GaugeMetricFamily(

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
 
-from jax_paged.server.protocol.schemas import ErrorAnswer
+from jax_paged.server.protocol.schemas import ErrorResponse
 
 _DESCRIPTION = (
     "OpenAI-compatible API with vLLM's extensions. Unknown fields of a request are ignored and listed in the "
@@ -56,18 +56,18 @@ _STREAMED = {
 }
 
 
-def answers(form: Any, *more: int) -> dict[str, Any]:
+def response_docs(model: Any, *more: int) -> dict[str, Any]:
     """Returns keyword arguments for a FastAPI route that describe its responses.
 
     Args:
-        form: Type of the response body.
+        model: Type of the response body.
         more: Additional error statuses.
     """
-    described = {status: {"description": _ERRORS[status][0], "model": ErrorAnswer} for status in more}
-    return {"responses": {200: {"description": "The response.", "model": form}, **described}}
+    described = {status: {"description": _ERRORS[status][0], "model": ErrorResponse} for status in more}
+    return {"responses": {200: {"description": "The response.", "model": model}, **described}}
 
 
-def describe(app: FastAPI, version: str) -> None:
+def install_document(app: FastAPI, version: str) -> None:
     """Replaces an application's OpenAPI document by one that describes its error responses.
 
     Args:
@@ -89,8 +89,8 @@ def _document(app: FastAPI, version: str) -> dict[str, Any]:
     # FastAPI's own error schemas, which this server does not use.
     for name in ("HTTPValidationError", "ValidationError"):
         components.pop(name, None)
-    schema = TypeAdapter(ErrorAnswer).json_schema(ref_template="#/components/schemas/{model}")
-    components |= {**schema.pop("$defs"), "ErrorAnswer": schema}
+    schema = TypeAdapter(ErrorResponse).json_schema(ref_template="#/components/schemas/{model}")
+    components |= {**schema.pop("$defs"), "ErrorResponse": schema}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             operation["responses"].pop("422", None)
@@ -104,5 +104,5 @@ def _document(app: FastAPI, version: str) -> dict[str, Any]:
 
 
 def _error(text: str) -> dict[str, Any]:
-    form = {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}
-    return {"description": text, "content": {"application/json": form}}
+    content = {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}
+    return {"description": text, "content": {"application/json": content}}

@@ -35,7 +35,7 @@ class StreamOptions(Part):
     include_obfuscation: bool | None = Field(None, description="true is not supported.")
 
     @property
-    def asks_for_anything(self) -> bool:
+    def has_any(self) -> bool:
         """Whether any option is set to true."""
         return bool(self.include_usage or self.continuous_usage_stats or self.include_obfuscation)
 

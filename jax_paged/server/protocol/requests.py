@@ -21,7 +21,7 @@ from jax_paged.server.protocol.parts import (
     Tool,
     as_integers,
 )
-from jax_paged.server.protocol.response_format import ResponseFormat, form_of, ignored_guided
+from jax_paged.server.protocol.response_format import ResponseFormat, ignored_guided, structured_outputs_of
 from jax_paged.server.protocol.responses import ApiError
 
 _SAMPLING_FIELDS = tuple(
@@ -35,7 +35,7 @@ _BEAM_FIELDS = ("temperature", "ignore_eos", "n", "seed")
 
 # Fields of OpenAI's and vLLM's APIs that are not supported and would change the output or its format. They
 # are rejected, not ignored like unknown fields, because the client would receive a wrong response.
-_NOT_BUILT = (
+_UNSUPPORTED = (
     "audio",
     "background",
     "best_of",
@@ -110,7 +110,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     prompt_field: ClassVar[str] = "prompt"
-    unsupported: ClassVar[Ignored] = {**dict.fromkeys(_NOT_BUILT, OFF), **UNSUPPORTED_BY_REQUESTS}
+    unsupported: ClassVar[Ignored] = {**dict.fromkeys(_UNSUPPORTED, OFF), **UNSUPPORTED_BY_REQUESTS}
 
     model: str | None = None
 
@@ -147,7 +147,7 @@ class Body(BaseModel):
         return name in type(self).model_fields or name in (self.model_extra or ())
 
 
-def within(minimum: float, maximum: float | None = None, **more: float) -> Any:
+def ranged_field(minimum: float, maximum: float | None = None, **more: float) -> Any:
     """Returns an optional field whose range is part of the OpenAPI document.
 
     The range is not validated here but by the engine, whose error messages name the value and the range.
@@ -175,23 +175,23 @@ class Generation(Body, abc.ABC):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="Allowed only if stream is true.")
-    temperature: float | None = within(0, 1e6)
-    top_p: float | None = within(0, 1, exclusiveMinimum=0)
-    presence_penalty: float | None = within(-2, 2)
-    frequency_penalty: float | None = within(-2, 2)
-    seed: Integer | None = within(-1, 2**63 - 1)
+    temperature: float | None = ranged_field(0, 1e6)
+    top_p: float | None = ranged_field(0, 1, exclusiveMinimum=0)
+    presence_penalty: float | None = ranged_field(-2, 2)
+    frequency_penalty: float | None = ranged_field(-2, 2)
+    seed: Integer | None = ranged_field(-1, 2**63 - 1)
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
     # Additional fields of vLLM's API.
-    top_k: Integer | None = within(-1, 2**31 - 1)
-    min_p: float | None = within(0, 1)
-    repetition_penalty: float | None = within(1e-6, 1e6)
+    top_k: Integer | None = ranged_field(-1, 2**31 - 1)
+    min_p: float | None = ranged_field(0, 1)
+    repetition_penalty: float | None = ranged_field(1e-6, 1e6)
     stop_token_ids: Integers | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: Integers | None = Field(None, json_schema_extra={"minItems": 1})
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: Integer | None = within(0)
+    min_tokens: Integer | None = ranged_field(0)
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Integer | None = None
     priority: Integer | None = None
@@ -215,7 +215,7 @@ class Generation(Body, abc.ABC):
         return 1
 
     @property
-    def limits_output(self) -> bool:
+    def sets_max_tokens(self) -> bool:
         """Whether the request sets the maximum number of output tokens. If not, a default applies."""
         return True
 
@@ -261,36 +261,38 @@ class Generation(Body, abc.ABC):
         neutral = {"best_of": (1, self.num_outputs), "function_call": ("none", "auto")}
         return super().is_neutral(name, value) or value in neutral.get(name, ())
 
-    def _given(self, logprobs: int | None) -> dict[str, Any]:
+    def _explicit_params(self, logprobs: int | None) -> dict[str, Any]:
         """Returns the sampling parameters that the request sets, by name.
 
         Args:
             logprobs: Value of the parameter logprobs.
         """
-        if self.stream_options is not None and self.stream_options.asks_for_anything and not self.stream:
+        if self.stream_options is not None and self.stream_options.has_any and not self.stream:
             raise ArgumentError("stream_options", Text("a value"), "unset unless stream is true")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise ArgumentError("stream_options.include_obfuscation", True, "False")
         fields = type(self).model_fields  # excludes additional fields of this request
         values = {name: getattr(self, name) for name in _SAMPLING_FIELDS if name in fields}
         values |= {"logit_bias": _int_keys(self.logit_bias), "logprobs": logprobs}
-        values["structured_outputs"] = form_of(self._format, self.structured_outputs, self._guided)
+        values["structured_outputs"] = structured_outputs_of(
+            self._format, self.structured_outputs, self._guided
+        )
         return {k: v for k, v in values.items() if v is not None}
 
 
 class _Request(Generation):
     """Fields that completion and chat requests have in common."""
 
-    max_tokens: Integer | None = within(0)
-    n: Integer | None = within(1)
-    prompt_logprobs: Integer | None = within(-1)
+    max_tokens: Integer | None = ranged_field(0)
+    n: Integer | None = ranged_field(1)
+    prompt_logprobs: Integer | None = ranged_field(-1)
     response_format: ResponseFormat | None = None
     use_beam_search: bool | None = None
     return_token_ids: bool | None = Field(
         None, description="Whether the response contains the token ids of the prompt and of the outputs."
     )
-    beam_width: Integer | None = within(1)
-    length_penalty: float | None = within(-10, 10)
+    beam_width: Integer | None = ranged_field(1)
+    length_penalty: float | None = ranged_field(-10, 10)
 
     @property
     def _format(self) -> ResponseFormat | None:
@@ -299,7 +301,7 @@ class _Request(Generation):
     def _params(
         self, defaults: dict[str, Any], max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams | BeamSearchParams:
-        given = self._given(logprobs)
+        given = self._explicit_params(logprobs)
         if self.use_beam_search:
             return self._beam_params(given, max_tokens)
         for name, neutral in (("beam_width", (None, 1, self.num_outputs)), ("length_penalty", (None, 1))):
@@ -349,8 +351,8 @@ class CompletionRequest(_Request):
         description="A string, a list of strings, a list of token ids, or a list of lists of token ids.",
         examples=["def fibonacci(n):"],
     )
-    logprobs: Integer | None = within(-1)
-    best_of: Integer | None = within(1)
+    logprobs: Integer | None = ranged_field(-1)
+    best_of: Integer | None = ranged_field(1)
     echo: bool | None = Field(
         None, description="Whether the prompt is included in front of the output text and its logprobs."
     )
@@ -378,8 +380,8 @@ class CompletionRequest(_Request):
             max_tokens = 1  # The engine always samples a token, which the response omits.
         return self._params(defaults, max_tokens, self.logprobs)
 
-    def _given(self, logprobs: int | None) -> dict[str, Any]:
-        given = super()._given(logprobs)
+    def _explicit_params(self, logprobs: int | None) -> dict[str, Any]:
+        given = super()._explicit_params(logprobs)
         if self.echo and logprobs is not None and given.setdefault("prompt_logprobs", logprobs) != logprobs:
             raise ArgumentError(
                 "prompt_logprobs", self.prompt_logprobs, f"{logprobs} (logprobs) if echo is true"
@@ -393,9 +395,9 @@ class ChatRequest(_Request):
     prompt_field = "messages"
 
     messages: Messages
-    max_completion_tokens: Integer | None = within(1)
+    max_completion_tokens: Integer | None = ranged_field(1)
     logprobs: bool | None = None
-    top_logprobs: Integer | None = within(-1)
+    top_logprobs: Integer | None = ranged_field(-1)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(
@@ -410,7 +412,7 @@ class ChatRequest(_Request):
     )
 
     @property
-    def limits_output(self) -> bool:
+    def sets_max_tokens(self) -> bool:
         """Whether the request sets the maximum number of output tokens. If not, a default applies."""
         return self.max_tokens is not None or self.max_completion_tokens is not None
 

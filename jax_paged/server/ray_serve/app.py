@@ -19,7 +19,7 @@ from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.launch.server import load_engine
 from jax_paged.server.observability.logs import configure
 from jax_paged.server.ray_serve.continuation import ReplicaCall, ReplicaLostError, ResponsePart, ResponseStart
-from jax_paged.server.ray_serve.ingress import Answering, Ingress
+from jax_paged.server.ray_serve.ingress import Ingress, ResponseStream
 from jax_paged.server.ray_serve.replica import Replica
 
 try:
@@ -39,8 +39,8 @@ _HEALTH_PERIOD_S = 1.0
 _HEALTH_TIMEOUT_S = 5.0
 # Ray Serve does not limit requests. They wait in the replicas, where clients take turns and excess requests
 # are rejected.
-_NO_LIMIT = 1_000_000
-_NUM_SEATS = 64
+_MAX_ONGOING = 1_000_000
+_NUM_SLOTS = 64
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -87,12 +87,12 @@ def application(args: EngineArgs, options: ServerOptions, num_gpus: int = 0) -> 
     options = dataclasses.replace(options, ui=False)
     router: dict[str, Any] = {
         "request_router_class": PrefixRouter,
-        "request_router_kwargs": {"num_seats": args.max_num_seqs or _NUM_SEATS},
+        "request_router_kwargs": {"num_slots": args.max_num_seqs or _NUM_SLOTS},
     }
     replicas = serve.deployment(
         name="Replica",
         num_replicas=options.ray or 1,
-        max_ongoing_requests=_NO_LIMIT,
+        max_ongoing_requests=_MAX_ONGOING,
         graceful_shutdown_timeout_s=options.shutdown_timeout,
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
@@ -101,7 +101,7 @@ def application(args: EngineArgs, options: ServerOptions, num_gpus: int = 0) -> 
     )(_Replica)
     ingress = serve.deployment(
         name="Ingress",
-        max_ongoing_requests=_NO_LIMIT,
+        max_ongoing_requests=_MAX_ONGOING,
         graceful_shutdown_timeout_s=options.shutdown_timeout,
         ray_actor_options={"num_cpus": 0},
     )(_Ingress)
@@ -152,7 +152,7 @@ class _Ingress:
         del response.headers["x-request-id"]  # Ray Serve adds the same header.
         return response
 
-    async def _send(self, call: ReplicaCall) -> Answering:
+    async def _send(self, call: ReplicaCall) -> ResponseStream:
         parts = self._replicas.answer.remote(call)
         try:
             async with asyncio.timeout(_ACCEPT_S):

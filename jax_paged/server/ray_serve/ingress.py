@@ -23,13 +23,13 @@ from jax_paged.server.ray_serve.continuation import (
 
 # Maximum number of replicas that are tried for a request, because the request itself may be the cause of the
 # failures.
-_MOST_REPLICAS = 3
+_MAX_ATTEMPTS = 3
 # Plain prompts are routed by their first characters or tokens, up to this number.
 _PREFIX_LENGTH = 256
 _HEALTH_PATHS = ("/health", "/ping", "/ready")
 _LOGGER = logging.getLogger(__name__)
 
-Answering = AsyncGenerator[ResponseStart | ResponsePart]
+ResponseStream = AsyncGenerator[ResponseStart | ResponsePart]
 
 
 class Ingress:
@@ -47,7 +47,7 @@ class Ingress:
 
     def __init__(
         self,
-        send: Callable[[ReplicaCall], Answering],
+        send: Callable[[ReplicaCall], ResponseStream],
         count: Callable[[], Awaitable[tuple[int, int]]],
         max_body_bytes: int,
     ) -> None:
@@ -95,7 +95,7 @@ class Ingress:
                 body = b"".join(part.body for part in parts if isinstance(part, ResponsePart))
                 if begin.status != 200:
                     return _response(begin, body)
-                texts[call.progress.asked[-1]] = body.decode()
+                texts[call.progress.tried_replicas[-1]] = body.decode()
         if not texts:
             raise _unavailable("no replica has responded")
         return Response(with_replicas(texts), media_type="text/plain; version=0.0.4")
@@ -108,7 +108,7 @@ class Ingress:
                 raise ApiError(f"the body must have at most {limit} bytes", status=413)
         return bytes(body)
 
-    async def _parts(self, call: ReplicaCall) -> Answering:
+    async def _parts(self, call: ReplicaCall) -> ResponseStream:
         """Yields the start and the parts of a response, from several replicas in turn if some of them fail.
 
         Raises:
@@ -118,7 +118,7 @@ class Ingress:
         progress = call.progress
         first: ResponseStart | None = None  # start of the stream, if it has begun
         failure = _unavailable("the request was not sent to any replica")
-        for _ in range(_MOST_REPLICAS):
+        for _ in range(_MAX_ATTEMPTS):
             begin, held = None, []
             try:
                 async with contextlib.aclosing(self._send(call)) as parts:
@@ -142,7 +142,7 @@ class Ingress:
                     return
                 _LOGGER.warning("%s %s: a replica was lost: %s", call.method, call.path, error)
                 failure = _unavailable(
-                    f"{_MOST_REPLICAS} replicas were lost during the request; last error: {error}"
+                    f"{_MAX_ATTEMPTS} replicas were lost during the request; last error: {error}"
                 )
                 continue
             except ApiError as error:
@@ -165,7 +165,7 @@ class Ingress:
         yield ResponsePart(_error_event(call, failure.body()))
 
 
-async def _bodies(parts: Answering) -> AsyncGenerator[bytes, object]:
+async def _bodies(parts: ResponseStream) -> AsyncGenerator[bytes, object]:
     async with contextlib.aclosing(parts):
         async for part in parts:
             assert isinstance(part, ResponsePart), "a response has a second ResponseStart"

@@ -19,7 +19,7 @@ from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.server.generation_call import GenerationCall
-from jax_paged.server.http.event_stream import EventStream, unless_gone
+from jax_paged.server.http.event_stream import EventStream, response_unless_disconnected
 from jax_paged.server.http.limits import check_sizes
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.logprobs import Echo, TokenBytes
@@ -40,7 +40,7 @@ from jax_paged.server.ray_serve.continuation import Journal, Progress
 from jax_paged.server.routes.models import ServedModels
 from jax_paged.server.streaming import RequestRunner
 from jax_paged.server.text_reader import TextReader
-from jax_paged.server.tools.chat_reader import ChatReader, ChatReaders, blaming_tools
+from jax_paged.server.tools.chat_reader import ChatReader, ChatReaders, grammar_errors_as_tool_errors
 
 
 class TextRoutes:
@@ -91,7 +91,7 @@ class GenerationRoutes(TextRoutes):
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions: Continues one or more prompts."""
         adapter = self._models.adapter_of(body)
-        with bad_input(body):
+        with value_errors_as_400(body):
             check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
             echo = self._echo(body)
@@ -103,7 +103,7 @@ class GenerationRoutes(TextRoutes):
             checked = await self._texts.read(
                 list(prompts),
                 lambda: check_all(self._engine, prompts, params, body, adapter),
-                with_form=has_form(params),
+                with_grammar=has_grammar(params),
             )
         note_warnings(request, checked)
         n = body.num_outputs
@@ -117,12 +117,14 @@ class GenerationRoutes(TextRoutes):
             counts_output=not body.only_prompt,
             token_ids="choice" if body.return_token_ids else None,
         )
-        return await unless_gone(request, self._stream(call, body) if body.stream else self._whole(call))
+        return await response_unless_disconnected(
+            request, self._stream(call, body) if body.stream else self._full_response(call)
+        )
 
     async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions: Generates the next message of a conversation."""
         adapter = self._models.adapter_of(body)
-        with bad_input(body):
+        with value_errors_as_400(body):
             tokenizer = tokenizer_of(self._engine)
             check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
@@ -134,7 +136,7 @@ class GenerationRoutes(TextRoutes):
             checked = await self._texts.read(
                 texts,
                 lambda: self._check_chat(tokenizer, params, body, chat, reader, adapter),
-                with_form=has_form(params) or bool(reader and reader.forced),
+                with_grammar=has_grammar(params) or bool(reader and reader.forced),
                 has_images=bool(chat.images),
             )
         note_warnings(request, checked, reader)
@@ -144,7 +146,7 @@ class GenerationRoutes(TextRoutes):
         if reader is not None:
             prompt = checked[0].prompt_token_ids
             constrained = checked[0].params.structured_outputs is not None
-            choice = reader.choices(choice, n, tokenizer, prompt, stream=stream, has_form=constrained)
+            choice = reader.choices(choice, n, tokenizer, prompt, stream=stream, has_grammar=constrained)
         kind = "chat.completion.chunk" if stream else "chat.completion"
         call = self._call(
             request,
@@ -155,10 +157,10 @@ class GenerationRoutes(TextRoutes):
             with_prompt_logprobs=body.prompt_logprobs is not None,
             token_ids="answer" if body.return_token_ids else None,
         )
-        answer = self._stream(call, body, chat_roles(n)) if stream else self._whole(call)
-        return await unless_gone(request, answer)
+        answer = self._stream(call, body, chat_roles(n)) if stream else self._full_response(call)
+        return await response_unless_disconnected(request, answer)
 
-    async def _whole(self, call: GenerationCall) -> Response:
+    async def _full_response(self, call: GenerationCall) -> Response:
         return json_response(await self._runner.answer(call))
 
     async def _stream(
@@ -198,7 +200,7 @@ class GenerationRoutes(TextRoutes):
             messages, tools=tools, template_kwargs=variables, max_model_len=max_len
         )
         prompt = chat.prompt(token_ids)
-        with blaming_tools(reader):
+        with grammar_errors_as_tool_errors(reader):
             if reader is not None:
                 params = reader.params(params, tokenizer)
             return check_all(self._engine, [prompt], params, body, adapter)
@@ -232,7 +234,7 @@ def check_all(
         raise ArgumentError("echo", True, "False with prompt_embeds because they have no text")
     for request in requests:
         # The engine has reduced max_tokens, which is an error if the client has set it.
-        if body.limits_output and params.max_tokens not in (None, request.params.max_tokens):
+        if body.sets_max_tokens and params.max_tokens not in (None, request.params.max_tokens):
             num_tokens = len(request.prompt_token_ids) + params.max_tokens
             aspect = f"`max_tokens` ({params.max_tokens}) plus the number of tokens of"
             raise TooLongError(num_tokens, engine.engine.config.max_model_len, aspect=aspect)
@@ -259,7 +261,7 @@ def _check_no_images(prompts: list[Prompt]) -> None:
             raise ArgumentError("prompt.multi_modal_data", data, allowed, remedy=remedy)
 
 
-def has_form(params: SamplingParams | BeamSearchParams) -> bool:
+def has_grammar(params: SamplingParams | BeamSearchParams) -> bool:
     """Returns whether the output is constrained by a grammar, which takes time to compile."""
     return isinstance(params, SamplingParams) and params.structured_outputs is not None
 
@@ -313,7 +315,7 @@ def progress_of(request: Request) -> Progress:
 
 
 @contextlib.contextmanager
-def bad_input(body: Body) -> Iterator[None]:
+def value_errors_as_400(body: Body) -> Iterator[None]:
     """Converts a ValueError within the context to an error response with status 400."""
     try:
         yield

@@ -18,7 +18,7 @@ from jax_paged.server.protocol.messages import messages_for
 from jax_paged.server.protocol.parts import Integers
 from jax_paged.server.protocol.requests import Body, Messages
 from jax_paged.server.protocol.responses import json_response, unknown_model
-from jax_paged.server.routes.generation import bad_input, tokenizer_of
+from jax_paged.server.routes.generation import tokenizer_of, value_errors_as_400
 from jax_paged.server.routes.models import ServedModels
 from jax_paged.server.text_reader import TextReader
 
@@ -95,7 +95,7 @@ class InformationRoutes:
     async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
         """POST /tokenize: Returns the token ids of a text or a conversation."""
         self._models.adapter_of(body)
-        with bad_input(body):
+        with value_errors_as_400(body):
             tokenizer = tokenizer_of(self._engine)
             check_sizes(body, self._options)
             texts = [body.prompt, body.messages]
@@ -113,7 +113,7 @@ class InformationRoutes:
     async def detokenize(self, body: DetokenizeRequest, request: Request) -> Response:
         """POST /detokenize: Returns the text of token ids, including special tokens."""
         self._models.adapter_of(body)
-        with bad_input(body):
+        with value_errors_as_400(body):
             tokenizer, last = tokenizer_of(self._engine), self._engine.engine.config.vocab_size - 1
             longest = self._engine.engine.config.max_model_len
             check_int("tokens", len(body.tokens), 0, longest, aspect="the length of")

@@ -56,7 +56,7 @@ class ServedModels:
         self._ids = itertools.count(1)
         self._changing = asyncio.Lock()
         for text in lora_modules:
-            request = LoRARequest(*_named(text, next(self._ids)))
+            request = LoRARequest(*_parse_module(text, next(self._ids)))
             self._check_new(request.lora_name)
             engine.engine.add_lora(request)
             self._keep(request)
@@ -121,7 +121,7 @@ class ServedModels:
         self._times[request.lora_name] = int(time.time())
 
 
-def _named(text: str, number: int) -> tuple[str, int, str]:
+def _parse_module(text: str, number: int) -> tuple[str, int, str]:
     """Returns the name, id and path of a LoRA adapter.
 
     Args:

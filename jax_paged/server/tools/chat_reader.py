@@ -101,7 +101,7 @@ class ChatReader:
             tag = self.reasoning.begin if self.reasoning and not self.reasoning.always else None
             form = StructuredOutputsParams(grammar=self._grammar(ids), starts_after=behind, reasoning_tag=tag)
             params = dataclasses.replace(params, structured_outputs=form)
-        return behind_thoughts(params, self.reasoning)
+        return constrain_after_reasoning(params, self.reasoning)
 
     def _grammar(self, ids: dict[str, int | None]) -> str:
         """Returns the grammar of calls to the forced functions.
@@ -117,11 +117,15 @@ class ChatReader:
             return " ".join(f"<[{i}]>" if i is not None else _quoted(part) for part, i in parts)
 
         return calls_grammar(
-            next(text for text in self.format.texts if not text.needs or ids[text.needs] is not None),
+            next(
+                text
+                for text in self.format.texts
+                if not text.required_token or ids[text.required_token] is not None
+            ),
             [(function["name"], _parameters(function)) for function in self.forced],
             literal,
             parallel=self.parallel,
-            behind_thoughts=self.reasoning is not None,
+            after_reasoning=self.reasoning is not None,
         )
 
     def choices(
@@ -132,7 +136,7 @@ class ChatReader:
         prompt: Sequence[int],
         *,
         stream: bool,
-        has_form: bool,
+        has_grammar: bool,
     ) -> MakeChoice:
         """Returns a function that makes the choices of a response from parsed outputs.
 
@@ -142,37 +146,41 @@ class ChatReader:
             tokenizer: Tokenizer of the model.
             prompt: Token ids of the conversation.
             stream: Whether the function makes the choices of chunks.
-            has_form: Whether the outputs are constrained by a grammar.
+            has_grammar: Whether the outputs are constrained by a grammar.
         """
-        parsers = [self.parser(tokenizer, prompt, has_form=has_form) for _ in range(num_choices)]
+        parsers = [self.parser(tokenizer, prompt, has_grammar=has_grammar) for _ in range(num_choices)]
         return parsed_choices(choice, parsers, stream=stream)
 
-    def parser(self, tokenizer: Tokenizer, prompt: Sequence[int], *, has_form: bool) -> OutputParser:
+    def parser(self, tokenizer: Tokenizer, prompt: Sequence[int], *, has_grammar: bool) -> OutputParser:
         """Returns a parser for one output.
 
         Args:
             tokenizer: Tokenizer of the model.
             prompt: Token ids of the conversation.
-            has_form: Whether the output is constrained by a grammar.
+            has_grammar: Whether the output is constrained by a grammar.
         """
-        is_thinking = self._is_thinking(tokenizer, prompt)
-        without = response_template(self.format, self.reasoning, False) if is_thinking and has_form else None
+        starts_in_reasoning = self._starts_in_reasoning(tokenizer, prompt)
+        without = (
+            response_template(self.format, self.reasoning, False)
+            if starts_in_reasoning and has_grammar
+            else None
+        )
         return OutputParser(
-            response_template(self.format, self.reasoning, is_thinking),
+            response_template(self.format, self.reasoning, starts_in_reasoning),
             parallel=self.parallel,
             reasoning=self.reasoning,
-            without_reasoning=without,
+            fallback_template=without,
         )
 
-    def _is_thinking(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+    def _starts_in_reasoning(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
         if self.reasoning is None:
             return False
         end = tokenizer.decode(prompt[-_NUM_LAST_TOKENS:], skip_special_tokens=False)
-        return self.reasoning.is_thinking(end)
+        return self.reasoning.starts_in_reasoning(end)
 
 
 @contextlib.contextmanager
-def blaming_tools(reader: ChatReader | None) -> Iterator[None]:
+def grammar_errors_as_tool_errors(reader: ChatReader | None) -> Iterator[None]:
     """Converts a ValueError about the grammar of forced calls to a ValueError about the tools."""
     try:
         yield
@@ -184,7 +192,7 @@ def blaming_tools(reader: ChatReader | None) -> Iterator[None]:
         raise ArgumentError("tools", names, f"functions whose grammar is {cause.allowed}") from error
 
 
-def behind_thoughts(params: SamplingParams, reasoning: ReasoningFormat | None) -> SamplingParams:
+def constrain_after_reasoning(params: SamplingParams, reasoning: ReasoningFormat | None) -> SamplingParams:
     """Returns parameters whose grammar, if there is one, applies only after the reasoning."""
     form = params.structured_outputs
     if form is None or form.starts_after is not None or reasoning is None:
@@ -213,9 +221,9 @@ class ChatReaders:
         self.reasoning = None if reasoning is None else REASONING_FORMATS[reasoning]
         # Builds the templates now, so that the first request does not have to wait for them.
         for format in {self._tools, None}:
-            for is_thinking in (False, True):
+            for starts_in_reasoning in (False, True):
                 if format or self.reasoning:
-                    response_template(format, self.reasoning, is_thinking)
+                    response_template(format, self.reasoning, starts_in_reasoning)
 
     def reader_of(self, body: ChatRequest) -> ChatReader | None:
         """Returns the ChatReader of a request; None if its outputs are not parsed.
