@@ -176,7 +176,7 @@ class OpenAIServer:
 
     async def health(self) -> Response:
         """GET /health: Status 200 while the engine is running, 503 after it has stopped."""
-        if self.engine.error is not None and (error := self.lifecycle.rejection_error()) is not None:
+        if self.engine.error is not None and (error := self.lifecycle.rejection()) is not None:
             raise error
         return json_response({"status": "ok"})
 
@@ -185,7 +185,7 @@ class OpenAIServer:
 
         Requests are not accepted during a shutdown, while the engine sleeps, and after it has stopped.
         """
-        if (error := self.lifecycle.rejection_error()) is not None:
+        if (error := self.lifecycle.rejection()) is not None:
             raise error
         return json_response({"status": "ready"})
 

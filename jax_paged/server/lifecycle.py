@@ -58,7 +58,7 @@ class Lifecycle:
         self._end_time: float | None = None
         self.exit_code = DRAINED
 
-    def rejection_error(self) -> ApiError | None:
+    def rejection(self) -> ApiError | None:
         """Returns the error for new requests while none are accepted; None while requests are accepted."""
         if self.is_draining:
             return ApiError(
@@ -89,8 +89,7 @@ class Lifecycle:
             self._abort_time = now + self._shutdown_timeout
             if self.num_active:
                 _LOGGER.warning(
-                    "shutting down: waiting at most %g s for %d running requests; a second signal "
-                    "aborts them",
+                    "shutting down: waiting at most %g s for %d requests; a second signal aborts them",
                     self._shutdown_timeout,
                     self.num_active,
                 )
@@ -107,12 +106,8 @@ class Lifecycle:
             True if the server should end now.
         """
         self._watch(now)
-        if (
-            self._abort_time is not None
-            and now >= self._abort_time
-            and self._end_time is None
-            and self.num_active
-        ):
+        is_due = self._abort_time is not None and now >= self._abort_time
+        if is_due and self._end_time is None and self.num_active:
             _LOGGER.warning("shutting down: aborting %d running requests", self.num_active)
             self.exit_code = self.exit_code or REQUESTS_ABORTED
             self._end_time = now + _FINAL_EVENT_S
@@ -126,9 +121,7 @@ class Lifecycle:
         began = self._engine.step_began
         if began is not None and now - began > self._step_timeout:
             _LOGGER.error(
-                "an engine step has taken more than %g s (--step-timeout); the engine's stack is\n%s",
-                self._step_timeout,
-                self._engine.stack(),
+                "an engine step takes more than %g s; stack:\n%s", self._step_timeout, self._engine.stack()
             )
             self._engine.fail(
                 EngineDeadError(
@@ -178,9 +171,7 @@ class Gate:
         # Another replica has begun the response, so the request must not be rejected because the queue is
         # full.
         has_begun = journal is not None and journal.has_begun
-        error = self._lifecycle.rejection_error() or (
-            None if has_begun else self._waiting_queue.rejection_error()
-        )
+        error = self._lifecycle.rejection() or (None if has_begun else self._waiting_queue.rejection())
         if error is not None:
             await error.response()(scope, receive, send)
             return

@@ -91,11 +91,7 @@ def run_batch(args: EngineArgs, options: BatchOptions) -> NoReturn:
         except EngineDeadError as error:
             sys.exit(f"jax-paged: {error}; run the same command again to continue")
     parts = f"{summary.num_answered} succeeded, {summary.num_failed} failed, {summary.num_skipped} skipped"
-    failed = (
-        f" ({summary.num_skipped_failed} of them failed in an earlier run)"
-        if summary.num_skipped_failed
-        else ""
-    )
+    failed = f" ({summary.num_skipped_failed} of them failed)" if summary.num_skipped_failed else ""
     rest = "; interrupted: run the same command again to continue" if status == _INTERRUPTED else ""
     print(f"{parts}{failed}; {summary.num_tokens} tokens{rest}", file=sys.stderr)
     sys.exit(status)
@@ -130,9 +126,7 @@ class FinishedLines:
         if output.exists():
             allowed = "a new file or the output file of an earlier run-batch"
             if not output.is_file():
-                raise ArgumentError(
-                    "output_file", str(output), allowed, remedy=", which is not a regular file"
-                )
+                raise ArgumentError("output_file", str(output), allowed, remedy=", not a regular file")
             with output.open("rb") as file:
                 for number, line in enumerate(file, 1):
                     if not line.endswith(b"\n"):
@@ -338,9 +332,7 @@ def _new_id(request: dict[str, Any], seen: set[str]) -> str:
     if not isinstance(custom_id, str):
         raise _BadLineError(str(ArgumentError("custom_id", custom_id, "a string")))
     if custom_id in seen:
-        raise _BadLineError(
-            str(ArgumentError("custom_id", custom_id, "different from the custom_id of every earlier line"))
-        )
+        raise _BadLineError(str(ArgumentError("custom_id", custom_id, "unique in the file")))
     seen.add(custom_id)
     return custom_id
 

@@ -19,7 +19,6 @@ from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.server.generation_call import GenerationCall
 from jax_paged.server.http.http_protocol import BodyWriter
-from jax_paged.server.observability.access import RequestRecord
 from jax_paged.server.observability.metrics import Metrics
 from jax_paged.server.protocol.logprobs import prompt_logprobs
 from jax_paged.server.protocol.responses import ApiError, asleep_error, request_error, usage
@@ -168,18 +167,8 @@ class RequestRunner:
                         prior = prior_output(checked, request_id, self._engine.engine.tokenizer)
                     if prior is None or not prior.finished:
                         stream = await self._engine.submit(checked, None, request_id, whole=whole)
-                    running.append(
-                        _RunningRequest(
-                            request_id,
-                            stream,
-                            prior,
-                            checked=checked,
-                            num_outputs=call.num_outputs,
-                            waited_s=waited_s,
-                            metrics=self._metrics,
-                            record=call.record,
-                        )
-                    )
+                    new = _RunningRequest(request_id, stream, prior, checked, call, waited_s, self._metrics)
+                    running.append(new)
                 yield running
             except EngineDeadError as error:
                 raise ApiError(str(error), status=503) from error
@@ -316,10 +305,9 @@ class _RunningRequest:
         prior: Output that the client already has from another replica, which is yielded first; None if there
             is none.
         checked: The request.
-        num_outputs: Number of outputs in the response.
+        call: The call to which the request belongs. Its record counts the start and the end of the request.
         waited_s: Time (seconds) that the request has waited for admission.
         metrics: Counts the request when it ends.
-        record: Record of the HTTP request, to which the start and the end of this request are added.
     """
 
     def __init__(
@@ -327,24 +315,22 @@ class _RunningRequest:
         request_id: str,
         stream: RequestStream | None,
         prior: RequestOutput | None,
-        *,
         checked: CheckedRequest,
-        num_outputs: int,
+        call: GenerationCall,
         waited_s: float,
         metrics: Metrics,
-        record: RequestRecord,
     ) -> None:
         self.request_id = request_id
         self.prior = prior
-        self.num_tokens = [0] * num_outputs  # number of generated tokens so far, per output
+        self.num_tokens = [0] * call.num_outputs  # number of generated tokens so far, per output
         self._stream = stream
         self._checked = checked
         self._waited_s = waited_s
         self._metrics = metrics
-        self._record = record
+        self._record = call.record
         self._last: RequestOutput | None = None
         self._start = time.monotonic()
-        record.begin()
+        call.record.begin()
 
     @property
     def output(self) -> RequestOutput:

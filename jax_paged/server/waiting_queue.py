@@ -59,7 +59,7 @@ class WaitingQueue:
         # time of the last admission; None if no request was waiting afterwards
         self._last_admission: float | None = None
 
-    def rejection_error(self) -> ApiError | None:
+    def rejection(self) -> ApiError | None:
         """Returns the error for a new request if the queue is full; None if the request may wait."""
         has_room = self._free > 0 and not self._queues
         if has_room or self.num_waiting < self._max_waiting:

@@ -136,7 +136,7 @@ def test_files_for_tls_that_can_not_be_used(certificate: tuple[str, str], tmp_pa
         (key, cert),
     ):
         with pytest.raises(
-            ValueError, match="must be a PEM certificate whose unencrypted private key is in ssl_keyfile"
+            ValueError, match="must be a PEM certificate with its unencrypted key in ssl_keyfile"
         ):
             check_tls(ServerOptions(ssl_certfile=one, ssl_keyfile=other))
     for authorities in (text, nothing):
@@ -163,7 +163,7 @@ def test_who_may_be_reached_without_a_key(host: str, options: dict[str, Any], is
         if is_allowed:
             check_exposure(listener, ServerOptions(host=host, **options))
         else:
-            with pytest.raises(ValueError, match=r"which other machines can reach.*--allow-unauthenticated$"):
+            with pytest.raises(ValueError, match=r"which others can reach.*--allow-unauthenticated$"):
                 check_exposure(listener, ServerOptions(host=host, **options))
 
 
@@ -225,7 +225,7 @@ def test_files_without_keys(content: bytes | None, tmp_path: Path) -> None:
         ("--ssl-keyfile key", "jax-paged: `ssl_keyfile` must be unset unless ssl_certfile is set, got 'key'"),
         (
             "--ssl-certfile /nowhere/c --ssl-keyfile /nowhere/k",
-            "jax-paged: `ssl_certfile` must be a PEM certificate whose unencrypted private key is in",
+            "jax-paged: `ssl_certfile` must be a PEM certificate with its unencrypted key in",
         ),
         (
             "--root-path llm",

@@ -214,7 +214,7 @@ def test_a_server_whose_engine_hangs_exits():
         answer = httpx.post(f"{url}/completions", json={"prompt": "a"}, timeout=30)
         assert answer.status_code == 503
         assert process.wait(timeout=30) == ENGINE_FAILED
-        assert "an engine step has taken more than 0.5 s" in process.stderr.read()
+        assert "an engine step takes more than 0.5 s" in process.stderr.read()
     finally:
         process.kill()
         process.communicate()

@@ -144,7 +144,7 @@ def refusing(served: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     server = OpenAIServer(served.server.engine, "pagelet", dataclasses.replace(OPTIONS, api_key=()))
     error = ApiError("not now", status=429)
     with listening(server) as port:
-        monkeypatch.setattr(server.lifecycle, "refusal", lambda: error)
+        monkeypatch.setattr(server.lifecycle, "rejection", lambda: error)
         yield port
 
 

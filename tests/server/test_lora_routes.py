@@ -134,7 +134,7 @@ def test_what_can_not_be_loaded_is_refused_and_the_server_goes_on(
             "unload",
             {"lora_name": "x"},
             404,
-            "`lora_name` must be the name of a loaded adapter ('first', 'second'), got 'x'",
+            "`lora_name` must be a loaded adapter ('first', 'second'), got 'x'",
         ),
         ("unload", {}, 400, "`lora_name` is missing"),
     ):

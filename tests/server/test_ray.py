@@ -218,12 +218,12 @@ def test_nothing_is_left_running() -> None:
         (["--ray", "0"], "`ray` must be an integer of at least 1, got 0"),
         (
             ["--ray", "1", "--developer-routes"],
-            "`developer_routes` must be False with Ray because a request .* got True",
+            "`developer_routes` must be False with Ray because .* got True",
         ),
         (["--ray", "999"], "`ray` must be at most .*, got 999"),
         (
             ["--ray", "1", "--host", "0.0.0.0"],
-            "`host` must be .*got '0.0.0.0', which other machines can reach",
+            "`host` must be .*got '0.0.0.0', which others can reach",
         ),
     ],
 )

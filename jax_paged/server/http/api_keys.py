@@ -45,9 +45,7 @@ def _read(name: str) -> list[str]:
         raise ArgumentError("api_key_file", name, f"a readable file ({reason})") from error
     keys = [_checked(line.strip(), f"a line of {name!r}") for line in lines if line.strip()]
     if not keys:
-        raise ArgumentError(
-            "api_key_file", name, "a file with one API key per line", remedy=", which is empty"
-        )
+        raise ArgumentError("api_key_file", name, "a file with API keys", remedy=", which is empty")
     return keys
 
 

@@ -114,11 +114,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         """Starts the timeout for the first request, or closes the connection if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self._options.max_connections:
-            self._close_with_error(
-                "the server has too many open connections (--max-connections); try again later",
-                503,
-                linger_s=0,
-            )
+            self._send_error("the server has too many open connections; try again later", 503, linger_s=0)
         else:
             self._start_head_timer()
 
@@ -151,16 +147,16 @@ class _LimitedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self._on_parser_error(error)
         if self._num_unreported_bytes > self._options.max_header_bytes and not self._is_rejected:
-            self._close_with_error(self._too_long(), 431)
+            self._send_error(self._too_long(), 431)
 
     def _on_parser_error(self, error: httptools.HttpParserError) -> None:
         cause = error.__context__  # the exception that a callback of the parser has raised
         if isinstance(cause, _RejectedRequestError):
-            self._close_with_error(str(cause), cause.error.status)
+            self._send_error(str(cause), cause.error.status)
         elif self._is_answering():  # A pipelined request follows in the same data.
             self.cycle.keep_alive = False
         else:
-            self._close_with_error(f"the request is not valid HTTP/1.1: {cause or error}", 400)
+            self._send_error(f"the request is not valid HTTP/1.1: {cause or error}", 400)
 
     def _is_answering(self) -> bool:
         """True if a request has been received completely and its response has not been sent completely."""
@@ -280,9 +276,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         # The response may be complete before the body.
         is_answered = self.cycle is not None and self.cycle.more_body
         if self._has_received and not is_answered:
-            self._close_with_error(
-                f"the headers were not complete after {self._options.head_timeout:g} s", 408
-            )
+            self._send_error(f"the headers were not complete after {self._options.head_timeout:g} s", 408)
         else:  # Browsers open spare connections that they may never use.
             self.transport.close()
 
@@ -327,7 +321,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     # Rejected requests.
 
-    def _close_with_error(self, message: str, status: int, *, linger_s: float = LINGER_S) -> None:
+    def _send_error(self, message: str, status: int, *, linger_s: float = LINGER_S) -> None:
         """Closes the connection, after an error response if no response has been started.
 
         Args:

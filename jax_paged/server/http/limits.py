@@ -76,7 +76,7 @@ class BodyLimits:
     def __init__(self, app: ASGIApp, options: ServerOptions, cpu_lock: ThrottledLock) -> None:
         self._app = app
         self._options = options
-        self._cpu_lock = cpu_lock
+        self._lock = cpu_lock
         self._num_buffered = 0  # bytes of bodies that are being received or wait to be parsed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,9 +92,7 @@ class BodyLimits:
         if body is None:  # the client has disconnected
             return
         try:
-            if len(body) > LONG_BODY and not await _finishes_first(
-                self._cpu_lock.body_turn(len(body)), receive()
-            ):
+            if len(body) > LONG_BODY and not await _done_first(self._lock.body_turn(len(body)), receive()):
                 return  # The client has disconnected while the body waited.
         finally:
             self._num_buffered -= len(body)
@@ -127,8 +125,7 @@ class BodyLimits:
                         raise _too_large(f"more than {limit} bytes", limit)
                     if self._num_buffered > self._options.max_buffered_bytes:
                         raise ApiError(
-                            "the server is receiving too many bytes at once (--max-buffered-bytes); "
-                            "try again later",
+                            "the server is receiving too many bytes (--max-buffered-bytes); try again later",
                             status=503,
                             headers={"Retry-After": "1"},
                         )
@@ -142,7 +139,7 @@ class BodyLimits:
                 self._num_buffered -= num_bytes
 
 
-async def _finishes_first(wanted: Awaitable[object], other: Awaitable[object]) -> bool:
+async def _done_first(wanted: Awaitable[object], other: Awaitable[object]) -> bool:
     """Waits for the first of two awaitables, cancels the other one, and returns whether `wanted` is done."""
     tasks = [asyncio.ensure_future(wanted), asyncio.ensure_future(other)]
     try:

@@ -57,8 +57,7 @@ def check_tls(options: ServerOptions) -> None:
         context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password=lambda: "")
     except (OSError, ValueError) as error:
         allowed = (
-            "a PEM certificate whose unencrypted private key is in ssl_keyfile, which is "
-            f"{options.ssl_keyfile!r} ({error})"
+            f"a PEM certificate with its unencrypted key in ssl_keyfile, {options.ssl_keyfile!r} ({error})"
         )
         raise ArgumentError("ssl_certfile", options.ssl_certfile, allowed) from error
     if options.ssl_ca_certs is not None:
@@ -84,9 +83,7 @@ def check_exposure(listener: socket, options: ServerOptions) -> None:
     if options.api_key or options.allow_unauthenticated or ipaddress.ip_address(address).is_loopback:
         return
     allowed = "a loopback address such as 127.0.0.1 if the server has no API key"
-    remedy = (
-        ", which other machines can reach. Set JAX_PAGED_API_KEY, --api-key-file or --allow-unauthenticated"
-    )
+    remedy = ", which others can reach. Set JAX_PAGED_API_KEY, --api-key-file or --allow-unauthenticated"
     raise ArgumentError("host", options.host, allowed, remedy=remedy)
 
 
@@ -99,9 +96,7 @@ def allow_open_files(num_connections: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_connections + _OWN_FILES
     if hard != resource.RLIM_INFINITY and wanted > hard:
-        allowed = (
-            f"at most {hard - _OWN_FILES} because the process can open at most {hard} files (ulimit -Hn)"
-        )
+        allowed = f"at most {hard - _OWN_FILES} because the process may open {hard} files (ulimit -Hn)"
         raise ArgumentError("max_connections", num_connections, allowed)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

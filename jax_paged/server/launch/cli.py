@@ -69,9 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def make_parser() -> Parser:
     """Returns a parser with an option for every field of ServerOptions and EngineArgs."""
-    parser = Parser(
-        prog="jax-paged", usage=_USAGE, description="Serve a model with an OpenAI-compatible API."
-    )
+    parser = Parser(prog="jax-paged", usage=_USAGE, description="Serve a model with the OpenAI API.")
     parser.add_argument(
         "model_after_serve", metavar="MODEL", nargs="?", help="model to serve, same as --model MODEL"
     )
@@ -164,9 +162,7 @@ def _check_health(argv: Sequence[str]) -> NoReturn:
     text = "Check that a server on this machine responds at the address in its options."
     usage = "jax-paged health [--pid N | server options] [--timeout SECONDS]"
     parser = Parser("jax-paged health", usage=usage, description=text)
-    parser.add_argument(
-        "--pid", type=int, help="process id of the server, whose command line has the server options"
-    )
+    parser.add_argument("--pid", type=int, help="process id of the server, whose options are used")
     parser.add_argument("--timeout", type=float, default=4.0, help="timeout in seconds (default: 4)")
     own, words = parser.parse_known_args(argv)
     try:

@@ -157,9 +157,7 @@ class AccessLog:
                 "finish_reason": ",".join(record.finish_reasons) or None,
             }
             cached = f" ({record.num_cached_tokens} cached)" if record.num_cached_tokens else ""
-            parts.append(
-                f"prompt {record.num_prompt_tokens} tokens{cached}, output {record.num_output_tokens} tokens"
-            )
+            parts.append(f"prompt {record.num_prompt_tokens}{cached}, output {record.num_output_tokens}")
             parts.append(f"queue {_seconds(record.queue_s)}, first token {_seconds(record.first_token_s)}")
             parts.append(fields["finish_reason"] or "no finish reason")
         parts.append(f"id {fields['request_id']}")

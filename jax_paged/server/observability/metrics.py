@@ -61,35 +61,30 @@ class Metrics:
     Args:
         engine: The engine. Only numbers are read, from any thread.
         model_name: Value of the label "model_name".
-        num_in_server_queue: Returns the number of requests that wait in the server for the engine.
+        num_queued: Returns the number of requests that wait in the server for the engine.
 
     Attributes:
         recent: Latencies of the most recent requests that produced a token.
         num_ended: Number of requests that have ended, by finish reason.
     """
 
-    def __init__(
-        self, engine: ServingEngine, model_name: str, num_in_server_queue: Callable[[], int]
-    ) -> None:
+    def __init__(self, engine: ServingEngine, model_name: str, num_queued: Callable[[], int]) -> None:
         self._engine = engine
-        self._num_in_server_queue = num_in_server_queue
+        self._num_queued = num_queued
         self.recent: collections.deque[Latency] = collections.deque(maxlen=_NUM_RECENT)
         self.num_ended: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
         self._registry = CollectorRegistry()
         self._labels = [(model_name, str(replica)) for replica in range(len(engine.replicas))]
-        self._registry.register(_EngineCollector(engine, model_name, num_in_server_queue))
+        self._registry.register(_EngineCollector(engine, model_name, num_queued))
         # The metrics of requests are lists with one entry per engine.
-        ended = self._counter(
-            "vllm:request_success", "Number of finished requests by finish reason.", "finished_reason"
-        )
+        ended = self._counter("vllm:request_success", "Number of finished requests.", "finished_reason")
         self._ended = [{r: ended.labels(*labels, r) for r in _FINISH_REASONS} for labels in self._labels]
         preempted = "Number of preemptions of finished requests."
         preemptions = self._counter("vllm:num_preemptions", preempted)
         self._preemptions = [preemptions.labels(*labels) for labels in self._labels]
         self._responses = Counter(
             "jax_paged_http_responses",
-            "Number of HTTP responses by route and status, including rejected requests. Status 499: the "
-            "client disconnected before the response started.",
+            "HTTP responses by route and status, including rejections; 499 if the client disconnected first.",
             ["route", "status"],
             registry=self._registry,
         )
@@ -134,7 +129,7 @@ class Metrics:
     def num_waiting(self) -> int:
         """Returns the number of waiting requests, in the server and in the engines."""
         waiting = (len(replica.engine.scheduler.queues.waiting) for replica in self._engine.replicas)
-        return self._num_in_server_queue() + sum(waiting)
+        return self._num_queued() + sum(waiting)
 
     def observe_response(self, route: str, status: int) -> None:
         """Counts an HTTP response.
@@ -170,12 +165,10 @@ class _EngineCollector(Collector):
     It looks up an engine's scheduler each time, because LLMEngine.record() replaces it.
     """
 
-    def __init__(
-        self, engine: ServingEngine, model_name: str, num_in_server_queue: Callable[[], int]
-    ) -> None:
+    def __init__(self, engine: ServingEngine, model_name: str, num_queued: Callable[[], int]) -> None:
         self._replicas = engine.replicas
         self._model_name = model_name
-        self._num_in_server_queue = num_in_server_queue
+        self._num_queued = num_queued
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics of the engines."""
@@ -211,27 +204,19 @@ class _EngineCollector(Collector):
         for labels, replica in self._each():
             queues, manager = replica.engine.scheduler.queues, replica.engine.scheduler.block_manager
             running.add_metric(labels, len(queues.running))
-            waiting.add_metric(labels, len(queues.waiting) + (self._num_in_server_queue() if is_one else 0))
+            waiting.add_metric(labels, len(queues.waiting) + (self._num_queued() if is_one else 0))
             for family in (used, older):
                 family.add_metric(labels, 1 - manager.num_free_blocks / manager.num_usable_blocks)
         if not is_one:
-            waiting.add_metric([self._model_name, _ANY_ENGINE], self._num_in_server_queue())
+            waiting.add_metric([self._model_name, _ANY_ENGINE], self._num_queued())
         yield from (running, waiting, used, older)
 
     def _counters(self) -> Iterator[Metric]:
         for name, text, attribute in (
-            (
-                "prompt_tokens",
-                "Number of prompt tokens of requests that have their first token.",
-                "num_prompt_tokens",
-            ),
+            ("prompt_tokens", "Number of prompt tokens of requests with a first token.", "num_prompt_tokens"),
             ("generation_tokens", "Number of generated tokens.", "num_generated_tokens"),
-            (
-                "prefix_cache_queries",
-                "Number of prompt tokens looked up in the prefix cache.",
-                "num_prompt_tokens",
-            ),
-            ("prefix_cache_hits", "Number of prompt tokens found in the prefix cache.", "num_cached_tokens"),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "num_prompt_tokens"),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "num_cached_tokens"),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
             for labels, replica in self._each():
@@ -266,15 +251,8 @@ class _EngineCollector(Collector):
     def _config_metrics(self) -> Iterator[Metric]:
         """Yields the cache configuration and the sleep state of the engines."""
         names = ["block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "engine"]
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info",
-            "Configuration of the KV cache, in the labels. The value is always 1.",
-            labels=names,
-        )
-        states = (
-            "Sleep state of the engine: 1 for the current state, 0 for the others. weights_offloaded is "
-            "sleep level 1, discard_all is sleep level 2."
-        )
+        info = GaugeMetricFamily("vllm:cache_config_info", "Configuration of the KV cache.", labels=names)
+        states = "1 for the current sleep state, else 0; weights_offloaded is level 1, discard_all level 2."
         asleep = GaugeMetricFamily("vllm:engine_sleep_state", states, labels=[*_LABELS, "sleep_state"])
         for labels, replica in self._each():
             config = replica.engine.config
@@ -289,9 +267,7 @@ class _EngineCollector(Collector):
         """Yields metrics that vLLM does not have. They are sums over all engines, without labels."""
         engines = [replica.engine for replica in self._replicas]
         version = GaugeMetricFamily(
-            "jax_paged_weight_version_info",
-            "Name of the weights that are being served, in the label.",
-            labels=["weight_version"],
+            "jax_paged_weight_version_info", "Name of the current weights.", labels=["weight_version"]
         )
         version.add_metric([engines[0].weight_version], 1)
         yield version
@@ -300,12 +276,8 @@ class _EngineCollector(Collector):
         num_swapped = sum(len(engine.scheduler.queues.swapped) for engine in engines)
         swapped = "Number of requests whose KV cache blocks are swapped out to host memory."
         yield GaugeMetricFamily("jax_paged_num_requests_swapped", swapped, value=num_swapped)
-        yield GaugeMetricFamily(
-            "jax_paged_programs", "Number of XLA programs to compile.", value=num_programs
-        )
-        yield GaugeMetricFamily(
-            "jax_paged_programs_compiled", "Number of XLA programs that are compiled.", value=num_compiled
-        )
+        yield GaugeMetricFamily("jax_paged_programs", "XLA programs to compile.", value=num_programs)
+        yield GaugeMetricFamily("jax_paged_programs_compiled", "Compiled XLA programs.", value=num_compiled)
         num_steps = sum(replica.statistics.num_steps for replica in self._replicas)
         yield CounterMetricFamily("jax_paged_steps", "Number of engine steps.", value=num_steps)
         shared = "Number of KV cache token reads that cascade attention has saved."

@@ -69,12 +69,7 @@ def _with_objects(name: str, message: dict[str, Any]) -> dict[str, Any]:
         check(ok, f"{own}.function", function, "an object with the name of the function")
         arguments = function.get("arguments")
         arguments = {} if arguments is None else arguments
-        check(
-            isinstance(arguments, str | dict),
-            f"{own}.function.arguments",
-            arguments,
-            "a string with a JSON object",
-        )
+        check(isinstance(arguments, str | dict), f"{own}.function.arguments", arguments, "a JSON string")
         new.append({**call, "function": {**function, "arguments": _object(arguments)}})
     return {**rest, "tool_calls": new} if new else rest
 

@@ -14,25 +14,16 @@ _DESCRIPTION = (
 )
 # Description of each error status, and the HTTP methods whose routes may return it.
 _ERRORS = {
-    400: (
-        "The request is invalid. `param` is the name of the invalid field, if it is a single field.",
-        ("post",),
-    ),
+    400: ("The request is invalid; `param` is the invalid field, if it is a single one.", ("post",)),
     401: ("The API key is missing or invalid.", ("get", "post")),
     403: ("Web pages of this origin are not allowed to send this request.", ()),
     404: ("The model does not exist.", ("post",)),
     408: ("The request was not received in time.", ("get", "post")),
     413: ("The body is too large.", ("post",)),
-    429: (
-        "Too many requests are waiting. Retry after the number of seconds in the header Retry-After.",
-        ("post",),
-    ),
+    429: ("Too many requests are waiting. Retry after the seconds in the header Retry-After.", ("post",)),
     431: ("The headers are too large.", ("get", "post")),
     500: ("The server failed to process the request.", ("get", "post")),
-    503: (
-        "The server cannot accept the request: it is shutting down, sleeping, overloaded or has failed.",
-        ("get", "post"),
-    ),
+    503: ("The server is shutting down, sleeping, overloaded or has failed.", ("get", "post")),
 }
 # Schema of a server-sent event. The data are a string here; their content is described by OpenAI's API.
 _EVENT = {

@@ -45,9 +45,7 @@ class Function(Part):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(
-        None, description="JSON schema of the arguments, which are an object."
-    )
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
     strict: bool | None = None
 
 

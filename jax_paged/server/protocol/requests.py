@@ -21,7 +21,7 @@ from jax_paged.server.protocol.parts import (
     Tool,
     as_integers,
 )
-from jax_paged.server.protocol.response_format import ResponseFormat, ignored_guided, structured_outputs_of
+from jax_paged.server.protocol.response_format import ResponseFormat, constraint_of, ignored_guided
 from jax_paged.server.protocol.responses import ApiError
 
 _SAMPLING_FIELDS = tuple(
@@ -138,8 +138,7 @@ class Body(BaseModel):
         for name, value in (self.model_extra or {}).items():
             choices = refused(value, self.unsupported.get(name, ANY))
             if choices is not None and not self.is_neutral(name, value):
-                reason = "it" if choices == "unset" else "other values"
-                allowed = f"{choices} because this server does not support {reason}"
+                allowed = f"{choices} because other values are not supported"
                 raise ApiError(str(ArgumentError(name, value, allowed)), param=name)
 
     def has_field(self, name: str) -> bool:
@@ -274,9 +273,7 @@ class Generation(Body, abc.ABC):
         fields = type(self).model_fields  # excludes additional fields of this request
         values = {name: getattr(self, name) for name in _SAMPLING_FIELDS if name in fields}
         values |= {"logit_bias": _int_keys(self.logit_bias), "logprobs": logprobs}
-        values["structured_outputs"] = structured_outputs_of(
-            self._format, self.structured_outputs, self._guided
-        )
+        values["structured_outputs"] = constraint_of(self._format, self.structured_outputs, self._guided)
         return {k: v for k, v in values.items() if v is not None}
 
 
@@ -383,9 +380,7 @@ class CompletionRequest(_Request):
     def _explicit_params(self, logprobs: int | None) -> dict[str, Any]:
         given = super()._explicit_params(logprobs)
         if self.echo and logprobs is not None and given.setdefault("prompt_logprobs", logprobs) != logprobs:
-            raise ArgumentError(
-                "prompt_logprobs", self.prompt_logprobs, f"{logprobs} (logprobs) if echo is true"
-            )
+            raise ArgumentError("prompt_logprobs", self.prompt_logprobs, f"{logprobs} (logprobs) with echo")
         return given
 
 
@@ -400,16 +395,12 @@ class ChatRequest(_Request):
     top_logprobs: Integer | None = ranged_field(-1)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = Field(
-        None, description="Whether an output may have more than one tool call. null means true."
-    )
+    parallel_tool_calls: bool | None = Field(None, description="false allows only one tool call.")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template, such as enable_thinking."
     )
     add_generation_prompt: bool | None = Field(None, description="false is not supported.")
-    add_special_tokens: bool | None = Field(
-        None, description="true is not supported because the chat template adds special tokens."
-    )
+    add_special_tokens: bool | None = Field(None, description="true is not supported.")
 
     @property
     def sets_max_tokens(self) -> bool:

@@ -50,7 +50,7 @@ class TextFormat(ResponseFormat):
         return super().constraint_args()
 
 
-def structured_outputs_of(
+def constraint_of(
     response_format: ResponseFormat | None, structured_outputs: dict[str, Any] | None, guided: dict[str, Any]
 ) -> StructuredOutputsParams | None:
     """Returns the constraint on the output that a request asks for; None if there is none.
@@ -83,7 +83,7 @@ def structured_outputs_of(
 
 
 def ignored_guided(structured_outputs: dict[str, Any] | None, guided: dict[str, Any]) -> list[str]:
-    """Returns the names of the deprecated fields that `structured_outputs_of` ignores."""
+    """Returns the names of the deprecated fields that `constraint_of` ignores."""
     if not _non_null_fields(structured_outputs):
         return []
     return [f"guided_{name}" for name, value in guided.items() if value is not None]

@@ -80,9 +80,7 @@ def application(args: EngineArgs, options: ServerOptions, num_gpus: int = 0) -> 
     """
     for name in ("developer_routes", "allow_runtime_lora_updating"):
         if getattr(options, name):
-            raise ArgumentError(
-                name, True, "False with Ray because a request reaches only one of the replicas"
-            )
+            raise ArgumentError(name, True, "False with Ray because a call reaches only one replica")
     # The status page shows only one engine.
     options = dataclasses.replace(options, ui=False)
     router: dict[str, Any] = {

@@ -129,9 +129,7 @@ class Ingress:
                                 first = begin
                                 yield begin
                             elif first is not None and begin.version != first.version:
-                                raise _unavailable(
-                                    "the remaining replicas have a different program, model or settings"
-                                )
+                                raise _unavailable("the remaining replicas have other settings")
                         elif begin is not None and begin.is_stream:
                             progress.add(part)
                             yield part
@@ -141,9 +139,7 @@ class Ingress:
                 if progress.is_whole:
                     return
                 _LOGGER.warning("%s %s: a replica was lost: %s", call.method, call.path, error)
-                failure = _unavailable(
-                    f"{_MAX_ATTEMPTS} replicas were lost during the request; last error: {error}"
-                )
+                failure = _unavailable(f"{_MAX_ATTEMPTS} replicas were lost; last error: {error}")
                 continue
             except ApiError as error:
                 failure = error

@@ -54,19 +54,16 @@ class PrefixRouter(RequestRouter):
         if pending_request is None or not pending_request.args:
             return [candidate_replicas]
         call = pending_request.args[0]
-        request_id, tried_replicas = (
-            pending_request.metadata.internal_request_id,
-            call.progress.tried_replicas,
-        )
+        request_id, tried = pending_request.metadata.internal_request_id, call.progress.tried_replicas
         for other, name in list(self._unaccepted):
             if other is pending_request:  # The replica has not accepted it.
-                tried_replicas.remove(name)
+                tried.remove(name)
             if other is pending_request or other.future.cancelled():
                 self._forget(other.metadata.internal_request_id, name)
         # All suitable replicas are offered at once, so Ray Serve should wait before it asks again.
         pending_request.routing_context.should_backoff = True
         names = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        free = [name for name in names if name not in tried_replicas]
+        free = [name for name in names if name not in tried]
         if not free:
             return []  # Ray Serve asks again later.
         name = self._router.choose(call.prefix_key)
@@ -79,7 +76,7 @@ class PrefixRouter(RequestRouter):
             self._router.leave(name)
             name = min(free, key=self._router.load)
         self._unaccepted.append((pending_request, name))
-        tried_replicas.append(name)
+        tried.append(name)
         return [[names[name]], [names[other] for other in free if other != name]]
 
     def on_request_routed(

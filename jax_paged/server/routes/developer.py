@@ -102,10 +102,7 @@ class DeveloperRoutes:
         """
         origin, allowed = request.headers.get("origin"), self._options.allowed_origins
         if origin is not None and origin not in allowed and "*" not in allowed:
-            raise ApiError(
-                "web pages of this origin are not allowed to send this request; see --allowed-origins",
-                status=403,
-            )
+            raise ApiError("requests from other origins are rejected; see --allowed-origins", status=403)
         unknown = sorted(set(request.query_params).difference(names))
         if unknown:
             raise ApiError(f"the query parameters of this route must be among {list(names)}, got {unknown}")

@@ -117,9 +117,8 @@ class GenerationRoutes(TextRoutes):
             counts_output=not body.only_prompt,
             token_ids="choice" if body.return_token_ids else None,
         )
-        return await response_unless_disconnected(
-            request, self._stream(call, body) if body.stream else self._full_response(call)
-        )
+        answer = self._stream(call, body) if body.stream else self._full_response(call)
+        return await response_unless_disconnected(request, answer)
 
     async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions: Generates the next message of a conversation."""

@@ -40,10 +40,7 @@ class TokenizeRequest(Body):
 
     prompt: str | None = Field(None, examples=["def fibonacci(n):"])
     messages: Messages | None = None
-    add_special_tokens: bool | None = Field(
-        None,
-        description="Whether special tokens are added. null means true for prompt and false for messages.",
-    )
+    add_special_tokens: bool | None = Field(None, description="Default: true for prompt, false for messages.")
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -136,9 +133,7 @@ def _token_ids(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
     )
     continues = bool(body.continue_final_message)
     prompts = (not continues) if body.add_generation_prompt is None else body.add_generation_prompt
-    check(
-        not (continues and prompts), "continue_final_message", True, "False if add_generation_prompt is true"
-    )
+    check(not (continues and prompts), "continue_final_message", True, "False with add_generation_prompt")
     return tokenizer.encode_chat(
         messages_for(tokenizer, body.messages),
         add_generation_prompt=prompts,

@@ -21,12 +21,8 @@ from jax_paged.server.protocol.responses import ApiError, unknown_model
 class LoadAdapter(Body):
     """Body of POST /v1/load_lora_adapter."""
 
-    lora_name: str = Field(
-        description="Name of the adapter in the field model of requests.", min_length=1, max_length=256
-    )
-    lora_path: str = Field(
-        description="Path of the adapter's folder on the server's machine.", min_length=1, max_length=4096
-    )
+    lora_name: str = Field(description="Name of the adapter in requests.", min_length=1, max_length=256)
+    lora_path: str = Field(description="Folder on the server's machine.", min_length=1, max_length=4096)
 
 
 class UnloadAdapter(Body):
@@ -104,9 +100,7 @@ class ServedModels:
             known = self._adapters.pop(body.lora_name, None)
             if known is None:
                 names = ", ".join(map(repr, self._adapters)) or "none"
-                message = str(
-                    ArgumentError("lora_name", body.lora_name, f"the name of a loaded adapter ({names})")
-                )
+                message = str(ArgumentError("lora_name", body.lora_name, f"a loaded adapter ({names})"))
                 raise ApiError(message, status=404, param="lora_name")
             del self._times[body.lora_name]
             await self._engine.remove_lora(known.lora_int_id)

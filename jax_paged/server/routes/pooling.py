@@ -78,8 +78,7 @@ class EmbeddingRequest(ClassifyRequest):
     """Body of POST /v1/embeddings."""
 
     encoding_format: Literal["float", "base64"] | None = Field(
-        None,
-        description="Format of a vector: a list of numbers, or its float32 bytes (little-endian) in base64.",
+        None, description="base64 encodes the little-endian bytes of the float32 numbers."
     )
     dimensions: Integer | None = ranged_field(1)
 

@@ -47,16 +47,12 @@ _LOGPROBS = "message.output_text.logprobs"  # value of the field `include`
 
 def _refuse_stored(value: Any) -> None:
     if value is not None:
-        raise PydanticCustomError(
-            "not_stored", "it must be null because this server does not store responses"
-        )
+        raise PydanticCustomError("not_stored", "it must be null because responses are not stored")
 
 
 def _refuse_tools(value: Any) -> Any:
     if value not in (None, []):
-        raise PydanticCustomError(
-            "no_tools", "it must be empty because only /v1/chat/completions supports tools"
-        )
+        raise PydanticCustomError("no_tools", "it must be empty because only /v1/chat/completions has tools")
     return value
 
 
@@ -79,9 +75,7 @@ class ResponsesRequest(Generation):
     )
     instructions: str | None = None
     max_output_tokens: Integer | None = ranged_field(1)
-    include: list[str] | None = Field(
-        None, description=f"Additional output to include. The only supported value is {_LOGPROBS}."
-    )
+    include: list[str] | None = Field(None, description=f"The only supported value is {_LOGPROBS}.")
     top_logprobs: Integer | None = ranged_field(0)
     text: TextOptions | None = None
     tools: Annotated[list[Any] | None, BeforeValidator(_refuse_tools)] = Field(None, max_length=0)
@@ -344,22 +338,14 @@ class _ResponseBuilder:
         logprobs = [] if reasoning else chat_logprobs(new, self._num_top, self._token_bytes) or []
         events = []
         if reasoning:
-            events += (
-                []
-                if has_reasoning
-                else [self._reasoning_event("response.output_item.added", item=self._reasoning_item())]
-            )
-            events.append(
-                self._reasoning_event("response.reasoning_text.delta", content_index=0, delta=reasoning)
-            )
+            if not has_reasoning:
+                item = self._reasoning_item()
+                events.append(self._reasoning_event("response.output_item.added", item=item))
+            delta = {"content_index": 0, "delta": reasoning}
+            events.append(self._reasoning_event("response.reasoning_text.delta", **delta))
         if text or (logprobs and not self._parser):
-            delta = {
-                "type": "response.output_text.delta",
-                **self._item_position,
-                "delta": text,
-                "logprobs": logprobs,
-            }
-            events += [*self._opening(), delta]
+            delta = {**self._position, "delta": text, "logprobs": logprobs}
+            events += [*self._opening(), {"type": "response.output_text.delta", **delta}]
         return events
 
     def _opening(self) -> list[dict[str, Any]]:
@@ -369,31 +355,29 @@ class _ResponseBuilder:
         self._has_message = True
         events = []
         if self._reasoning:
-            done = {"content_index": 0, "text": self._reasoning}
-            events.append(self._reasoning_event("response.reasoning_text.done", **done))
-            events.append(
-                self._reasoning_event("response.output_item.done", item=self._reasoning_item("completed"))
-            )
+            text, item = {"content_index": 0, "text": self._reasoning}, self._reasoning_item("completed")
+            events.append(self._reasoning_event("response.reasoning_text.done", **text))
+            events.append(self._reasoning_event("response.output_item.done", item=item))
         message = {**self._message("in_progress"), "content": []}
         return [
             *events,
             {
                 "type": "response.output_item.added",
-                "output_index": self._item_position["output_index"],
+                "output_index": self._position["output_index"],
                 "item": message,
             },
-            {"type": "response.content_part.added", **self._item_position, "part": self._part(None)},
+            {"type": "response.content_part.added", **self._position, "part": self._part(None)},
         ]
 
     def ending(self, output: RequestOutput) -> list[dict[str, Any]]:
         """Returns the events after the output."""
         response, part = self.ended(output), self._part(output.outputs[0])
         text = {"text": part["text"], "logprobs": part["logprobs"]}
-        index = self._item_position["output_index"]
+        index = self._position["output_index"]
         return [
             *self._opening(),
-            {"type": "response.output_text.done", **self._item_position, **text},
-            {"type": "response.content_part.done", **self._item_position, "part": part},
+            {"type": "response.output_text.done", **self._position, **text},
+            {"type": "response.content_part.done", **self._position, "part": part},
             {"type": "response.output_item.done", "output_index": index, "item": response["output"][index]},
             {"type": f"response.{response['status']}", "response": response},
         ]
@@ -404,14 +388,12 @@ class _ResponseBuilder:
         return {**self._message(status), "content": [self._part(completion)]}
 
     @property
-    def _item_position(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         return {"item_id": self._item_id, "output_index": int(bool(self._reasoning)), "content_index": 0}
 
     def _reasoning_event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        place = (
-            {"output_index": 0} if "item" in fields else {"item_id": self._reasoning_id, "output_index": 0}
-        )
-        return {"type": kind, **place, **fields}
+        head = {"output_index": 0} if "item" in fields else {"item_id": self._reasoning_id, "output_index": 0}
+        return {"type": kind, **head, **fields}
 
     def _reasoning_item(self, status: str = "in_progress") -> dict[str, Any]:
         parts = [] if status == "in_progress" else [{"type": "reasoning_text", "text": self._reasoning}]

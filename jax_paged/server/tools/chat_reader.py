@@ -77,10 +77,7 @@ class ChatReader:
         """
         if isinstance(params, BeamSearchParams):
             check(
-                not self.forced,
-                "tool_choice",
-                Text("a forced tool call"),
-                "'none' or 'auto' with use_beam_search",
+                not self.forced, "tool_choice", Text("a forced call"), "'none' or 'auto' with use_beam_search"
             )
             return params
         tags = list(self.format.tags) if self.format else []
@@ -92,10 +89,7 @@ class ChatReader:
         form = params.structured_outputs
         if self.forced:
             check(
-                form is None,
-                "tool_choice",
-                Text("a forced tool call"),
-                "'none' or 'auto' with structured outputs",
+                form is None, "tool_choice", Text("a forced call"), "'none' or 'auto' with structured outputs"
             )
             behind = self.reasoning.end if self.reasoning else None
             tag = self.reasoning.begin if self.reasoning and not self.reasoning.always else None
@@ -117,11 +111,7 @@ class ChatReader:
             return " ".join(f"<[{i}]>" if i is not None else _quoted(part) for part, i in parts)
 
         return calls_grammar(
-            next(
-                text
-                for text in self.format.texts
-                if not text.required_token or ids[text.required_token] is not None
-            ),
+            next(text for text in self.format.texts if not text.required or ids[text.required] is not None),
             [(function["name"], _parameters(function)) for function in self.forced],
             literal,
             parallel=self.parallel,
@@ -159,14 +149,12 @@ class ChatReader:
             prompt: Token ids of the conversation.
             has_grammar: Whether the output is constrained by a grammar.
         """
-        starts_in_reasoning = self._starts_in_reasoning(tokenizer, prompt)
+        in_reasoning = self._starts_in_reasoning(tokenizer, prompt)
         without = (
-            response_template(self.format, self.reasoning, False)
-            if starts_in_reasoning and has_grammar
-            else None
+            response_template(self.format, self.reasoning, False) if in_reasoning and has_grammar else None
         )
         return OutputParser(
-            response_template(self.format, self.reasoning, starts_in_reasoning),
+            response_template(self.format, self.reasoning, in_reasoning),
             parallel=self.parallel,
             reasoning=self.reasoning,
             fallback_template=without,
@@ -221,9 +209,9 @@ class ChatReaders:
         self.reasoning = None if reasoning is None else REASONING_FORMATS[reasoning]
         # Builds the templates now, so that the first request does not have to wait for them.
         for format in {self._tools, None}:
-            for starts_in_reasoning in (False, True):
+            for in_reasoning in (False, True):
                 if format or self.reasoning:
-                    response_template(format, self.reasoning, starts_in_reasoning)
+                    response_template(format, self.reasoning, in_reasoning)
 
     def reader_of(self, body: ChatRequest) -> ChatReader | None:
         """Returns the ChatReader of a request; None if its outputs are not parsed.
@@ -268,12 +256,7 @@ def _chosen(tools: Sequence[Tool], choice: Any) -> Sequence[Tool]:
             _check_schema(f"{name}.parameters", parameters)
     if isinstance(choice, NamedTool):
         wanted = choice.function.name
-        check(
-            wanted in names,
-            "tool_choice.function.name",
-            wanted,
-            f"the name of one of the tools ({shown(names)})",
-        )
+        check(wanted in names, "tool_choice.function.name", wanted, f"the name of a tool ({shown(names)})")
         return [tools[names.index(wanted)]]
     return tools if choice == "required" else ()
 

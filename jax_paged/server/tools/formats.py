@@ -59,7 +59,7 @@ class CallText:
         begin: Text before all calls.
         end: Text after all calls.
         reasoning_prefix: Text before `begin` if the calls follow reasoning.
-        required_token: Control token that the tokenizer must have for this variant; "" for none.
+        required: Control token that the tokenizer must have for this variant; "" for none.
     """
 
     head: str
@@ -68,7 +68,7 @@ class CallText:
     begin: str = ""
     end: str = ""
     reasoning_prefix: str = ""
-    required_token: str = ""
+    required: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ _MISTRAL = ToolFormat(
         ),
     ),
     texts=(
-        CallText("[TOOL_CALLS]{name}[ARGS]", "", "", required_token="[ARGS]"),
+        CallText("[TOOL_CALLS]{name}[ARGS]", "", "", required="[ARGS]"),
         CallText('{"name": "{name}", "arguments": ', "}", ", ", "[TOOL_CALLS] [", "]"),
     ),
     tags=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
@@ -260,15 +260,13 @@ REASONING_FORMATS = {
 
 
 @functools.cache
-def response_template(
-    tools: ToolFormat | None, reasoning: ReasoningFormat | None, starts_in_reasoning: bool
-) -> Any:
+def response_template(tools: ToolFormat | None, reasoning: ReasoningFormat | None, in_reasoning: bool) -> Any:
     """Returns a template with which the ResponseParser of transformers splits an output into regions.
 
     Args:
         tools: Format of the tool calls; None if the output is not searched for calls.
         reasoning: Format of the reasoning; None if reasoning is not separated from the content.
-        starts_in_reasoning: Whether the output starts inside the reasoning.
+        in_reasoning: Whether the output starts inside the reasoning.
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # suppresses the advice to install torch
     from transformers.utils.chat_parsing.response_templates import load_response_template  # takes a second
@@ -279,7 +277,7 @@ def response_template(
         opening = reasoning.opening or rf"\A{_WS}{begin}{_WS}"
         # Some models write the tag although the prompt ends with it. The pattern does not match while the
         # output may still become the tag.
-        if starts_in_reasoning:
+        if in_reasoning:
             starts = "|".join(re.escape(reasoning.begin[:i]) for i in range(1, len(reasoning.begin)))
             amid = rf"\A{_WS}+(?:{begin}{_WS}|(?!{begin}|(?:{starts})\Z))"
             opening = f"{amid}|{reasoning.opening}" if reasoning.opening else amid
