@@ -20,7 +20,7 @@ _ERRORS = {
     404: ("The model does not exist.", ("post",)),
     408: ("The request was not received in time.", ("get", "post")),
     413: ("The body is too large.", ("post",)),
-    429: ("Too many requests are waiting. Retry after the seconds in the header Retry-After.", ("post",)),
+    429: ("Too many requests are waiting. Retry-After has the seconds to wait.", ("post",)),
     431: ("The headers are too large.", ("get", "post")),
     500: ("The server failed to process the request.", ("get", "post")),
     503: ("The server is shutting down, sleeping, overloaded or has failed.", ("get", "post")),

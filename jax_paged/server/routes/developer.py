@@ -25,7 +25,7 @@ class UpdateWeightsRequest(Body):
 
     model_path: str = Field(description="Path of a checkpoint folder on the server's machine.")
     running: str = Field("error", description="How running requests are handled: error, recompute or keep.")
-    weight_version: str | None = Field(None, description="A name; null counts the updates.")
+    weight_version: str | None = Field(None, description="Name of the weights; null: the number of updates.")
 
 
 class DeveloperRoutes:
