@@ -39,7 +39,7 @@ _TIMES = {
     "request_inference_time": "Time from when a request is first scheduled to its end (seconds).",
     "request_prefill_time": "Time from when a request is first scheduled to its first token (seconds).",
     "request_decode_time": "Time from the first token of a request to its end (seconds).",
-    "request_time_per_output_token": "Mean time per output token of a request, excluding the first (seconds).",
+    "request_time_per_output_token": "Mean time per output token of a request except the first (seconds).",
 }
 
 
