@@ -203,7 +203,7 @@ def test_too_many_connections(port: int, served: Any) -> None:
     with connect(port) as connection:
         answer = receive(connection)
     assert (answer.status, answer.headers["retry-after"], answer.is_closed) == (503, "1", True)
-    assert "too many connections" in answer.error["message"]
+    assert "too many open connections" in answer.error["message"]
     for connection in idle:
         connection.close()
     served.wait_until(lambda: is_served(port), "there is room again")

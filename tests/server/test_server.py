@@ -480,7 +480,7 @@ def test_bad_input(served, path, body, message, param):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"prompt":', "not JSON"),
+        (b'{"prompt":', "not valid JSON"),
         (b"", "must be a JSON object"),
         (b"[]", "must be a JSON object"),
         (b'{"prompt": "a", "top_p": NaN}', "NaN is not a JSON number"),
