@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from jax_paged.engine.features.snapshot import EngineState
-    from jax_paged.models.attention import Attend
+    from jax_paged.models.attention import CustomAttention
     from jax_paged.models.causal_lm import LanguageModel
     from jax_paged.models.features.hooks import Hook
     from jax_paged.models.weights import LoadedModel
@@ -75,7 +75,8 @@ class LLM(PoolingMethods):
         executor: As LLMEngine takes it; only without `loaded` and those of the next ones that change steps.
         hooks: What requests may ask for by name, with SamplingParams.hook_args.
         scheduler: One of your own, as LLMEngine takes it.
-        attend: Attention of your own, in JAX, in place of attention_backend: see models/attention.Attend.
+        attend: Attention of your own, in JAX, in place of attention_backend: see
+            models/attention.CustomAttention.
         sampler: A choice of tokens of your own, in JAX: see worker/sampler.Sampler.
         logits_processors: What requests may ask for by name, with SamplingParams.extra_args.
         **engine_args: The other fields of EngineArgs; num_scheduler_steps is 8 unless it is given, or
@@ -98,7 +99,7 @@ class LLM(PoolingMethods):
         executor: "Executor | None" = None,
         hooks: "Sequence[Hook]" = (),
         scheduler: composition.CustomScheduler | None = None,
-        attend: "Attend | None" = None,
+        attend: "CustomAttention | None" = None,
         sampler: "Sampler | None" = None,
         logits_processors: "Sequence[LogitsProcessor]" = (),
         **engine_args: Any,

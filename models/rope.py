@@ -73,9 +73,9 @@ class Rope:
         Args:
             positions: int32 [...], position of each token.
         """
-        return self.of_pairs(positions[..., None, None])
+        return self.at_pair_positions(positions[..., None, None])
 
-    def of_pairs(self, positions: Int[Array, "... 1 p"]) -> Rotation:
+    def at_pair_positions(self, positions: Int[Array, "... 1 p"]) -> Rotation:
         """Returns the rotation of tokens whose pairs have different positions, as in M-RoPE.
 
         Args:

@@ -14,7 +14,7 @@ from jax_paged.config.engine_args import EngineArgs, EngineConfig
 from jax_paged.models.attention import Backend
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.parallel.sharding import DeviceGrid
-from jax_paged.models.quantization.quantize import kind_to_make
+from jax_paged.models.quantization.quantize import choose_online_dtype
 from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.quantization import DTYPES
 from jax_paged.worker import kv_cache
@@ -189,7 +189,7 @@ class ServedModel:
         packs = matmul_backend == "onednn"
         layout, layouts = _plan_layouts(args, models, grid)
         features, extra = load_features(args, parts, models[-1], layout, grid, packs=packs)
-        kind = kind_to_make([m.model for m in models], args.quantization)
+        kind = choose_online_dtype([m.model for m in models], args.quantization)
         self.served = [
             ServedWeights(
                 models[i].model, grid=self.grids[i], extra=extra, is_own=is_own, packs=packs, kind=kind
@@ -289,7 +289,7 @@ def _plan_layouts(
     layouts = []
     for loaded in models:
         assert isinstance(loaded.model, CausalLM), "it was split into stages"
-        layouts.append(kv_cache.stage_layout(layout, loaded.model.own_places))
+        layouts.append(kv_cache.stage_layout(layout, loaded.model.layer_indices))
     return layout, layouts
 
 

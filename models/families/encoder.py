@@ -271,7 +271,7 @@ class EncoderModel(LanguageModel):
         types = (positions >= second_texts[:, None]).astype(jnp.int32)
         return self.hidden(tokens, ForwardContext(self, positions, attend), types)
 
-    def pooled(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
+    def pooled_output(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
         """Returns the float32 logits of the classes; `hidden` itself for models without classes."""
         if self.dense is None or self.classifier is None:
             return hidden

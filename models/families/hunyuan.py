@@ -63,12 +63,12 @@ class HunYuanDenseV1Config(LlamaConfig):
 class HunYuanAttention(LlamaAttention):
     """Llama's attention with the rotary embedding before the normalization of queries and keys."""
 
-    def norm_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
+    def normalize_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
         """Returns queries and keys after the rotary embedding and the normalization."""
-        return super().norm_qk(*super().rotated(q, k, context), context)
+        return super().normalize_qk(*super().rotate_qk(q, k, context), context)
 
-    def rotated(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
-        """Returns queries and keys unchanged, because norm_qk has already rotated them."""
+    def rotate_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
+        """Returns queries and keys unchanged, because normalize_qk has already rotated them."""
         return q, k
 
 

@@ -23,13 +23,13 @@ from jaxtyping import Array, Float, Int, UInt8
 from jax_paged.models.families.llama import WEIGHT_TABLE as LLAMA_TABLE
 from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
 from jax_paged.models.families.qwen3_vision import Qwen3VisionConfig, Qwen3VisionEncoder
-from jax_paged.models.forward_context import Attend, ForwardContext
-from jax_paged.models.hf_format import ConfigReader, WeightTable, of_text_model
+from jax_paged.models.forward_context import ForwardContext, SelfAttention
+from jax_paged.models.hf_format import ConfigReader, WeightTable, multimodal_table
 from jax_paged.models.image_inputs import PatchSpec
 from jax_paged.models.quantization.config import read_quantization
 from jax_paged.models.rope import rope_values
 
-WEIGHT_TABLE = of_text_model(LLAMA_TABLE, ()).with_names(
+WEIGHT_TABLE = multimodal_table(LLAMA_TABLE, ()).with_names(
     (r"visual\.patch_embed", "model.visual.patch_embed.proj"),
     (r"visual\.(blocks\.\d+)\.(qkv|proj)", r"model.visual.\1.attn.\2"),
     (r"visual\.(blocks\.\d+)\.(linear_fc\d)", r"model.visual.\1.mlp.\2"),
@@ -133,7 +133,7 @@ class Qwen3VLForConditionalGeneration(LlamaForCausalLM):
             return super().with_rotations(context)
         each = jnp.moveaxis(context.mrope_positions[jnp.array(self.config.axes)], 0, -1)
         rope = self.config.rope
-        return dataclasses.replace(context, rotations={rope: rope.of_pairs(each[..., None, :])})
+        return dataclasses.replace(context, rotations={rope: rope.at_pair_positions(each[..., None, :])})
 
     def encode_images(
         self,
@@ -159,14 +159,14 @@ class Qwen3VLForConditionalGeneration(LlamaForCausalLM):
         sizes = merge * grid[:, None]
         places = at.astype(jnp.float32) * (vision.num_positions_per_side - 1) / jnp.maximum(sizes - 1, 1)
         num_pairs = len(vision.rope.frequencies) // 2
-        rotation = vision.rope.of_pairs(jnp.repeat(at.T, num_pairs, axis=1)[:, None])
+        rotation = vision.rope.at_pair_positions(jnp.repeat(at.T, num_pairs, axis=1)[:, None])
         attend, positions = _attend_to_first(sizes.prod()), jnp.arange(len(patches))
         context = ForwardContext(self, positions, attend, rotations={vision.rope: rotation})
         pixels = patches.reshape(len(patches), 3, -1) * scale[:, None] + offset[:, None]
         return self.visual((pixels.astype(self.embed_tokens.embedding.dtype), places), context)
 
 
-def _attend_to_first(num_keys: Int[Array, ""]) -> Attend:
+def _attend_to_first(num_keys: Int[Array, ""]) -> SelfAttention:
     """Returns an attention function in which all tokens attend to the first `num_keys` tokens.
 
     There is no causal mask.

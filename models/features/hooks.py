@@ -114,7 +114,7 @@ def at_paths(
     return functions
 
 
-def reading(
+def recording_hooks(
     paths: Sequence[str], hooks: Mapping[str, Callable[[Array], Array]], found: dict[str, Array]
 ) -> dict[str, Callable[[Array], Array]]:
     """Returns hooks that also record the outputs of some modules, after all other hooks.
@@ -170,7 +170,9 @@ def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[
         merged, tokens = nnx.merge(graphdef, state), jnp.zeros((1, 2), jnp.int32)
         functions = at_paths(hooks, params, columns, 2, captured)
         context = merged.dense_context(tokens)
-        merged.hidden(tokens, dataclasses.replace(context, hooks=reading([*functions], functions, ran)))
+        merged.hidden(
+            tokens, dataclasses.replace(context, hooks=recording_hooks([*functions], functions, ran))
+        )
         return captured
 
     captured = jax.eval_shape(run, state, [hook.params for hook in hooks])

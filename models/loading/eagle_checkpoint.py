@@ -7,7 +7,7 @@ import numpy as np
 from flax import nnx
 
 from jax_paged.models.checkpoint import read_json
-from jax_paged.models.families.eagle import DraftColumns, EagleConfig, EagleHead, usual_key
+from jax_paged.models.families.eagle import DraftLogitIndex, EagleConfig, EagleHead, canonical_key
 from jax_paged.models.families.llama import LlamaForCausalLM
 from jax_paged.models.loading.stored_tensors import StoredTensor, read_headers
 from jax_paged.models.loading.weight_reading import check_stored, raise_problems, read_weights, weights_of
@@ -33,7 +33,7 @@ def load_head(folder: Path, target: LoadedModel, grid: DeviceGrid | None = None)
             vocabulary, tensors, and the type of the model.
     """
     config = EagleConfig.from_hf(read_json(folder / "config.json"))
-    stored = {usual_key(key): tensor for key, tensor in read_headers(folder).items()}
+    stored = {canonical_key(key): tensor for key, tensor in read_headers(folder).items()}
     has_embedding = "embed_tokens.weight" in stored
     how = {"has_embedding": has_embedding, "dtype": target.dtype}
     head = nnx.eval_shape(lambda: EagleHead(config, **how, rngs=nnx.Rngs(0)))
@@ -46,14 +46,14 @@ def load_head(folder: Path, target: LoadedModel, grid: DeviceGrid | None = None)
     misfit = f"the head in {folder} can't draft for {target.architecture}, the model that is served"
     raise_problems(misfit, problems)
     read_weights(head, stored, target.dtype, folder, grid)
-    head.columns = DraftColumns(jnp.asarray(columns))
+    head.columns = DraftLogitIndex(jnp.asarray(columns))
     return head
 
 
 def _misfits(config: EagleConfig, target: LoadedModel, *, has_embedding: bool) -> list[str]:
     """Returns the problems with a head's sizes for a target model, one line each."""
     model, problems = target.model, []
-    if not isinstance(model, LlamaForCausalLM) or not model.draws:
+    if not isinstance(model, LlamaForCausalLM) or not model.has_head:
         problems.append(f"the model must be of the Llama family and generate text, got {target.architecture}")
     if config.vocab_size != target.vocab_size:
         problems.append(
@@ -78,7 +78,7 @@ def _misfits(config: EagleConfig, target: LoadedModel, *, has_embedding: bool) -
 
 
 def _columns(config: EagleConfig, offsets: StoredTensor | None) -> tuple[np.ndarray, list[str]]:
-    """Returns the values of DraftColumns, int32 [vocab_size], and the problems with the tensor d2t.
+    """Returns the values of DraftLogitIndex, int32 [vocab_size], and the problems with the tensor d2t.
 
     d2t holds, for each token id of the draft vocabulary, the offset to its id in the vocabulary of the model.
     The result holds the inverse: the draft id of each token of the model, or draft_vocab_size if the token is

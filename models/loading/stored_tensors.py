@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from jax_paged.arguments.shown_values import shown
 from jax_paged.models.checkpoint import GGUF_HINT, read_json
 from jax_paged.models.hf_format import WeightTable
-from jax_paged.models.parallel.sharding import taken
+from jax_paged.models.parallel.sharding import take_columns
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -61,7 +61,7 @@ class StoredTensor:
             if order[0] >= 0 and (np.diff(order) == 1).all():
                 value = value[(slice(None),) * axis + (slice(order[0], order[-1] + 1),)]
             else:
-                value = taken(value, [*[None] * axis, order])
+                value = take_columns(value, [*[None] * axis, order])
         return value
 
 

@@ -84,11 +84,13 @@ def stage(model: CausalLM, layers: range) -> CausalLM:
     """
     part = nnx.merge(*nnx.split(model))
     all_layers, head = getattr(part, part.layers_name), part.head
-    part.begins, part.ends = layers.start == 0, layers.stop == len(all_layers)
+    part.is_first_stage, part.is_last_stage = layers.start == 0, layers.stop == len(all_layers)
     kept = [layer if i in layers else MissingLayer() for i, layer in enumerate(all_layers)]
     for name, module in list(vars(part).items()):
-        is_first = name in part.first_names
-        is_here = (part.begins and is_first) or (part.ends and (not is_first or module is head))
+        is_first = name in part.pre_layer_names
+        is_here = (part.is_first_stage and is_first) or (
+            part.is_last_stage and (not is_first or module is head)
+        )
         if isinstance(module, nnx.Module) and not is_here:
             setattr(part, name, None)
     setattr(part, part.layers_name, nnx.List(kept))

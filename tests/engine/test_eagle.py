@@ -35,7 +35,7 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.families.eagle import EagleConfig
 from jax_paged.models.families.llama import LlamaForCausalLM
-from jax_paged.models.features.hooks import reading
+from jax_paged.models.features.hooks import recording_hooks
 from jax_paged.models.loading.eagle_checkpoint import load_head
 from jax_paged.models.weights import load_model, random_model
 from jax_paged.outputs import RequestOutput
@@ -476,7 +476,7 @@ def test_forms_of_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
 def test_layers_that_are_read() -> None:
     def paths(num_layers: int, **values: Any) -> tuple[str, ...]:
         config = {k: v for k, v in CONFIG.items() if k != "eagle_aux_hidden_state_layer_ids"}
-        return EagleConfig.from_hf(config | values).features_of(num_layers)
+        return EagleConfig.from_hf(config | values).feature_paths(num_layers)
 
     assert paths(32) == ("layers.1", "layers.15", "layers.28")
     assert paths(4) == ("layers.1", "layers.1", "layers.0")
@@ -489,7 +489,7 @@ def test_layers_that_are_read() -> None:
 
 def test_outputs_are_read_behind_hooks() -> None:
     found: dict[str, Any] = {}
-    hooks = reading(("a", "b"), {"a": lambda y: y + 1, "c": lambda y: y * 2}, found)
+    hooks = recording_hooks(("a", "b"), {"a": lambda y: y + 1, "c": lambda y: y * 2}, found)
     assert [hooks[name](jnp.float32(3)) for name in "abc"] == [4, 3, 6]
     assert found == {"a": 4, "b": 3}
 

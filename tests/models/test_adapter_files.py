@@ -66,7 +66,7 @@ def test_the_dense_model_computes_what_peft_does_merged_and_beside_it(name: str)
             return run
 
         changes = {path: flat(f) for path, f in row_functions(layout, arrays, by_token).items()}
-        return model.logits(model.hidden(tokens, dataclasses.replace(context, changes=changes)))
+        return model.logits(model.hidden(tokens, dataclasses.replace(context, output_edits=changes)))
 
     alone = nnx.jit(lambda model, tokens: model(tokens))
     beside, whole = logits(model, tokens), alone(merged(base, ADAPTERS / name), tokens)

@@ -184,7 +184,7 @@ def both_passes(model: Any, kind: type[Any], **fields: Any) -> Callable[[Array],
             context = model.encoder_context(TEXTS, lens)
             cross = model.cross_kv(model.encode(TEXTS, context), context)
             dense = model.dense_context(TEXTS, cross, lens)
-            options: dict[str, Any] = {"places": metadata.places, "backend": "xla"}
+            options: dict[str, Any] = {"kv_locations": metadata.kv_locations, "backend": "xla"}
             for text, mapping in zip(TEXTS, metadata.slot_mapping.reshape(2, *TEXTS.shape)[0], strict=True):
                 mappings = jnp.stack([mapping, mapping])
                 kv_cache = model.write_encoded(text, lens[0], kv_cache, mappings, **options)

@@ -49,10 +49,10 @@ def test_each_weight_is_on_one_stage_and_a_tied_table_on_two(folder: Path) -> No
     found = Counter(weight.path for stage in stages for weight in weights_of(stage))
     assert found.keys() == {weight.path for weight in weights_of(model)}
     twice = [path for path, num in found.items() if num > 1]
-    is_tied = model.head is getattr(model, model.embed_path or model.first_names[0])
-    assert twice == ([(model.first_names[0], "embedding")] if is_tied else [])
-    assert [(stage.begins, stage.ends) for stage in stages] == [(True, False), (False, True)]
-    places = [i for stage in stages for i in stage.own_places]
+    is_tied = model.head is getattr(model, model.embed_path or model.pre_layer_names[0])
+    assert twice == ([(model.pre_layer_names[0], "embedding")] if is_tied else [])
+    assert [(stage.is_first_stage, stage.is_last_stage) for stage in stages] == [(True, False), (False, True)]
+    places = [i for stage in stages for i in stage.layer_indices]
     assert places == list(range(len(model.kv_cache_specs())))
 
 

@@ -36,7 +36,7 @@ class EncodeProgram(Program):
             weights: list[Array], pool: list[Array], tokens: Array, length: Array, slots: Array
         ) -> list[Array]:
             model: Any = context.merge(weights)
-            how = {"places": context.layout.places, "backend": context.backend, "grid": context.grid}
+            how = {"kv_locations": context.layout.places, "backend": context.backend, "grid": context.grid}
             return model.write_encoded(tokens, length, pool, slots, **how)
 
         pool, n = context.pool(), self.num_tokens

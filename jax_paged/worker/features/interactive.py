@@ -86,7 +86,7 @@ class InspectProgram(Program):
         static = {
             "is_decode": self.num_tokens == 1,
             "backend": context.backend,
-            "places": context.layout.places,
+            "kv_locations": context.layout.places,
             "attend": context.attend,
             "grid": context.grid,
         }

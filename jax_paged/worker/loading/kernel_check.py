@@ -32,7 +32,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array
 
 from jax_paged.config.engine_args import EngineArgs, cache_dir
-from jax_paged.models.attention import Attend, StateSpec, value_dim_of, window_of
+from jax_paged.models.attention import CustomAttention, StateSpec, value_dim_of, window_of
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.forward_context import ForwardContext
@@ -96,7 +96,7 @@ class Verdict:
 
 
 def choose_backend(
-    args: EngineArgs, loaded: LoadedModel | LanguageModel | None, attend: Attend | None
+    args: EngineArgs, loaded: LoadedModel | LanguageModel | None, attend: CustomAttention | None
 ) -> tuple[ops.Implementation, str]:
     """Returns the attention backend and the reason for the choice.
 
@@ -215,7 +215,7 @@ def suites_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = Non
     return [
         Suite(
             variants=tuple(variants.values()),
-            kv_heads=repeated(num_kv_heads, 1)[0].on(size),
+            kv_heads=repeated(num_kv_heads, 1)[0].per_device(size),
             head_dim=head_dim,
             page_size=args.block_size,
             dtype=str(hidden.dtype),

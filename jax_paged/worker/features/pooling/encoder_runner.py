@@ -20,7 +20,7 @@ from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import read_config, resolve_model_dir
 from jax_paged.models.families.encoder import EncoderModel
 from jax_paged.models.features.pooling import PoolingSpec
-from jax_paged.models.quantization.quantize import kind_to_make
+from jax_paged.models.quantization.quantize import choose_online_dtype
 from jax_paged.models.registry import POOLING_MODELS, get_architecture
 from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.compilation.compiler import CompiledPrograms, trim_heap
@@ -75,7 +75,7 @@ class EncodeTextsProgram(Program):
             mean = is_live / lens[:, None]
             share = jnp.where(places[:, None] < 0, mean, position == places[:, None])
             states = jnp.where(is_live[:, :, None], hidden.astype(jnp.float32), 0)
-            return model.pooled(jnp.einsum("bn,bne->be", share.astype(jnp.float32), states)), hidden
+            return model.pooled_output(jnp.einsum("bn,bne->be", share.astype(jnp.float32), states)), hidden
 
         shapes = (self.num_texts, self.num_tokens), (3, self.num_texts)
         inputs = [context.shape(shape, jnp.int32) for shape in shapes]
@@ -129,7 +129,7 @@ class EncoderRunner:
         self._replicated = NamedSharding(grid.mesh, PartitionSpec())
         matmul_backend = choose_products(args, loaded.dtype)
         packs = matmul_backend == "onednn"
-        kind = kind_to_make([loaded.model], args.quantization)
+        kind = choose_online_dtype([loaded.model], args.quantization)
         self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, kind=kind, grid=grid, extra=[])
         pooling = pooling_of(args, loaded, is_own=is_own)
         self.config = _resolve_config(args, loaded, pooling, grid.devices[0].platform, matmul_backend)
