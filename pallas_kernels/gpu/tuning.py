@@ -200,7 +200,9 @@ def iota(shape: tuple[int, ...], dimension: int, layout: Any) -> Int[Array, "m n
     return jax.lax.broadcast_in_dim(line, shape, [dimension])
 
 
-def look_up(table_ref: Any, index: Int[Array, "m n"], layout: Any, *, interpret: bool) -> Float[Array, "m n"]:
+def gather_table(
+    table_ref: Any, index: Int[Array, "m n"], layout: Any, *, interpret: bool
+) -> Float[Array, "m n"]:
     """Returns elements of a float32 table in global memory (a gather, which Mosaic does not offer).
 
     Args:
@@ -284,7 +286,7 @@ def wait_cp_async(is_last: Array, last_in_flight: int, in_flight: int) -> None:
     pl.when(jnp.logical_not(is_last))(functools.partial(plgpu.wait_gmem_to_smem, in_flight))
 
 
-def meet(has_tma: bool) -> None:
+def sync_warps(has_tma: bool) -> None:
     """Synchronizes the warps of a warpgroup, so that each can read what the others wrote to shared memory.
 
     On sm_90 and later this also fences the async proxy. Before sm_90 there is no such proxy, and the barrier

@@ -42,7 +42,7 @@ from jax_paged.models.weights import LoadedModel, outline
 from jax_paged.pallas_kernels import native, ops
 from jax_paged.pallas_kernels.ops import resolve_backend
 from jax_paged.pallas_kernels.self_check import runner
-from jax_paged.pallas_kernels.self_check.expert_check import Experts
+from jax_paged.pallas_kernels.self_check.expert_check import ExpertShape
 from jax_paged.pallas_kernels.self_check.runner import Suite, Variant
 from jax_paged.worker.loading.weights import check_divided, flatten
 
@@ -195,10 +195,10 @@ def suites_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = Non
     def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
         return attend(layer, q, q, q, scale=scale)
 
-    products = dict[Experts, None]()
+    products = dict[ExpertShape, None]()
 
     def multiply(x: Array, kernels: Array, group_sizes: Array) -> Array:
-        products[Experts(x.shape[0], *kernels.shape)] = None  # the shapes for one token
+        products[ExpertShape(x.shape[0], *kernels.shape)] = None  # the shapes for one token
         return jnp.zeros((x.shape[0], kernels.shape[2]), x.dtype)
 
     def run(weights: list[Array]) -> Array:
