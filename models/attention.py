@@ -304,7 +304,7 @@ def dense_attention(
         bias = distance_bias[None, :, jnp.clip(distance, 0, distance_bias.shape[1] - 1)].astype(q.dtype)
     if soft_cap is None and sinks is None:
         return jax.nn.dot_product_attention(q, k, v, bias, live[None, None], scale=scale)
-    assert bias is None, "no family has a bias beside a soft cap or sinks"
+    assert bias is None, "distance_bias can't be combined with soft_cap or sinks"
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bihd,bjhd->bhij", q, k, preferred_element_type=jnp.float32) * scale
     if soft_cap is not None:

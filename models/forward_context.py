@@ -106,7 +106,7 @@ class CrossAttention(Protocol):
 
 def no_cross_attention(layer: int, q: Array, *, scale: float) -> Array:
     """Raises an AssertionError: the default of `cross_attend` in passes without an encoder."""
-    raise AssertionError(f"layer {layer} asks for cross attention in a pass without an encoder's output")
+    raise AssertionError(f"layer {layer} called cross_attend in a forward pass without encoder output")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,7 +189,9 @@ class ForwardContext:
 
         The paths of the module's weights, in the model's state and in its WeightTable, start with this path.
         """
-        assert module in self._paths, f"{type(module).__name__} is not a part of the context's model"
+        assert module in self._paths, (
+            f"{type(module).__name__} is not a module of the model of this forward context"
+        )
         return self._paths[module]
 
     @functools.cached_property
@@ -230,4 +232,4 @@ class MissingLayer(Module):
 
     def forward(self, x: Any, context: ForwardContext) -> Array:
         """Raises an AssertionError because another stage has this layer."""
-        raise AssertionError("another stage has this layer")
+        raise AssertionError("this layer belongs to another pipeline stage")

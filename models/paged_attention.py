@@ -68,7 +68,7 @@ def paged_attention(
         float [T, H, D], or [T, H, value_dim] for a LatentAttentionSpec; 0 in padding.
     """
     spec, metadata = cache.specs[layer], cache.metadata
-    assert not isinstance(spec, StateSpec), "the layer attends"
+    assert not isinstance(spec, StateSpec), f"layer {layer} has no attention"
     pool, group, view = metadata.kv_locations[layer]
     value_dim = value_dim_of(spec)
 

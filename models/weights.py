@@ -298,7 +298,8 @@ def loaded_from(model: LanguageModel, folder: Path | None) -> LoadedModel:
     dtypes = {str(param.dtype) for _, param in params if not isinstance(param, Float32Param)}
     if dtypes not in ({"float32"}, {"bfloat16"}):
         raise ValueError(
-            f"the weights of `model` must all have one dtype, got {' and '.join(sorted(dtypes))}"
+            f"the weights of `model` must all be float32 or all be bfloat16, "
+            f"got {' and '.join(sorted(dtypes))}"
         )
     generation_config = {} if folder is None else read_generation_config(folder)
     ends = end_token_ids(generation_config, {}, model.config.vocab_size)
@@ -314,7 +315,7 @@ def log_unused(folder: Path, unused: Sequence[str]) -> None:
         unused: Keys of these tensors.
     """
     if unused:
-        _LOGGER.warning("%s holds tensors that are not used: %s", folder, without_numbers(unused))
+        _LOGGER.warning("%s contains tensors that are not used: %s", folder, without_numbers(unused))
 
 
 def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> jnp.dtype:
@@ -327,7 +328,7 @@ def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, Store
         if not own or not own <= set(STORED_DTYPES.values()):
             raise ValueError(
                 "`dtype` must be 'bfloat16' or 'float32' because the dtype of the checkpoint is "
-                f"{' and '.join(sorted(own)) or 'not known'}, got 'auto'"
+                f"{' and '.join(sorted(own)) or 'unknown'}, got 'auto'"
             )
         dtype = "float32" if own == {"float32"} else "bfloat16"
     if dtype not in ("float32", "bfloat16"):
@@ -339,7 +340,8 @@ def _warn_of_dtype(folder: Path, own: set[str], chosen: str) -> None:
     """Logs a warning if a model and its checkpoint have different dtypes."""
     if own != {chosen}:
         message = (
-            "%s is in %s, and is served in %s; dtype='float32' keeps all digits and takes twice the memory"
+            "the weights in %s are %s and are served in %s; dtype='float32' keeps full precision and needs "
+            "twice the memory"
         )
         _LOGGER.warning(message, folder, " and ".join(sorted(own)), chosen)
 

@@ -143,7 +143,7 @@ class DeepseekV2Config(MoeConfig):
         allowed = f"a divisor of n_routed_experts, which is {num}"
         if read.check(num % groups == 0, "n_group", groups, allowed, also_needs=("n_routed_experts",)):
             most, least = groups, -(-chosen * groups // num)
-            allowed = f"in [{least}, {most}], at most n_group"
+            allowed = f"in [{least}, {most}] (enough groups for num_experts_per_tok experts, at most n_group)"
             needs = ("n_routed_experts", "num_experts_per_tok", "n_group")
             read.check(least <= best <= most, "topk_group", best, allowed, also_needs=needs)
         return {"n_group": groups, "topk_group": best}

@@ -95,7 +95,10 @@ class EagleConfig(LlamaConfig):
             ids = reader.get(name, [])
             is_list = isinstance(ids, list) and len(ids) in (0, NUM_FEATURES)
             ok = is_list and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
-            if reader.check(ok, name, ids, f"{NUM_FEATURES} indices of layers, or none") and ids:
+            if (
+                reader.check(ok, name, ids, f"a list of {NUM_FEATURES} layer indices, or an empty list")
+                and ids
+            ):
                 found = tuple(i + shift for i in ids)
         return found
 

@@ -282,7 +282,7 @@ class EncoderModel(LanguageModel):
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
         """Raises AssertionError, because an encoder generates no tokens."""
-        raise AssertionError("an encoder draws no tokens")
+        raise AssertionError("an encoder generates no tokens and has no logits")
 
     @property
     def head(self) -> None:
@@ -295,7 +295,7 @@ class EncoderModel(LanguageModel):
 
 
 def _no_attention(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
-    raise AssertionError("the head of a classifier does not attend")
+    raise AssertionError("the classification head has no attention")
 
 
 def _bert_table(prefix: str, dense: str, classifier: str) -> WeightTable:

@@ -285,8 +285,12 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
     def pp_unsupported_reason(self) -> str:
         """The reason why the model cannot be divided into pipeline stages; empty if it can."""
         if self.config.num_kv_shared_layers:
-            return "its last layers attend to the keys and values of earlier ones"
-        return "its layers have vectors of their own for each token" if self.per_layer_inputs else ""
+            return "its last layers share the keys and values of earlier layers"
+        return (
+            "its layers have per-layer embeddings, which are computed from the token ids"
+            if self.per_layer_inputs
+            else ""
+        )
 
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the token embeddings, followed by the per-layer embeddings of all layers, if any."""

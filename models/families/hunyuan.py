@@ -47,7 +47,7 @@ class HunYuanDenseV1Config(LlamaConfig):
         if not cls._has_alpha(read, max_position_embeddings):
             return super().read_rope(read, head_dim, max_position_embeddings)
         values = rope_values(read, max_position_embeddings)
-        if not read.check(head_dim > 2, "head_dim", head_dim, "more than 2 with dynamic rotary positions"):
+        if not read.check(head_dim > 2, "head_dim", head_dim, "more than 2 with rope_type 'dynamic'"):
             return Rope(())
         theta = values.number("rope_theta", 10000.0, low=1.0)
         return Rope(base_frequencies(head_dim, theta * values.number("alpha") ** (head_dim / (head_dim - 2))))

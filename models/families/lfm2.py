@@ -71,7 +71,7 @@ class Lfm2Config(LlamaConfig):
         num_layers = fields["num_hidden_layers"]
         places = read.get("full_attn_idxs", list(range(num_layers)))
         ok = isinstance(places, list) and all(isinstance(i, int) for i in places)
-        places = places if read.check(ok, "full_attn_idxs", places, "a list of layers") else []
+        places = places if read.check(ok, "full_attn_idxs", places, "a list of layer indices") else []
         types = ["full_attention" if i in places else "conv" for i in range(num_layers)]
         types = read.layer_types(num_layers, types, "conv")
         return fields | {

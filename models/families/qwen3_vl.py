@@ -69,23 +69,28 @@ class Qwen3VLConfig(LlamaConfig):
         sections, num_pairs = rope.get("mrope_section", list(cls.sections)), fields["head_dim"] // 2
         ok = isinstance(sections, list) and len(sections) == 3 and all(type(n) is int for n in sections)
         ok = ok and min(sections) >= 0 and sum(sections) == num_pairs
-        allowed = f"three numbers of pairs, {num_pairs} in total"
+        allowed = f"a list of three integers of at least 0 with the sum {num_pairs}, half of head_dim"
         ok = rope.check(ok, "mrope_section", sections, allowed, also_needs=("head_dim",))
         vision = Qwen3VisionConfig.read(read.nested("vision_config", read.table("vision_config")))
         token_id = read.integer("image_token_id", cls.image_token_id, 0)
         for name, value, is_right, limit in (
-            ("image_token_id", token_id, token_id < fields["vocab_size"], "below vocab_size of text_config"),
+            (
+                "image_token_id",
+                token_id,
+                token_id < fields["vocab_size"],
+                "below vocab_size of text_config",
+            ),
             (
                 "vision_config.out_hidden_size",
                 vision.out_hidden_size,
                 vision.out_hidden_size == fields["hidden_size"],
-                "hidden_size of text_config",
+                "equal to hidden_size of text_config",
             ),
             (
                 "vision_config.deepstack_visual_indexes",
                 vision.deepstack_visual_indexes,
                 len(vision.deepstack_visual_indexes) <= fields["num_hidden_layers"],
-                "at most as many layers as text_config has",
+                "a list of at most num_hidden_layers (of text_config) items",
             ),
         ):
             read.check(is_right, name, value, limit)
@@ -175,8 +180,8 @@ def _attend_to_first(num_keys: Int[Array, ""]) -> SelfAttention:
     def attend(
         layer: int, q: Array, k: Array | None, v: Array | None, *, scale: float, **_: Any
     ) -> Float[Array, "n h d"]:
-        assert k is not None, "every layer has keys"
-        assert v is not None, "every layer has values"
+        assert k is not None, "a layer of the image encoder has no keys"
+        assert v is not None, "a layer of the image encoder has no values"
 
         def part(q: Array) -> Array:
             how = {"scale": scale, "key_value_seq_lengths": num_keys[None]}

@@ -83,7 +83,7 @@ def with_weights(
         found = [_assemble(raw, w, problems) for w in weights]
         _take_tied(raw, served, found, weights, problems)
     problems += [f"{name} is unexpected" for name in raw]
-    raise_problems("the weights do not fit the model that is served", problems)
+    raise_problems("the weights do not fit the served model", problems)
     graphdef, state = nnx.split(served)
     # New variables are created because the model would otherwise share variables with `served`, whose weights
     # could then not be freed.
@@ -96,12 +96,12 @@ def _check_same_config(served: LanguageModel, new: LanguageModel) -> None:
     """Raises a ValueError unless two models have the same class and the same config."""
     given, ours = type(new).__name__, type(served).__name__
     if type(new) is not type(served):
-        raise ValueError(f"the weights must be those of {ours}, which is served, got {given}")
+        raise ValueError(f"the weights must be those of a {ours}, the served model, got a {given}")
     fields = [field.name for field in dataclasses.fields(served.config)]
     pairs = [(name, getattr(new.config, name), getattr(served.config, name)) for name in fields]
     other = "".join(f"\n  `{name}` must be {shown(b)}, got {shown(a)}" for name, a, b in pairs if a != b)
     if other:
-        raise ValueError(f"the weights are those of a {given} of another config:{other}")
+        raise ValueError(f"the weights are those of a {given} with a different config:{other}")
 
 
 def _check_same_schemes(served: LanguageModel, new: LanguageModel) -> None:
@@ -115,7 +115,7 @@ def _check_same_schemes(served: LanguageModel, new: LanguageModel) -> None:
     other = [path for path, form in forms(new).items() if form != ours[path]]
     if other:
         raise ValueError(
-            "kernels must be quantized as those of the model that is served, got other formats of "
+            "the weights must be quantized as in the served model, got other formats of "
             f"{', '.join(other[:3])}{' ...' * (len(other) > 3)}"
         )
 
@@ -135,7 +135,10 @@ def _take(
     elif value.dtype != dtype:
         problems.append(f"{name} must be of type {dtype}, got {value.dtype}")
     elif isinstance(value, jax.Array) and value.is_deleted():
-        problems.append(f"{name} was deleted: a program that it was donated to has taken its memory")
+        problems.append(
+            f"{name} has been deleted because it was donated to a jitted function "
+            "(donate_argnums); pass a copy"
+        )
     else:
         # Never alias memory that the caller may write to.
         return value if isinstance(value, jax.Array) else jnp.array(value)
@@ -172,4 +175,4 @@ def _take_tied(
             continue
         kept = by_key.get(table.tied.get(key, ""))
         if kept is not None and not np.array_equal(np.asarray(raw.pop(key)), np.asarray(kept)):
-            problems.append(f"{key} differs from {table.tied[key]}, though the model ties them")
+            problems.append(f"{key} differs from {table.tied[key]}, although the model ties them")

@@ -188,7 +188,7 @@ def _read_arrays(
     shapes, expected = (jax.tree.map(lambda x: x.shape, x) for x in (found, scheme.shapes(shape)))
     if shapes != expected:
         raise ValueError(
-            f"the parts of {weight.key} must have shapes {expected} by config.json, got {shapes}"
+            f"the arrays of {weight.key} must have the shapes {expected} by config.json, got {shapes}"
         )
     return found
 
@@ -263,7 +263,7 @@ def check_stored(stored: dict[str, StoredTensor], weights: list[Weight], table: 
     for key, (shape, dtypes) in expected.items():
         tensor = stored.get(key)
         if tensor is None:
-            untied = ", and config.json does not tie it" if key in table.tied else ""
+            untied = ", and config.json does not tie it to another weight" if key in table.tied else ""
             problems.append(f"{key} is missing{untied}")
             continue
         if tensor.shape != shape:
@@ -276,7 +276,7 @@ def check_stored(stored: dict[str, StoredTensor], weights: list[Weight], table: 
         if kept in expected and kept in stored:
             readable = {tensor.dtype, stored[kept].dtype} <= STORED_DTYPES.keys()
             if not readable or not np.array_equal(tensor.read(), stored[kept].read()):
-                problems.append(f"{key} differs from {kept}, though config.json ties them")
+                problems.append(f"{key} differs from {kept}, although config.json ties them")
         elif not re.fullmatch(table.ignored, key):
             adds_nothing = is_added_bias(key, expected) and tensor.dtype in STORED_DTYPES
             if is_unused(key, table, last_layers) or (adds_nothing and not tensor.read().any()):

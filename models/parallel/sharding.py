@@ -104,7 +104,7 @@ class DeviceGrid:
     @property
     def devices(self) -> list[jax.Device]:
         """The devices of this process. The mesh must not be abstract."""
-        assert isinstance(self.mesh, Mesh), "abstract devices hold nothing"
+        assert isinstance(self.mesh, Mesh), "an abstract mesh has no devices"
         return list(self.mesh.local_devices)
 
     def divided_units(self, split: Split) -> list[tuple[Units, ...] | None]:

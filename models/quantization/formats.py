@@ -142,7 +142,7 @@ class GptqFormat:
         else:
             group_size = self.group_size or len(order)
             if not np.array_equal(order, np.arange(len(order)) // group_size):
-                raise ValueError("g_idx must keep the order of rows with desc_act false")
+                raise ValueError("g_idx must assign consecutive rows to each group because desc_act is false")
         return QuantizedArrays(values, scales, _unpacked(zeros), groups)
 
 

@@ -470,7 +470,7 @@ def _grouped_units(rows: tuple[Units, ...] | None, step: int) -> tuple[Units, ..
     if rows is None or step == 1:
         return rows
     (units,) = rows
-    assert units.division == "even", "the rows of every family are one list of even units"
+    assert units.division == "even", "rows of a quantized matrix must be a single list of even units"
     num = units.num * units.size
     # If the last group is shorter than the others, the groups are one unit, which cannot be divided.
     return even(num // step) if num % step == 0 else even(1, -(-num // step))

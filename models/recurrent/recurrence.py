@@ -98,7 +98,7 @@ def recur_paged(
     def recur(
         rule: Rule, states: Array, inputs: tuple[Array, ...], metadata: AttentionMetadata
     ) -> tuple[Array, Array]:
-        assert metadata.state_slots is not None, "a layer keeps a state"
+        assert metadata.state_slots is not None, "the metadata has no state_slots"
         (slots, checkpoint_slots, checkpoint_len), row_start = metadata.state_slots, metadata.query_start_loc
         tokens = jnp.arange(metadata.positions.shape[0])
         row = tokens if metadata.is_decode else jnp.sum(tokens[:, None] >= row_start[1:], axis=1)
@@ -134,7 +134,7 @@ def recur_dense(
         [..., T, ...], the outputs of the tokens.
     """
     spec = specs[layer]
-    assert isinstance(spec, StateSpec), "the layer keeps a state"
+    assert isinstance(spec, StateSpec), f"layer {layer} has no recurrent states"
     own, (*_, length) = spec.arrays[index], shape
     num_rows, num_tokens = math.prod(shape[:-1]), math.prod(shape)
     tokens, first = jnp.arange(num_tokens), jnp.arange(num_rows + 1) * length
@@ -220,4 +220,4 @@ class Recur(Protocol):
 
 def no_recurrence(rule: Rule, layer: int, index: int, *inputs: Any) -> Array:
     """Raises an AssertionError: the default of `recur` in passes without recurrent states."""
-    raise AssertionError(f"layer {layer} asks for a state in a pass without any")
+    raise AssertionError(f"layer {layer} called recur in a forward pass without recurrent states")

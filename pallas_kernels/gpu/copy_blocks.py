@@ -40,7 +40,8 @@ def copy_blocks(
     if page_size * head_dim % 128 or head_dim % (16 if is_quantized_pool else 1):
         raise ValueError(
             "page_size times head_dim of `kv_pages` must be a multiple of 128 with backend 'pallas', and "
-            f"head_dim one of 16 in a pool of bytes, got {page_size} and {head_dim}. Backend 'xla' takes any"
+            f"head_dim a multiple of 16 if the pool is quantized, got page_size {page_size} and "
+            f"head_dim {head_dim}. Backend 'xla' has no such limit"
         )
     pool_ref = jax.new_ref(quantized_tile.flat(kv_pages) if is_quantized_pool else kv_pages)
 

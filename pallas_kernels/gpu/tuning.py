@@ -141,12 +141,12 @@ def check_shape(q: Array, kv_pages: Array, *, interpret: bool) -> None:
         ("dtype", q.dtype.name, dtypes),
         ("head_dim", head_dim, HEAD_DIMS),
         ("page_size", page_size, PAGE_SIZES),
-        ("query heads per kv head", q.shape[1] // kv_heads, range(1, MAX_GROUP_SIZE + 1)),
+        ("the number of query heads per kv head", q.shape[1] // kv_heads, range(1, MAX_GROUP_SIZE + 1)),
     ):
         if value not in allowed:
             raise ValueError(
                 f"{name} of `kv_pages` and `q` must be one of {', '.join(map(str, allowed))} with backend "
-                f"'pallas', got {value}. Backend 'xla' supports any"
+                f"'pallas', got {value}. Backend 'xla' has no such limit"
             )
 
 
@@ -176,8 +176,8 @@ def smem_transforms(head_dim: int, dtype: jnp.dtype, cp_async_rows: int = 32) ->
         if row_bytes % swizzle == 0 and cp_async_rows // 8 * (row_bytes // swizzle) % 4 == 0:
             return gpu.TilingTransform((8, swizzle // dtype.itemsize)), gpu.SwizzleTransform(swizzle)
     raise ValueError(
-        f"page_size must be 32 or 64 with backend 'pallas' and head_dim {head_dim} below compute capability "
-        f"9.0, got {cp_async_rows}. Backend 'xla' supports any"
+        f"page_size must be 32 or 64 with backend 'pallas' and head_dim {head_dim} on a GPU of compute "
+        f"capability below 9.0, got {cp_async_rows}. Backend 'xla' has no such limit"
     )
 
 

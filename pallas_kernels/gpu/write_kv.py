@@ -46,7 +46,7 @@ def write_kv(
     if head_dim % 16:
         raise ValueError(
             f"head_dim of `kv_pages` must be a multiple of 16 with backend 'pallas', got {head_dim}. "
-            "Backend 'xla' supports any"
+            "Backend 'xla' has no such limit"
         )
     layout = tuning.row_layout(kv_heads * head_dim)
     pool_ref = jax.new_ref(quantized_tile.flat(kv_pages) if is_quantized_pool else kv_pages)

@@ -63,14 +63,14 @@ def problem(dtype: jnp.dtype) -> str | None:
     """
     platform = jax.devices()[0].platform
     if platform != "cpu":
-        return f"it multiplies on a CPU, and the device is a {platform}"
+        return f"it needs a CPU, and the device is a {platform}"
     if not native.is_built():
         return f"the native backend can't be used: {native.problem()}"
     reason = _load()
     if reason is not None:
         return reason
     if not _packed_bytes(1, 1, dtype):
-        return f"it has no packed products of {dtype} for this processor"
+        return f"it does not support packed weights of {dtype} on this processor"
     return None
 
 
@@ -91,7 +91,7 @@ def pack(
     """
     reason = problem(kernel.dtype)
     if reason is not None:
-        raise ValueError(f"kernel can't be packed: {reason}")
+        raise ValueError(f"the weights can't be packed for oneDNN: {reason}")
     rows, columns = kernel.shape[::-1] if transposed else kernel.shape
     return _pack(kernel, transposed, _packed_bytes(rows, columns, kernel.dtype))
 
@@ -160,7 +160,7 @@ def _load() -> str | None:
     reason = load(path.encode())
     if reason is None:
         return None
-    return f"{path} can't be used ({reason.decode()}): pip install 'jax-paged[onednn]'"
+    return f"{path} can't be loaded ({reason.decode()}); run pip install 'jax-paged[onednn]'"
 
 
 def _find() -> str:

@@ -401,14 +401,17 @@ def test_features_are_not_taken_over_from_broken_requests(
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
             {},
-            ["`eagle_config.eagle_aux_hidden_state_layer_ids` must be 3 indices of layers, or none"],
+            [
+                "`eagle_config.eagle_aux_hidden_state_layer_ids` must be a list of 3 layer indices, or "
+                "an empty list"
+            ],
         ),
         (
             {"vocab_size": 400, "target_hidden_size": 32, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
             {"d2t": None, "midlayer.hidden_norm.weight": None, "x": np.zeros(3, np.float32)},
             [
-                "`vocab_size` must be that of the model, 384, got 400",
-                "`target_hidden_size` must be that of the model, 64, got 32",
+                "`vocab_size` must be 384, the vocab_size of the target model, got 400",
+                "`target_hidden_size` must be 64, the hidden_size of the target model, got 32",
                 "must be at most 2",
                 "d2t is missing",
                 "midlayer.hidden_norm.weight is missing",
@@ -421,12 +424,15 @@ def test_features_are_not_taken_over_from_broken_requests(
         (
             {},
             {"d2t": np.array([1, *[0] * 299])},
-            ["d2t must map each token to another, got the same for several"],
+            ["d2t must map each draft token to a different id, got the same id for several"],
         ),
         (
             {"hidden_size": 32, "target_hidden_size": 64, "head_dim": 16},
             random_tensors(CONFIG | {"hidden_size": 32, "target_hidden_size": 64}),
-            ["embed_tokens.weight is missing: the model's embeddings have 64 values, not the 32 of the head"],
+            [
+                "embed_tokens.weight is missing: the embeddings of the target model can't be used because "
+                "they have 64 values, and hidden_size of the head is 32"
+            ],
         ),
     ],
 )

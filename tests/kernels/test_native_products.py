@@ -199,7 +199,7 @@ print(products.resolve_matmul_backend("auto", jnp.dtype("bfloat16")), products.p
 @needs_onednn
 def test_a_processor_without_packed_products_keeps_those_of_xla() -> None:
     out = run_python(OLD_PROCESSOR, ONEDNN_MAX_CPU_ISA="AVX2")
-    assert out == "xla it has no packed products of bfloat16 for this processor\n"
+    assert out == "xla it does not support packed weights of bfloat16 on this processor\n"
 
 
 VERSION = """
@@ -266,7 +266,7 @@ def test_without_onednn_xla_multiplies() -> None:
     assert chosen == "xla"
     wanted = f"`matmul_backend` must be 'auto' or 'xla' because oneDNN can't be used ({reason}), got 'onednn'"
     assert refused == wanted
-    assert unpacked == f"kernel can't be packed: {reason}"
+    assert unpacked == f"the weights can't be packed for oneDNN: {reason}"
 
 
 def test_without_the_native_library_xla_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -363,7 +363,7 @@ def test_tensors_that_do_not_fit_are_all_listed(made: Path, tmp_path: Path) -> N
 def test_groups_out_of_order_need_desc_act(made: Path, tmp_path: Path) -> None:
     write_quantized("gptq_ordered_32", made, tmp_path / "q")
     config = FORMATS["gptq_ordered_32"][0] | {"desc_act": False}
-    with pytest.raises(ValueError, match=r"_proj.* can't be read: g_idx must keep the order of rows"):
+    with pytest.raises(ValueError, match=r"_proj.* can't be read: g_idx must assign consecutive rows"):
         load_model(edited(tmp_path / "q", tmp_path / "bad", config), "float32")
     far = edited(tmp_path / "q", tmp_path / "far", g_idx=np.full(64, 2, np.int32))
     with pytest.raises(

@@ -123,7 +123,8 @@ def test_dynamic_frequencies() -> None:
         (
             {"factor": 4.0},
             {"head_dim": 2},
-            "`rope_parameters.rope_type` must be another type for heads of 2 dimensions, got 'dynamic'",
+            "`rope_parameters.rope_type` must be another type than 'dynamic' for heads of 2 "
+            "dimensions, got 'dynamic'",
         ),
     ],
 )

@@ -57,12 +57,12 @@ def test_each_weight_is_on_one_stage_and_a_tied_table_on_two(folder: Path) -> No
 
 
 def test_what_has_no_stages() -> None:
-    with pytest.raises(ValueError, match="1 because T5ForConditionalGeneration is no decoder alone"):
+    with pytest.raises(ValueError, match="1 because T5ForConditionalGeneration is not a decoder-only model"):
         split_model(outline(FIXTURES / "t5_tied", "auto", None), 2)
     for name in WHOLE[:2]:
         with pytest.raises(
-            ValueError, match=r"1 because Gemma4For.* can't be divided: its last layers attend to the"
+            ValueError, match=r"1 because Gemma4For.* can't be split into stages: its last layers share the"
         ):
             split_model(outline(FIXTURES / name, "auto", None), 2)
-    with pytest.raises(ValueError, match="at most 2, the layers of the model"):
+    with pytest.raises(ValueError, match="at most 2, the number of layers of the model"):
         split_model(outline(FIXTURES / "gqa2_tied", "auto", None), 3)
