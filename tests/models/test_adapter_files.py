@@ -121,10 +121,10 @@ def test_the_message_lists_everything_that_is_wrong(limits: Any, tmp_path: Path)
         "`modules_to_save` must be None or [], got ['lm_head']",
         "`init_lora_weights` must be a method that does not change the base model, got 'pissa_niter_4'",
         "each of `target_modules` must be one of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, ",
-        "model.layers.0.mlp.up_proj must have at most rank 16 (max_lora_rank), got 20",
-        "model.layers.0.mlp.down_proj must have lora_A and lora_B, got lora_A alone",
+        "the rank of model.layers.0.mlp.up_proj must be at most 16 (max_lora_rank), got 20",
+        "model.layers.0.mlp.down_proj must have lora_A and lora_B, got only lora_A",
         "model.layers.0.self_attn.q_proj.lora_A must have shape (2, 64), got (2, 63)",
-        "for model.layers.0.mlp.experts.up_proj",
+        "which belongs to model.layers.0.mlp.experts.up_proj",
         "each tensor must be lora_A or lora_B of a linear layer, got base_model.model.lm_head.weight",
     ):
         assert part in message
@@ -181,13 +181,13 @@ def test_files_that_are_no_adapter(limits: Any, tmp_path: Path) -> None:
             read_adapter(tmp_path / "adapter", limits)
         return str(caught.value)
 
-    assert "must have adapter_config.json, which PEFT saves: No such file" in message()
+    assert "must contain adapter_config.json, which PEFT's save_pretrained writes: No such file" in message()
     (tmp_path / "adapter").mkdir()
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text("[1")
     assert "is not JSON" in message()
     file.write_text("[1]")
-    assert "adapter_config.json must hold an object, got a list" in message()
+    assert "adapter_config.json must be a JSON object, got a list" in message()
     file.write_text(json.dumps(CONFIG | {"r": 2}))
     assert "adapter_model.safetensors" in message()
     (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"\x00" * 40)
@@ -214,7 +214,11 @@ def test_soft_prompts(limits: Any, tmp_path: Path) -> None:
             r"must have shape \(3, 64\), got \(2, 64\)",
         ),
         ({"prompt_embeddings": np.full((3, 64), np.nan, np.float32)}, {}, "must have finite values"),
-        ({"other": np.ones((3, 64), np.float32)}, {}, "the tensors must be"),
+        (
+            {"other": np.ones((3, 64), np.float32)},
+            {},
+            r"the only tensor must be prompt_embeddings, got \[.other.\]",
+        ),
         ({"prompt_embeddings": np.ones((200, 64), np.float32)}, {"num_virtual_tokens": 200}, r"\[1, 100\]"),
         (
             {"prompt_embeddings": np.ones((3, 64), np.float32)},
