@@ -1,14 +1,14 @@
-"""How many devices, processes and engines there are to be: which sizes there are, and which go together."""
+"""Checks of the numbers of devices, processes and engines in EngineArgs."""
 
 from collections.abc import Callable
 from typing import Any
 
 from jax_paged.errors import check, check_int, check_number
 
-# A day: systems count how long a connection may wait in other ways, and not without end.
+# One day. Operating systems limit connection timeouts, in different ways.
 MAX_TIMEOUT_S = 86_400
 
-# What can't be done beside pipeline_parallel_size: the only value of an argument, and why.
+# Arguments that pipeline_parallel_size above 1 does not support: name, the only allowed value, and reason.
 _WITH_STAGES: tuple[tuple[str, Any, str], ...] = (
     ("num_scheduler_steps", 1, "because a step goes from stage to stage"),
     ("speculative_config", None, "because nothing drafts between stages"),
@@ -18,11 +18,11 @@ _WITH_STAGES: tuple[tuple[str, Any, str], ...] = (
 
 
 def note_problems(args: Any, note: Callable[..., Any]) -> None:
-    """Checks the sizes of EngineArgs.
+    """Checks the sizes of EngineArgs for parallel execution, and their combinations.
 
     Args:
         args: The EngineArgs.
-        note: Calls a check with arguments, and keeps what it raises, as Problems.note does.
+        note: Calls a check with arguments and stores its error, as Problems.note does.
     """
     seconds = args.distributed_timeout_seconds
     note(check_number, "distributed_timeout_seconds", seconds, 0, MAX_TIMEOUT_S, low_open=True)

@@ -1,4 +1,4 @@
-"""How long requests waited: distributions of latencies, of one run or of several; notebooks draw them."""
+"""Distributions of request latencies of one or several runs, with a drawing for notebooks."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from jax_paged.lab.what_if import Replay
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Percentiles that are marked, with the markers of matplotlib.
+# Marked percentiles, with their labels and matplotlib markers.
 _MARKS = (50, "median", "o"), (99, "99th percentile", "D")
 _LINE_STYLES = "-", "--", ":", "-."
 _NAMES = QUEUE, FIRST, PER_TOKEN = "in the queue", "to the first token", "per token after the first"
@@ -21,18 +21,24 @@ _NAMES = QUEUE, FIRST, PER_TOKEN = "in the queue", "to the first token", "per to
 
 @dataclasses.dataclass(frozen=True)
 class Latencies:
-    """The latencies of runs.
+    """Request latencies of several runs.
 
     Args:
-        seconds: By the name of the run, and by QUEUE (from the arrival to the first step), FIRST (from the
-            arrival) and PER_TOKEN (the mean of a request's tokens after its first): ascending, of all
-            requests that have got so far.
+        seconds: Sorted latencies (seconds), by name of the run and then by type of latency. QUEUE is the time
+            from arrival to the first step, FIRST the time from arrival to the first token, PER_TOKEN the mean
+            time per token after the first. Requests that did not get that far are left out.
     """
 
     seconds: dict[str, dict[str, np.ndarray]]
 
     def percentile(self, run: str, latency: str, percent: float) -> float:
-        """Returns the seconds that so many percent of the requests need at most; NaN if there are none."""
+        """Returns a percentile of a latency (seconds); NaN if there are no values.
+
+        Args:
+            run: Name of the run.
+            latency: QUEUE, FIRST or PER_TOKEN.
+            percent: The percentile, in [0, 100].
+        """
         found = self.seconds[run][latency]
         return float(np.percentile(found, percent, method="inverted_cdf")) if len(found) else float("nan")
 
@@ -46,11 +52,11 @@ class Latencies:
         return f"{run}: {', '.join(told)} ({len(self.seconds[run][FIRST]):,} requests)"
 
     def _repr_png_(self) -> bytes | None:
-        """Returns the drawing for a notebook, which shows `repr` without matplotlib."""
+        """Returns the drawing for a notebook; None without matplotlib, so that `repr` is shown."""
         return png_of(self.figure)
 
     def figure(self) -> "Figure":
-        """Returns a drawing: for each latency, the share of requests that need at most so long.
+        """Returns a drawing of the cumulative distribution of each latency.
 
         Raises:
             ImportError: If matplotlib is not installed.
@@ -70,7 +76,7 @@ class Latencies:
         return figure
 
     def _draw(self, axes: Any, latency: str) -> None:
-        """Draws the distribution of a latency, a line per run."""
+        """Draws the distribution of one latency, with a line per run."""
         every = np.concatenate([found[latency] for found in self.seconds.values()] or [np.zeros(0)])
         low, high = (every[every > 0].min() / 1.1, every.max() * 1.1) if every.any() else (1e-3, 1.0)
         axes.set(title=latency, xscale="log", xlim=(low, high))
@@ -87,15 +93,19 @@ class Latencies:
 
 
 def _line(i: int) -> dict[str, str]:
-    """Returns the look of the line of a run: lines differ by more than their colour."""
+    """Returns the style of a run's line; lines differ in color and dash pattern."""
     return {"color": f"C{i}", "linestyle": _LINE_STYLES[i % len(_LINE_STYLES)]}
 
 
 def latencies(runs: Mapping[str, Replay | SimulationResult]) -> Latencies:
-    """Returns how long the requests of some runs waited.
+    """Returns the latencies of the requests of several runs.
+
+    Example:
+        >>> other = replay(lines, scheduler=lambda group: len(group.request.prompt_token_ids))
+        >>> latencies({"recorded": replay(lines), "shortest first": other})
 
     Args:
-        runs: Results of simulations or replays, by the names that they are to have.
+        runs: Results of simulations or replays, by name.
     """
     return Latencies({name: _of_run(run) for name, run in runs.items()})
 

@@ -1,4 +1,4 @@
-"""The pool while an engine works: drawn in place as it runs, and afterwards with a slider over all steps."""
+"""Animation of the KV cache: drawn live while an engine runs, then with a slider over all steps."""
 
 import contextlib
 import dataclasses
@@ -18,28 +18,32 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.lab.pool_map import MAX_DRAWN, PITCH, SIDE, PoolMap, box, cell_place, owner_name, pool_map
 from jax_paged.lab.recording import replay_events
 
-_Block = tuple[str, int]  # memory, and id
+_Block = tuple[str, int]  # ("device" or "host", block id)
 Observer = Callable[[Scheduler, SchedulerOutput], None]
-_GAP = 26  # between the two memories
+_GAP = 26  # vertical gap between device and host memory in the drawing
 _LIVE_INTERVAL_S = 0.2
 
 
 class Observed(Protocol):
-    """Whoever calls observers after each step, such as an LLMEngine."""
+    """Object that calls observers after each step, such as an LLMEngine.
+
+    Attributes:
+        observers: Functions to call with the scheduler and the step.
+    """
 
     observers: list[Observer]
 
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """The pool after one step.
+    """The KV cache after one step.
 
     Args:
-        pool: What every block holds.
+        pool: The map of all blocks.
         output: The step.
-        num_running: Requests that hold blocks on the device; so are the two that follow, elsewhere.
-        num_waiting: Requests in the queue.
-        num_swapped: Requests in host memory.
+        num_running: Number of requests that hold blocks on the device.
+        num_waiting: Number of waiting requests.
+        num_swapped: Number of requests that are swapped out to host memory.
     """
 
     pool: PoolMap
@@ -50,7 +54,7 @@ class Frame:
 
     @property
     def caption(self) -> str:
-        """What happened, in one line."""
+        """A summary of the step in one line."""
         output = self.output
         words = [
             f"step {output.step_id}: {_count(output.num_batched_tokens, 'token')} of "
@@ -69,10 +73,11 @@ class Frame:
 
 
 class Movie:
-    """Frames of a pool; a notebook draws them with a slider and a button that plays them.
+    """A sequence of frames, drawn in a notebook with a slider and a play button.
 
     Args:
-        max_frames: Once there are more, every second one is dropped, and only every second step kept.
+        max_frames: Maximum number of frames. When it is exceeded, every second frame is removed, and from
+            then on only half as many steps are recorded.
     """
 
     def __init__(self, max_frames: int = 400) -> None:
@@ -85,7 +90,7 @@ class Movie:
         return len(self.frames)
 
     def add(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        """Takes a frame: what the scheduler's pool holds now, after a step."""
+        """Adds a frame with the current state of the scheduler's pool; called after each step."""
         if self._num_steps % self._every == 0:
             self.frames.append(frame_of(scheduler, output))
         self._num_steps += 1
@@ -93,17 +98,24 @@ class Movie:
             self.frames, self._every = self.frames[::2], self._every * 2
 
     def _repr_html_(self) -> str:
-        """Returns a drawing with a slider; its script touches nothing but the drawing."""
+        """Returns the drawing with a slider; its script only changes the drawing itself."""
         return _movie_html(self.frames)
 
 
 @contextlib.contextmanager
 def watch(engine: Observed, *, max_frames: int = 400) -> Iterator[Movie]:
-    """Draws the pool of an engine in place while it runs, in a notebook; gives the movie of all steps.
+    """Records the KV cache of an engine while the `with` block runs; in a notebook, also draws it live.
+
+    Example:
+        >>> with watch(llm.llm_engine) as movie:
+        ...     outputs = llm.generate(["A block table is", "import os"])
 
     Args:
-        engine: An LLMEngine; `llm.llm_engine` of an LLM.
-        max_frames: As Movie takes it.
+        engine: The engine to watch, such as `llm.llm_engine` of an LLM.
+        max_frames: Maximum number of frames; see Movie.
+
+    Yields:
+        The movie, to which a frame is added after each step.
     """
     movie = Movie(max_frames)
     show = _display()
@@ -129,11 +141,11 @@ def movie_of(lines: Iterable[str], *, max_frames: int = 400) -> Movie:
     """Returns the movie of a recording.
 
     Args:
-        lines: As `recording.replay` takes them.
-        max_frames: As Movie takes it.
+        lines: A complete recording, such as an open file or a list.
+        max_frames: Maximum number of frames; see Movie.
 
     Raises:
-        ValueError: As `recording.replay` does.
+        ValueError: If the recording is invalid or its decisions can't be reproduced; see `recording.replay`.
     """
     movie = Movie(max_frames)
     replay_events(lines, observe=movie.add)
@@ -141,7 +153,7 @@ def movie_of(lines: Iterable[str], *, max_frames: int = 400) -> Movie:
 
 
 def frame_of(scheduler: Scheduler, output: SchedulerOutput) -> Frame:
-    """Returns what the pool of a scheduler holds after a step."""
+    """Returns a frame with the current state of a scheduler's pool, after a step."""
     queues = scheduler.queues
     running, waiting, swapped = queues.running.values(), queues.waiting.values(), queues.swapped.values()
     groups = itertools.chain(running, waiting, swapped)
@@ -150,7 +162,7 @@ def frame_of(scheduler: Scheduler, output: SchedulerOutput) -> Frame:
 
 
 def _display() -> Callable[[list[Frame]], None] | None:
-    """Returns what draws in place, in the running cell of a notebook; None elsewhere."""
+    """Returns a function that redraws frames in the current notebook cell; None outside of notebooks."""
     try:
         from IPython.core.getipython import get_ipython
         from IPython.display import HTML, display
@@ -185,7 +197,7 @@ def _movie_html(frames: list[Frame]) -> str:
         before = now
     width = max((x for x, _ in places.values()), default=0) + PITCH
     total = max((y for _, y in places.values()), default=0) + PITCH
-    # The last frame is there without the script, which some viewers of notebooks leave out.
+    # The last frame is static, for notebook viewers that remove scripts.
     last = dict(_boxes(frames[-1], numbers))
     cells = "".join(
         f'<g transform="translate({x} {y})">{last.get(key, "")}</g>' for key, (x, y) in places.items()
@@ -210,7 +222,7 @@ def _movie_html(frames: list[Frame]) -> str:
 
 
 def _drawn(maps: Iterable[np.ndarray]) -> list[int]:
-    """Returns the blocks that ever held something, in the order of ids, as many as are drawn."""
+    """Returns the ids of all blocks that ever held something, in ascending order, at most MAX_DRAWN."""
     ids: set[int] = set()
     for blocks in maps:
         ids.update(blocks["block_id"][blocks["ref_count"] > 0].tolist())
@@ -218,7 +230,7 @@ def _drawn(maps: Iterable[np.ndarray]) -> list[int]:
 
 
 def _boxes(frame: Frame, wanted: Container[_Block]) -> Iterator[tuple[_Block, str]]:
-    """Yields the blocks of a frame that are wanted, and how they look."""
+    """Yields the requested blocks of a frame with their SVG."""
     pool = frame.pool
     for memory, blocks, owners in (
         ("device", pool.blocks, pool.owners),
@@ -236,7 +248,7 @@ def _boxes(frame: Frame, wanted: Container[_Block]) -> Iterator[tuple[_Block, st
 
 
 def _moves(output: SchedulerOutput) -> Iterator[tuple[_Block, _Block]]:
-    """Yields where blocks were moved from and to."""
+    """Yields the source and target of each block that the step swaps or copies."""
     for blocks, source, target in (
         (output.blocks_to_swap_out, "device", "host"),
         (output.blocks_to_swap_in, "host", "device"),

@@ -1,4 +1,4 @@
-"""The page table of one request: which block holds which of its tokens; notebooks draw it."""
+"""The block table of one request and the tokens in each block, with a drawing for notebooks."""
 
 import dataclasses
 import html
@@ -28,13 +28,20 @@ _SHARED, _OWN = "hsl(28,75%,55%)", "hsl(210,60%,52%)"
 class PageTable:
     """The block table of one sequence at one moment.
 
+    Shown as a drawing in a notebook. `entries` has these fields:
+
+    - group: Index of the cache group.
+    - block_id: Id of the block; 0 (the null block) if the block has left a sliding window.
+    - ref_count: Number of references to the block.
+    - position: Position of the block's first token in the text.
+    - num_tokens: Number of filled slots.
+    - is_cached: Whether the prefix cache contains the block.
+
     Args:
-        request_id: Its request.
-        entries: One row per entry, in the order of the table: the cache group, the block (0 where it fell out
-            of a window), how many reference it, the position of its first token in the text, how many slots
-            are filled, and whether the prefix cache offers it to others.
-        block_size: Tokens per block.
-        tokens: The text of each token of the sequence, or its id where there is no tokenizer.
+        request_id: Id of the request.
+        entries: One row per entry, in the order of the block table.
+        block_size: Number of tokens per block.
+        tokens: Text of each token of the sequence, or its id without a tokenizer.
     """
 
     request_id: str
@@ -51,7 +58,7 @@ class PageTable:
         )
 
     def _repr_html_(self) -> str:
-        """Returns a drawing: a row per block, with its tokens; no scripts, nothing loaded from elsewhere."""
+        """Returns the drawing: a row per block with its tokens, without scripts or external resources."""
         rows = "".join(self._row(entry) for entry in self.entries[:_MAX_DRAWN])
         left = len(self.entries) - _MAX_DRAWN
         more = f"<div>and {left} blocks more</div>" if left > 0 else ""
@@ -93,13 +100,13 @@ class PageTable:
 def page_table(
     manager: BlockManager, request: SequenceGroup, seq: Sequence, text_of: Callable[[int], str]
 ) -> PageTable:
-    """Returns the block table of a sequence that is in the pool; changes nothing.
+    """Returns the block table of a sequence that has blocks on the device; changes nothing.
 
     Args:
         manager: Owner of the blocks.
-        request: Its request.
+        request: Request of the sequence.
         seq: The sequence.
-        text_of: Returns the text of a token.
+        text_of: Returns the text of a token id.
     """
     size, rows = manager.block_size, []
     for g, (group, table) in enumerate(zip(manager.groups, manager.block_tables[seq], strict=True)):

@@ -1,4 +1,4 @@
-"""A process of an engine that runs what the first one says, and knows nothing of requests."""
+"""A follower of an engine with several processes: it runs the programs that the leader announces."""
 
 import logging
 import queue
@@ -18,36 +18,39 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Follower:
-    """Runs what the leader announces for an engine, on the devices of this process. It is a ProcessGroup.
+    """The ProcessGroup of every process except the first one.
+
+    It runs the announced programs of one engine on the devices of this process, and has no knowledge of
+    requests.
 
     Args:
-        channel: To the leader.
-        engine: Which of the engines of a pipeline.
-        links: To the other stages, if each process has one.
+        channel: Channel to the leader.
+        engine: Index of the engine in a pipeline.
+        links: Links to the other pipeline stages; None without pipeline stages.
     """
 
     def __init__(self, channel: Channel, engine: int = 0, links: StageLinks | None = None) -> None:
         self._channel, self.engine, self.links = channel, engine, links
-        self.is_ready: Callable[[Program], bool] | None = None  # the leader chooses among programs
+        self.is_ready: Callable[[Program], bool] | None = None  # only needed in the leader
         self._functions: dict[str, Callable[..., Any]] = {}
         self._weights: list[Any] = []
-        self._arrays: dict[int, Any] = {}  # and lists of them, by the leader's numbers
+        self._arrays: dict[int, Any] = {}  # arrays and lists of arrays, by id in messages
         self._next = 0
 
     def least(self, value: int) -> int:
-        """Returns the least that any process has passed."""
+        """Returns the minimum of the values that all processes have passed."""
         self._channel.send({"least": value})
         return self._channel.receive()[0]
 
     def everywhere[**P, T](self, name: str, function: Callable[P, T]) -> Callable[P, T]:
-        """Notes a function that the leader may announce; see ProcessGroup."""
+        """Registers a function that the leader may announce, and returns it; see ProcessGroup."""
         self._functions[name] = function
         return function
 
     def begin(
         self, compiled: CompiledPrograms, run: Callable[..., Any], weights: list[Any], kept: Any
     ) -> Callable[..., Any]:
-        """Tells the leader that all is there, and what is compiled; see ProcessGroup."""
+        """Tells the leader when this process is ready and which programs are compiled. Returns `run`."""
         self._weights, self._run = weights, run
         self._programs = {str(program): program for program in compiled.programs}
         self._keep(kept)
@@ -57,7 +60,14 @@ class Follower:
         return run
 
     def do(self, name: str, codes: list[Any], dropped: list[int], arrays: list[np.ndarray]) -> None:
-        """Runs what a message names."""
+        """Runs an announced program or function.
+
+        Args:
+            name: Name of the program or function.
+            codes: Representations of its arguments; see Leader.
+            dropped: Ids of arrays that the leader has deleted.
+            arrays: Host arrays sent with the message.
+        """
         given = iter(arrays)
         args = [self._arg(code, given) for code in codes]
         function = self._functions.get(name)
@@ -66,7 +76,7 @@ class Follower:
             del self._arrays[number]
 
     def _arg(self, code: Any, given: Any) -> Any:
-        """Returns the argument that a code stands for; see Leader."""
+        """Returns the argument for its representation in a message; see Leader."""
         match code:
             case None:
                 return next(given)
@@ -92,15 +102,16 @@ def follow_leader(channel: Channel, groups: Sequence[Follower], end: Callable[[i
     """Runs the programs that the leader announces; does not return.
 
     Args:
-        channel: To the leader.
-        groups: One for each engine of a pipeline.
-        end: Called from another thread with the exit status of this process: 0 if the leader has ended, 1 if
-            it has stalled or its host is gone.
+        channel: Channel to the leader.
+        groups: The Follower of each engine in a pipeline.
+        end: Ends this process with an exit status: 0 if the leader has ended, 1 if it has stalled or its host
+            is lost. Called from another thread.
     """
     announced: queue.SimpleQueue[tuple[Any, list[np.ndarray]]] = queue.SimpleQueue()
 
     def read() -> None:
-        # Beside the thread that runs: it may wait for a process that is lost, and the leader with it.
+        # Runs in its own thread, because the main thread may wait for a collective of a lost process while
+        # the leader ends.
         try:
             while True:
                 message, arrays = channel.receive()

@@ -1,4 +1,9 @@
-"""How the workers of an engine find each other, and see that all are to do the same."""
+"""Connection of the workers of an engine at startup.
+
+Each worker sends a fingerprint of its arguments, versions and checkpoint to worker 0 (`follow`). Worker 0
+compares the fingerprints (`lead`) and answers with an error, or with the address of JAX's distributed
+service.
+"""
 
 import dataclasses
 import hashlib
@@ -19,15 +24,22 @@ from jax_paged.worker.distributed.channel import Channel, silence_limit_s
 from jax_paged.worker.distributed.task import Task
 
 _RETRY_S = 0.1
-# For whoever connects to say who it is.
+# Time limit for the first message of a connection (seconds).
 _HELLO_S = 5
 
 
 def fingerprint(args: EngineArgs, num_workers: int) -> dict[str, str]:
-    """Returns what has to be the same in all workers, by name: arguments, versions and the checkpoint.
+    """Returns the values that must be the same in all workers, by name.
+
+    These are the versions of jax and jax-paged, a hash of the checkpoint's config and tensor headers, the
+    number of workers, and the engine's arguments.
+
+    Args:
+        args: Arguments of the engine.
+        num_workers: Number of workers.
 
     Raises:
-        ValueError: If there is no such checkpoint.
+        ValueError: If the checkpoint does not exist.
     """
     folder = resolve_model_dir(args.model)
     digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
@@ -43,13 +55,17 @@ def fingerprint(args: EngineArgs, num_workers: int) -> dict[str, str]:
 
 
 def lead(task: Task) -> tuple[list[Channel], str]:
-    """Waits for all other workers, and checks that they are to do the same.
+    """Waits for all other workers and checks that their fingerprints are equal to this worker's.
+
+    Args:
+        task: The task of worker 0.
 
     Returns:
-        Channels to them, in the order of their ranks; and where they meet as processes of JAX.
+        Channels to the other workers, in order of their ranks; and the address of JAX's distributed service.
 
     Raises:
-        ValueError: If some do not come, or differ; the message says in what, and all have got it.
+        ValueError: If workers are missing, or their fingerprints differ. All connected workers receive the
+            message about differences.
     """
     launch, ours = task.launch, fingerprint(task.args, task.launch.world_size)
     if task.peers is None:
@@ -78,10 +94,16 @@ def lead(task: Task) -> tuple[list[Channel], str]:
 
 
 def follow(task: Task) -> tuple[Channel, str]:
-    """Finds the first worker; returns a channel to it, and where all meet as processes of JAX.
+    """Connects to worker 0 and sends it this worker's fingerprint.
+
+    Args:
+        task: The task of this worker.
+
+    Returns:
+        A channel to worker 0, and the address of JAX's distributed service.
 
     Raises:
-        ValueError: If it is not there, or the workers differ.
+        ValueError: If worker 0 can't be reached, or the fingerprints of the workers differ.
     """
     limit_s = task.args.distributed_timeout_seconds
     hello: dict[str, Any] = {"rank": task.launch.rank}
@@ -89,7 +111,8 @@ def follow(task: Task) -> tuple[Channel, str]:
         hello["fingerprint"] = fingerprint(task.args, task.launch.world_size)
     except ValueError as error:
         hello["error"] = str(error)
-    # Only now: who is connected has to say soon who it is, and headers may come from far away.
+    # Connects after the fingerprint is computed. Worker 0 only waits a few seconds for the first message, and
+    # reading the headers may take longer.
     if task.peers is None:
         channel = _connected(task.launch, limit_s)
     else:
@@ -108,7 +131,15 @@ def follow(task: Task) -> tuple[Channel, str]:
 
 
 def _greeted(peers: tuple[int, ...], limit_s: float) -> dict[int, tuple[Channel, dict[str, Any]]]:
-    """Returns a channel to each other worker, of sockets to them, and what it says of itself, by rank."""
+    """Reads the first messages of the other workers from connected sockets.
+
+    Args:
+        peers: File descriptors of the sockets, in order of the workers' ranks.
+        limit_s: Time limit for each message (seconds).
+
+    Returns:
+        The channel to each worker and its message, by rank.
+    """
     found: dict[int, tuple[Channel, dict[str, Any]]] = {}
     for rank, peer in enumerate(peers, 1):
         channel = Channel(socket.socket(fileno=peer))
@@ -122,7 +153,15 @@ def _greeted(peers: tuple[int, ...], limit_s: float) -> dict[int, tuple[Channel,
 
 
 def _accepted(launch: Launch, limit_s: float) -> dict[int, tuple[Channel, dict[str, Any]]]:
-    """Returns a channel to each other worker, and what it says of itself, by rank."""
+    """Accepts connections from all other workers and reads their first messages.
+
+    Args:
+        launch: The address to listen at, and the number of workers.
+        limit_s: Time limit for all connections (seconds).
+
+    Returns:
+        The channel to each worker and its message, by rank.
+    """
     given = f"{launch.address} (MASTER_ADDR), port {launch.port} (MASTER_PORT)"
     found: dict[int, tuple[Channel, dict[str, Any]]] = {}
     try:
@@ -150,12 +189,12 @@ def _accepted(launch: Launch, limit_s: float) -> dict[int, tuple[Channel, dict[s
                 check(rank in range(1, launch.world_size) and rank not in found, "rank", rank, "a free rank")
                 found[rank] = channel, hello
             except (OSError, ValueError, TypeError, KeyError):
-                channel.close()  # it is none of ours
+                channel.close()  # the connection is not from a worker of this engine
     return found
 
 
 def _connected(launch: Launch, limit_s: float) -> Channel:
-    """Returns a channel to the first worker, which may come later."""
+    """Returns a channel to worker 0; retries until `limit_s` seconds have passed."""
     deadline = time.monotonic() + limit_s
     while True:
         try:
@@ -172,7 +211,7 @@ def _connected(launch: Launch, limit_s: float) -> Channel:
 
 
 def _free_address(host: str) -> str:
-    """Returns a host and a port of it that nobody uses."""
+    """Returns an address with an unused port of the host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as probe:
         port = probe.getsockname()[1]

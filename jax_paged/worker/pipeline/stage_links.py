@@ -1,4 +1,4 @@
-"""How the stages of a pipeline hand on arrays when each of them has a process of its own."""
+"""Transfer of arrays between pipeline stages that run in different processes."""
 
 import collections
 import contextlib
@@ -13,11 +13,11 @@ from jaxtyping import Array
 
 
 class RemoteArray:
-    """Stands for an array of the last stage, in a process that does not have it.
+    """Placeholder for an array of the last stage, in a process that does not have it.
 
     Args:
-        arriving: Comes to what the last stage tells of a program; None where nobody reads it.
-        place: Of the array in that.
+        arriving: Future for the arrays that the last stage sends; None in stages where the array is not read.
+        place: Index of the array among the arrays that the last stage sends.
     """
 
     def __init__(self, arriving: "Future[list[np.ndarray]] | None" = None, place: int = 0) -> None:
@@ -25,19 +25,19 @@ class RemoteArray:
 
     @property
     def ndim(self) -> int:
-        """Its dimensions; waits for it."""
+        """The number of dimensions; waits for the array."""
         return self.__array__().ndim
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape; waits for it."""
+        """The shape; waits for the array."""
         return self.__array__().shape
 
     def copy_to_host_async(self) -> None:
-        """Does nothing, as it is on its way."""
+        """Does nothing because the last stage sends the array to the host anyway."""
 
     def wait(self) -> None:
-        """Waits until the program that makes it is done."""
+        """Waits until the array has arrived; does nothing if the array is not read here."""
         if self._arriving is not None:
             self._arriving.result()
 
@@ -48,17 +48,18 @@ class RemoteArray:
 
 
 class StageLinks:
-    """Hands arrays to the next stage, and from the last to the first, in a thread of its own.
+    """Connection of a stage to its neighbors: sends arrays to the next stage, and from the last to the first.
 
     Args:
-        stage: That of this process.
-        num_stages: How many there are, and how many engines.
-        send: Sends a header and arrays to the next stage, or to who hands them on.
-        fail: Is called with what has failed while an array was computed.
+        stage: Index of this process's stage.
+        num_stages: Number of stages, which is also the number of engines.
+        send: Sends a header and arrays to the next stage, directly or through the leader.
+        fail: Called with the error if the computation of an array has failed.
 
     Attributes:
-        stage: See Args.
-        computing: Held while a program is dispatched: all devices of a stage have to get them in one order.
+        stage: Index of this process's stage.
+        computing: Lock that is held while a program is dispatched, because all devices of a stage must
+            receive programs in the same order.
     """
 
     def __init__(
@@ -71,20 +72,29 @@ class StageLinks:
         self.stage, self.computing = stage, threading.Lock()
         self._next, self._send, self._fail = (stage + 1) % num_stages, send, fail
         self._leaving: queue.SimpleQueue[tuple[int, Sequence[Array]]] = queue.SimpleQueue()
-        # By engine: what has come before it was asked for, or who asks for what has not come.
+        # Per engine: arrays that arrived before `take` was called, and futures whose arrays have not arrived.
         self._arrived = [collections.deque[list[np.ndarray]]() for _ in range(num_stages)]
         self._awaited = [collections.deque[Future[list[np.ndarray]]]() for _ in range(num_stages)]
         self._meeting = threading.Lock()
         threading.Thread(target=self._send_all, daemon=True).start()
 
     def give(self, engine: int, arrays: Sequence[Array]) -> None:
-        """Sends arrays of an engine to the next stage, as soon as they are computed."""
+        """Sends arrays to the next stage when they are computed; does not wait.
+
+        Args:
+            engine: Index of the engine.
+            arrays: Arrays on the devices.
+        """
         for array in arrays:
             array.copy_to_host_async()
         self._leaving.put((engine, arrays))
 
     def take(self, engine: int) -> "Future[list[np.ndarray]]":
-        """Returns what comes to the next arrays that the stage before gives for an engine."""
+        """Returns a future for the next arrays from the previous stage.
+
+        Args:
+            engine: Index of the engine.
+        """
         future: Future[list[np.ndarray]] = Future()
         with self._meeting:
             if self._arrived[engine]:
@@ -94,7 +104,12 @@ class StageLinks:
         return future
 
     def arrive(self, engine: int, arrays: list[np.ndarray]) -> None:
-        """Takes in what the stage before has given."""
+        """Passes arrays from the previous stage to the oldest unresolved future of `take`, or stores them.
+
+        Args:
+            engine: Index of the engine.
+            arrays: The received arrays.
+        """
         with self._meeting:
             if self._awaited[engine]:
                 self._awaited[engine].popleft().set_result(arrays)
@@ -102,7 +117,7 @@ class StageLinks:
                 self._arrived[engine].append(arrays)
 
     def _send_all(self) -> None:
-        with contextlib.suppress(OSError):  # who is lost is noticed by whoever receives
+        with contextlib.suppress(OSError):  # the receiving thread detects a lost process
             while True:
                 engine, arrays = self._leaving.get()
                 try:
