@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.request import SequenceGroup
 from jax_paged.core.scheduler import Scheduler

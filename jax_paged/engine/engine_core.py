@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.request import SequenceStatus
 from jax_paged.core.result_updater import NewTokens

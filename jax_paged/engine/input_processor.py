@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from jax_paged.arguments.plain_values import as_list, plain
 from jax_paged.arguments.shown_values import Text
 from jax_paged.arguments.suggestions import suggestion
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import blocks_of
 from jax_paged.core.request import Request, RequestFeatures
 from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, one_salt, with_soft_prompt

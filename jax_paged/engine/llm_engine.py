@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.engine import composition

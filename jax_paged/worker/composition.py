@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.config.multimodal import ImageSettings
 from jax_paged.errors import check
 from jax_paged.models.encoder_decoder import EncoderDecoderLM

@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig, checks_inputs
+from jax_paged.config.engine_args import EngineArgs, checks_inputs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.worker import kv_cache as kv_cache_arrays

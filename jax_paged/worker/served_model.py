@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.models.attention import Backend
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.parallel.sharding import DeviceGrid

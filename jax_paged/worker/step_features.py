@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.parallel.sharding import DeviceGrid

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.request import PromptEmbeds
 from jax_paged.engine.prompt_reader import PLACEHOLDER, TokenizedPrompt
 from jax_paged.errors import ArgumentError, TooLongError, check

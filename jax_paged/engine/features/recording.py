@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.codec import check_format
 from jax_paged.engine.engine_core import EngineCore
 from jax_paged.engine.feature import EngineFeature

@@ -1,6 +1,6 @@
 """The buckets for all steps of an engine."""
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.worker.compilation.buckets import (
     Bucket,
     plan_buckets,

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup, blocks_of
 from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.speculation import Speculation

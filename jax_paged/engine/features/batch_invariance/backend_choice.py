@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.engine.executors import MakeExecutor
 from jax_paged.engine.features.batch_invariance.invariance import NotInvariantError
 

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.lora_request import LoRARequest
 from jax_paged.models.features.lora.adapter_files import Adapter, AdapterLimits, read_adapter
