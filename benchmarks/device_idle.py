@@ -43,7 +43,7 @@ class StandIn:
             model_name="stand-in",
             architecture="none",
             dtype="float32",
-            backend="none",
+            attention_backend="none",
             matmul_backend="none",
             vocab_size=VOCAB_SIZE,
             max_model_len=MAX_MODEL_LEN,

@@ -24,7 +24,7 @@ class EngineConfig:
         model_name: Value of EngineArgs.model.
         architecture: Name under "architectures" in the model's config.json.
         dtype: Data type of weights and activations: "float32" or "bfloat16".
-        backend: The attention backend.
+        attention_backend: The attention backend.
         backend_reason: Why this attention backend was selected, for display.
         matmul_backend: The backend for multiplication with weights.
         vocab_size: Number of rows of the embedding table.
@@ -33,8 +33,8 @@ class EngineConfig:
         num_blocks: Number of KV cache blocks, including the null block.
         num_swap_blocks: Number of blocks in host memory for swapped-out requests.
         cache_groups: Groups of layers; the layers of a group share one block table per sequence.
-        state_slots: Number of slots for recurrent states: on the device, including the unused slot 0, and in
-            host memory.
+        num_state_slots: Number of slots for recurrent states on the device, including the unused slot 0.
+        num_swap_state_slots: Number of slots for recurrent states in host memory.
         kv_cache_bytes: Size of the KV cache (bytes).
         weight_bytes: Size of all weights (bytes).
         max_num_seqs: Maximum number of sequences in a step.
@@ -56,16 +56,16 @@ class EngineConfig:
         seed: Value of EngineArgs.seed.
         kv_cache_dtype: Value of EngineArgs.kv_cache_dtype.
         hooks: Number of arguments of each hook, by name.
-        capturing: Names of the hooks that capture values.
+        capturing_hooks: Names of the hooks that capture values.
         logits_processors: Number of arguments of each logits processor, by name.
-        stateful: Names of the logits processors that keep a state per sequence.
+        stateful_processors: Names of the logits processors that keep a state per sequence.
         pooling: How the model pools texts; None if it only generates tokens.
         speculation: Settings of speculative decoding; None if it is off.
         max_loras: Value of EngineArgs.max_loras; 0 if adapters are disabled.
         max_lora_rank: Value of EngineArgs.max_lora_rank.
         max_cpu_loras: Number of adapters to keep in host memory.
-        lora_maps: Sizes of the linear layers that adapters may change, by their names in the checkpoint.
-        embed_size: Size of a prompt's embedding vectors; 0 if prompts can't be embedding vectors.
+        lora_layer_sizes: Sizes of the linear layers that adapters may change, by their names in the checkpoint.
+        prompt_embed_size: Size of a prompt's embedding vectors; 0 if prompts can't be embedding vectors.
         images: How prompts contain images; None if the model reads text only.
         distributed_executor_backend: Value of EngineArgs.distributed_executor_backend.
         pipeline_parallel_size: Value of EngineArgs.pipeline_parallel_size. num_blocks is the share of one
@@ -75,7 +75,7 @@ class EngineConfig:
     model_name: str
     architecture: str
     dtype: str
-    backend: str
+    attention_backend: str
     matmul_backend: str
     vocab_size: int
     max_model_len: int
@@ -91,7 +91,8 @@ class EngineConfig:
     eos_token_ids: frozenset[int]
     sampling_defaults: dict[str, Any]
     decoder_start_token_id: int | None = None
-    state_slots: tuple[int, int] = (0, 0)
+    num_state_slots: int = 0
+    num_swap_state_slots: int = 0
     backend_reason: str = ""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -105,16 +106,16 @@ class EngineConfig:
     seed: int = 0
     kv_cache_dtype: KVCacheDTypeName = "auto"
     hooks: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    capturing: frozenset[str] = frozenset()
+    capturing_hooks: frozenset[str] = frozenset()
     logits_processors: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    stateful: frozenset[str] = frozenset()
+    stateful_processors: frozenset[str] = frozenset()
     pooling: "PoolingSpec | None" = None
     speculation: Speculation | None = None
     max_loras: int = 0
     max_lora_rank: int = 0
     max_cpu_loras: int = 0
-    lora_maps: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    embed_size: int = 0
+    lora_layer_sizes: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    prompt_embed_size: int = 0
     images: ImageSettings | None = None
     distributed_executor_backend: ExecutorBackend = "uni"
     pipeline_parallel_size: int = 1

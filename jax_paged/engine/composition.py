@@ -140,8 +140,8 @@ def make_scheduler(config: EngineConfig, custom: CustomScheduler | None = None) 
         config.enable_prefix_caching,
         groups=config.cache_groups,
         num_swap_blocks=config.num_swap_blocks,
-        num_state_slots=config.state_slots[0],
-        num_swap_state_slots=config.state_slots[1],
+        num_state_slots=config.num_state_slots,
+        num_swap_state_slots=config.num_swap_state_slots,
     )
     return make(
         block_manager=manager,

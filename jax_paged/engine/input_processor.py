@@ -328,7 +328,7 @@ class InputProcessor:
         config = self._config
         for field, known in (("hook_args", config.hooks), ("extra_args", config.logits_processors)):
             setattr(params, field, _resolved_args(field, getattr(params, field), known))
-        captures = not config.capturing.isdisjoint(params.hook_args or ())
+        captures = not config.capturing_hooks.isdisjoint(params.hook_args or ())
         params.skip_reading_prefix_cache = captures or not params.reads_prefix_cache
         if params.logits_processors:
             backend = config.distributed_executor_backend

@@ -323,7 +323,7 @@ class LocalExecutor:
 
     def compile_plan(self) -> str:
         """Returns a table of all programs with the time and the temporary memory of each, and the backend."""
-        return f"{self.runner.compiled.plan()}\nbackend {self.config.backend} ({self.config.backend_reason})"
+        return f"{self.runner.compiled.plan()}\nbackend {self.config.attention_backend} ({self.config.backend_reason})"
 
     def compile_report(self) -> "list[CompileRecord]":
         """Returns the rows of the `compile_plan` table as records."""

@@ -215,7 +215,7 @@ class ModelRunner:
 
     def _make_movers(self) -> tuple[list[BlockMover], HostBlocks]:
         """Returns the movers of blocks and of recurrent states, and the host memory for blocks."""
-        num_slots, num_swapped_slots = self.config.state_slots
+        num_slots, num_swapped_slots = self.config.num_state_slots, self.config.num_swap_state_slots
         # Number 0 is never used, so host memory needs one more block or slot than can be swapped.
         num_swapped = self.config.num_swap_blocks + 1
         blocks = [x for stage in self._stages for x in stage.pool(num_swapped)] if num_swapped > 1 else []

@@ -111,7 +111,7 @@ class _LoadedStages:
             splits_experts=self.grids[0].splits_experts,
             attend=self.parts.attend,
             min_shared_rows=min_shared_rows(config, self.parts),
-            num_state_slots=config.state_slots[0] or 2 * has_states,
+            num_state_slots=config.num_state_slots or 2 * has_states,
             stage=StageRole(
                 hidden_size=last.config.hidden_size if stage else 0,
                 is_last=stage == args.pipeline_parallel_size - 1,

@@ -38,7 +38,7 @@ class ScriptedExecutor:
             model_name="scripted",
             architecture="None",
             dtype="float32",
-            backend="none",
+            attention_backend="none",
             matmul_backend="none",
             vocab_size=VOCAB_SIZE,
             max_model_len=args.max_model_len or 400,

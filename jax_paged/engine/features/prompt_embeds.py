@@ -20,7 +20,7 @@ def read_embeds(prompt: dict[str, Any], config: EngineConfig) -> TokenizedPrompt
     Raises:
         ValueError: If the prompt is malformed or too long, or if the engine does not accept embeddings.
     """
-    size = config.embed_size
+    size = config.prompt_embed_size
     check(
         prompt.keys() <= {"prompt_embeds", "cache_salt"},
         "prompt",

@@ -47,7 +47,7 @@ def begin_with_passing_backends(
     if args.distributed_executor_backend == "external_launcher":
         # The other processes of the launcher ended with the executor and can't be restarted from here.
         raise failure
-    used = _named({"attention_backend": config.backend, "matmul_backend": config.matmul_backend})
+    used = _named({"attention_backend": config.attention_backend, "matmul_backend": config.matmul_backend})
     others = list(_others(config))
     allowed = [other for other in others if all(getattr(args, name) == "auto" for name in other)]
     for other in allowed:
@@ -89,7 +89,7 @@ def _others(config: EngineConfig) -> Iterator[dict[str, str]]:
         name
         for name, backend in (
             ("matmul_backend", config.matmul_backend),
-            ("attention_backend", config.backend),
+            ("attention_backend", config.attention_backend),
         )
         if backend != _EVERYWHERE
     ]
