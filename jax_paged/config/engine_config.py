@@ -64,7 +64,8 @@ class EngineConfig:
         max_loras: Value of EngineArgs.max_loras; 0 if adapters are disabled.
         max_lora_rank: Value of EngineArgs.max_lora_rank.
         max_cpu_loras: Number of adapters to keep in host memory.
-        lora_layer_sizes: Sizes of the linear layers that adapters may change, by their names in the checkpoint.
+        lora_layer_sizes: Input and output size of each linear layer that adapters may change, by its name in
+            the checkpoint.
         prompt_embed_size: Size of a prompt's embedding vectors; 0 if prompts can't be embedding vectors.
         images: How prompts contain images; None if the model reads text only.
         distributed_executor_backend: Value of EngineArgs.distributed_executor_backend.

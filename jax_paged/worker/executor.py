@@ -323,7 +323,8 @@ class LocalExecutor:
 
     def compile_plan(self) -> str:
         """Returns a table of all programs with the time and the temporary memory of each, and the backend."""
-        return f"{self.runner.compiled.plan()}\nbackend {self.config.attention_backend} ({self.config.backend_reason})"
+        plan, config = self.runner.compiled.plan(), self.config
+        return f"{plan}\nbackend {config.attention_backend} ({config.backend_reason})"
 
     def compile_report(self) -> "list[CompileRecord]":
         """Returns the rows of the `compile_plan` table as records."""

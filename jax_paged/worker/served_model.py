@@ -46,7 +46,7 @@ from jax_paged.worker.loading.kernel_check import choose_backend
 from jax_paged.worker.loading.mesh import choose_products, device_grids
 from jax_paged.worker.loading.resolve_config import ModelFacts, check_without_states, resolve_config
 from jax_paged.worker.loading.weights import ServedWeights, load
-from jax_paged.worker.pipeline.own_stage import lower_part
+from jax_paged.worker.pipeline.stage_runner import lower_part
 from jax_paged.worker.pipeline.stages import Pipeline
 from jax_paged.worker.sampling.sampler import SamplerOptions
 from jax_paged.worker.sampling.token_counts import ResetTokenCountsProgram
@@ -307,7 +307,9 @@ def _resolve_config(
         context = loaded.context(loaded.own[-1], config, 2)
         needed = step_bytes(context, config.num_scheduler_steps, plan_verifying(config))
         needed *= args.pipeline_parallel_size
-        return group.least(kv_cache.free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization))
+        return group.min_over_processes(
+            kv_cache.free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization)
+        )
 
     return resolve_config(
         args,
