@@ -103,9 +103,9 @@ def test_foreigners_are_turned_away(tasks: list[Task]) -> None:
     def disturb() -> tuple[Channel, str]:
         launch = tasks[1].launch
         for message in (b"GET / HTTP/1.1\r\n\r\n", b"\x02\x00\x00\x00[]", b"\x07\x00\x00\x00[{}, []"):
-            with handshake._connected(launch, 120)._socket as foreigner:
+            with handshake._connect(launch, 120)._socket as foreigner:
                 foreigner.sendall(message)
-        handshake._connected(launch, 120).send({"rank": 7})
+        handshake._connect(launch, 120).send({"rank": 7})
         return handshake.follow(tasks[1])
 
     led, followed = both(lambda: handshake.lead(tasks[0]), disturb)
