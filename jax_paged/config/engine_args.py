@@ -15,8 +15,8 @@ from jax_paged.arguments.command_line import add_options, values_of
 from jax_paged.arguments.ignored import ignores
 from jax_paged.arguments.plain_values import make_plain
 from jax_paged.config.ignored_args import IGNORED
-from jax_paged.config.multimodal import note_image_problems
-from jax_paged.config.parallel import note_problems
+from jax_paged.config.multimodal import check_image_args
+from jax_paged.config.parallel import check_parallel_sizes
 from jax_paged.config.speculative import SpeculativeConfig
 from jax_paged.errors import Problems, check, check_choice, check_int, check_number
 from jax_paged.pooling_params import PoolerConfig
@@ -245,7 +245,7 @@ class EngineArgs:
         note(PoolerConfig.of, self.pooler_config)
         note(SpeculativeConfig.of, self.speculative_config)
         ok = self.speculative_config is None or not self.batch_invariant
-        allowed = "None with batch_invariant because tokens with drafts are computed in other shapes"
+        allowed = "None with batch_invariant, which does not support speculative decoding"
         note(check, ok, "speculative_config", self.speculative_config, allowed)
         ok = self.hf_overrides is None or isinstance(self.hf_overrides, dict)
         note(check, ok, "hf_overrides", self.hf_overrides, "None or a dict of fields of config.json")
@@ -267,16 +267,16 @@ class EngineArgs:
             if getattr(self, name) is not None:
                 note(check_int, name, getattr(self, name), low)
         note(check_int, "max_logprobs", self.max_logprobs, -1)
-        note_image_problems(self, note)
+        check_image_args(self, note)
         note(check_int, "num_scheduler_steps", self.num_scheduler_steps, 1)
         note(check_int, "max_loras", self.max_loras, 1)
-        note_problems(self, note)
+        check_parallel_sizes(self, note)
         note(check_int, "max_lora_rank", self.max_lora_rank, 1)
         if self.max_cpu_loras is not None:
             low = self.max_loras if isinstance(self.max_loras, int) else 1
             note(check_int, "max_cpu_loras", self.max_cpu_loras, low)
         ok = self.num_scheduler_steps == 1 or not self.batch_invariant
-        allowed = "1 with batch_invariant because several decode steps in one are another program"
+        allowed = "1 with batch_invariant, which does not support multi-step decoding"
         note(check, ok, "num_scheduler_steps", self.num_scheduler_steps, allowed)
         if self.max_compile_s is not None:
             note(check_number, "max_compile_s", self.max_compile_s, 0, math.inf)

@@ -200,7 +200,11 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
             lambda llm: llm.embed([[1]]),
             "`task` must be .*the tasks of BertForSequence.*got 'embed'",
         ),
-        ("llama_mean", lambda llm: llm.embed([]), "`prompts` must be at least one prompt, got"),
+        (
+            "llama_mean",
+            lambda llm: llm.embed([]),
+            "`prompts` must be a prompt or a non-empty list of prompts, got",
+        ),
         ("llama_mean", lambda llm: llm.embed(""), "`prompt` must be a non-empty string, got ''"),
         ("llama_mean", lambda llm: llm.embed([[]]), "`prompt_token_ids` must be at least one token id, got"),
         (

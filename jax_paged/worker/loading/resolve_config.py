@@ -244,7 +244,7 @@ def _speculation(
         return None
     check_int("max_num_batched_tokens", max_num_batched_tokens, 2, condition="with speculative_config")
     return Speculation(
-        method=given.kind,
+        method=given.resolved_method,
         num_tokens=min(given.num_tokens, max_num_batched_tokens - 1),
         min_match=given.prompt_lookup_min,
         max_match=given.prompt_lookup_max,
