@@ -120,7 +120,7 @@ class EngineCore:
     def _is_busy(self) -> bool:
         return bool(self._in_flight or self.planned)
 
-    def check_open(self) -> None:
+    def check_can_run(self) -> None:
         """Checks that the engine can run requests.
 
         Raises:
@@ -200,7 +200,7 @@ class EngineCore:
                 self.add(request_id, request)
                 states.append(self.requests[request_id])
             while self.has_unfinished:
-                self.check_open()
+                self.check_can_run()
                 self.advance()
         finally:
             self.end(requests)
@@ -241,7 +241,7 @@ class EngineCore:
             for seq in state.group.unfinished:
                 seq.status = SequenceStatus.FINISHED_ABORTED
         finally:
-            state.give_up()
+            state.mark_finished()
             self.requests.pop(request_id, None)
             self.changed.pop(state, None)
         return state
@@ -397,7 +397,7 @@ class EngineCore:
         request_ids = [*output.ended, *(group.request_id for group in update.changed)]
         self.changed |= dict.fromkeys(self.requests[request_id] for request_id in request_ids)
         for group in update.changed:
-            self.requests[group.request_id].note_weights(self.weight_version)
+            self.requests[group.request_id].record_weight_version(self.weight_version)
         for request_id in ended:
             self._finish_ended(self.requests[request_id], now)
         for observe in self.observers:

@@ -55,7 +55,7 @@ class Executors:
 
     def __init__(self, **custom_parts: Any) -> None:
         self._custom_parts = custom_parts
-        self._first: Any = None  # first executor of the current pipeline
+        self._pipeline_leader: Any = None  # first executor of the current pipeline
 
     def make(self, engine: int, args: EngineArgs) -> "Executor":
         """Makes the executor of an engine. May be called again for the last engine, with other arguments.
@@ -78,18 +78,18 @@ class Executors:
 
             replica, follower = divmod(engine, num_stages)
             first_device = replica * num_stages * args.tensor_parallel_size
-            beside = self._first if follower else None
+            beside = self._pipeline_leader if follower else None
             executor = LocalExecutor(args, **self._custom_parts, first_device=first_device, beside=beside)
-            self._first = beside or executor
+            self._pipeline_leader = beside or executor
             return executor
         if engine == 0:
-            self._first = make_executor(args)
-            return self._first
-        assert isinstance(self._first, MultiprocessExecutor), "other processes have the devices"
-        return MultiprocessExecutor(args, engine, self._first)
+            self._pipeline_leader = make_executor(args)
+            return self._pipeline_leader
+        assert isinstance(self._pipeline_leader, MultiprocessExecutor), "other processes have the devices"
+        return MultiprocessExecutor(args, engine, self._pipeline_leader)
 
 
-def check_alone(args: EngineArgs, allowed: str) -> None:
+def check_single_engine(args: EngineArgs, allowed: str) -> None:
     """Checks that the arguments specify a single engine.
 
     Args:

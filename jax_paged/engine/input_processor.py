@@ -11,7 +11,7 @@ from jax_paged.arguments.suggestions import suggestion
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.kv_cache.cache_group import blocks_of
 from jax_paged.core.request import Request, RequestFeatures
-from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, one_salt, with_soft_prompt
+from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, resolve_cache_salt, with_soft_prompt
 from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.text.stop_strings import StopStrings
 from jax_paged.engine.text.tokenizer import Tokenizer
@@ -173,12 +173,12 @@ class InputProcessor:
         encoder, decoder = prompts
         is_plain = adapter is None and encoder is None and decoder.is_plain and _is_sampling(params)
         if not is_plain:
-            decoder = self._combined(checked_params, inputs)
+            decoder = self._check_combination(checked_params, inputs)
         num_tokens = checked_params.truncate_prompt_tokens
         if num_tokens is not None:
             self._truncate(num_tokens, checked_params, (encoder or decoder).token_ids)
         self._fit_max_tokens(len(decoder.token_ids), checked_params)
-        salt = one_salt(cache_salt, encoder, decoder)
+        salt = resolve_cache_salt(cache_salt, encoder, decoder)
         checked = CheckedRequest(
             request=Request("", decoder.token_ids, checked_params, salt, priority),
             prompt=decoder.text,
@@ -249,30 +249,30 @@ class InputProcessor:
         if _is_sampling(params):
             is_truncated = (params or self._default_params).truncate_prompt_tokens is not None
         else:
-            prompt, is_truncated = self._prepared(prompt, params)
+            prompt, is_truncated = self._with_default_prompt(prompt, params)
         return self._prompts.read(prompt, is_truncated=is_truncated)
 
-    def _prepared(self, prompt: Prompt, params: RequestParams) -> tuple[Prompt, bool]:
+    def _with_default_prompt(self, prompt: Prompt, params: RequestParams) -> tuple[Prompt, bool]:
         """Returns the prompt of a pooling request or beam search, and whether it is truncated.
 
         Pooling models may add a default prompt in front of the text.
         """
         is_pooled = isinstance(params, PoolingParams)
-        return self.pooling.prepared(prompt, params) if is_pooled else (prompt, False)
+        return self.pooling.prepare(prompt, params) if is_pooled else (prompt, False)
 
     # Parameters.
 
     def _checked_params(self, params: RequestParams) -> SamplingParams:
         """Returns the sampling parameters that a request runs with: a copy that is complete and checked."""
         if not (_is_sampling(params) and self._generates):
-            return self._special_params(params)
+            return self._pooling_or_beam_params(params)
         params = (self._default_params if params is None else params).clone()
         params.validate()
         self._resolve(params)
         self._check_limits(params)
         return params
 
-    def _special_params(self, params: RequestParams) -> SamplingParams:
+    def _pooling_or_beam_params(self, params: RequestParams) -> SamplingParams:
         """Returns the sampling parameters that a pooling request or a beam search runs with."""
         if isinstance(params, PoolingParams):
             return self.pooling.sampling_params(params)
@@ -316,7 +316,7 @@ class InputProcessor:
                 raise ArgumentError("bad_words", params.bad_words, allowed)
             num_words = len(params.bad_words) + len(params.bad_words_token_ids or ())
             check_int("bad_words", num_words, 0, MAX_BAD_WORDS, aspect="the number of")
-            words = [ids for word in params.bad_words for ids in tokenizations(word, self._tokenizer)]
+            words = [ids for word in params.bad_words for ids in bad_word_token_ids(word, self._tokenizer)]
             params.bad_words_token_ids = [*(params.bad_words_token_ids or ()), *words]
 
     def _resolve_user_functions(self, params: SamplingParams) -> None:
@@ -378,7 +378,7 @@ class InputProcessor:
 
     # Prompts and parameters together.
 
-    def _combined(self, params: SamplingParams, inputs: _Inputs) -> TokenizedPrompt:
+    def _check_combination(self, params: SamplingParams, inputs: _Inputs) -> TokenizedPrompt:
         """Returns the complete decoder prompt, including the vectors of a soft prompt.
 
         Also truncates the prompt of a pooling request, in place.
@@ -492,7 +492,7 @@ def _resolved_args(
     return resolved or None
 
 
-def tokenizations(word: str, tokenizer: Tokenizer) -> list[list[int]]:
+def bad_word_token_ids(word: str, tokenizer: Tokenizer) -> list[list[int]]:
     """Returns the token sequences that a tokenizer may produce for a word, depending on the text before it.
 
     A tokenizer may encode a word differently at the start of a text, after a space, at the start of a line

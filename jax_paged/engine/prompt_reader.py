@@ -45,11 +45,11 @@ class TokenizedPrompt:
 
 # Reads a prompt that uses a feature. The arguments are the prompt and the function that tokenizes text
 # prompts. Returns the encoder prompt (None without an encoder) and the decoder prompt.
-ReadSpecial = Callable[
+ReadFeaturePrompt = Callable[
     [Any, Callable[[Any], TokenizedPrompt]], tuple[TokenizedPrompt | None, TokenizedPrompt]
 ]
-# A prompt with one of these keys is always read by read_special, whatever the model is.
-SPECIAL_KEYS = frozenset({"prompt_embeds", "encoder_prompt", "decoder_prompt"})
+# A prompt with one of these keys is always read by read_feature_prompt, whatever the model is.
+FEATURE_KEYS = frozenset({"prompt_embeds", "encoder_prompt", "decoder_prompt"})
 
 
 class PromptReader:
@@ -58,14 +58,16 @@ class PromptReader:
     Args:
         config: Settings of the engine, with the limits of the model.
         tokenizer: The tokenizer; None if all prompts are token ids.
-        read_special: Reads prompts that use a feature, and all prompts of encoder-decoder and multimodal
+        read_feature_prompt: Reads prompts that use a feature, and all prompts of encoder-decoder and multimodal
             models.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, read_special: ReadSpecial) -> None:
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer | None, read_feature_prompt: ReadFeaturePrompt
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._read_special = read_special
+        self._read_feature_prompt = read_feature_prompt
         self._is_text_decoder = config.images is None and config.decoder_start_token_id is None
 
     def read(
@@ -82,10 +84,10 @@ class PromptReader:
             ValueError: If the form of the prompt is not valid, or the prompt does not fit the model.
         """
         max_len = None if is_truncated else self._config.max_model_len
-        is_special = isinstance(prompt, dict) and not SPECIAL_KEYS.isdisjoint(prompt)
-        if self._is_text_decoder and not is_special:
+        uses_feature = isinstance(prompt, dict) and not FEATURE_KEYS.isdisjoint(prompt)
+        if self._is_text_decoder and not uses_feature:
             return None, self._tokenize(prompt, max_len)
-        return self._read_special(prompt, lambda part: self._tokenize(part, max_len))
+        return self._read_feature_prompt(prompt, lambda part: self._tokenize(part, max_len))
 
     def _tokenize(self, prompt: Any, max_len: int | None) -> TokenizedPrompt:
         """Returns the text, the checked token ids and the cache salt of a text prompt in any form."""
@@ -170,7 +172,7 @@ def with_soft_prompt(prompt: TokenizedPrompt, rows: np.ndarray) -> TokenizedProm
     return TokenizedPrompt(prompt.text, token_ids, prompt.cache_salt, embeds)
 
 
-def one_salt(argument: str, encoder: TokenizedPrompt | None, decoder: TokenizedPrompt) -> str:
+def resolve_cache_salt(argument: str, encoder: TokenizedPrompt | None, decoder: TokenizedPrompt) -> str:
     """Returns the cache salt of a request, which the argument or its prompts may specify; "" if none does.
 
     Args:

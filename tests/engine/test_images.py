@@ -30,7 +30,7 @@ from jax_paged.config.multimodal import ImageSettings
 from jax_paged.core.kv_cache.prefix_cache import PrefixCache
 from jax_paged.engine.features.batch_invariance import invariance
 from jax_paged.engine.features.multimodal import image_reader
-from jax_paged.engine.features.multimodal.image_messages import Conversation, conversation
+from jax_paged.engine.features.multimodal.image_messages import Conversation, extract_images
 from jax_paged.engine.features.multimodal.image_reader import (
     ImageReader,
     as_image,
@@ -152,9 +152,9 @@ def test_a_model_without_images_refuses_one_in_every_form() -> None:
     with pytest.raises(
         ValueError, match=r"`messages\[1\].content` must be text because the model reads no im.*got"
     ):
-        conversation([{"role": "user", "content": "a"}, {"role": "user", "content": content}], without)
+        extract_images([{"role": "user", "content": "a"}, {"role": "user", "content": content}], without)
     messages = [{"role": "user", "content": content[:1]}]
-    assert conversation(messages, without).messages is messages
+    assert extract_images(messages, without).messages is messages
 
 
 def test_photos_are_turned_upright() -> None:
@@ -271,7 +271,7 @@ def test_an_image_that_can_not_be_encoded_ends_its_own_request(
     text = "This text is longer than a block of the pool.<image>"
     prompts = [prompt(text, bad), prompt(text, good), "plain text"]
     runner: Any = engine.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
-    reader: Any = engine.input_processor._prompts._read_special.args[1]  # pyright: ignore
+    reader: Any = engine.input_processor._prompts._read_feature_prompt.args[1]  # pyright: ignore
     pixels = reader.read([spec_of_engine(engine).token_id], {"image": bad})[1][0].data.pixels
     execute, images = runner._run, []
 
@@ -597,7 +597,7 @@ def test_data_urls_as_browsers_read_them() -> None:
         f"{head},{escaped}",
     ):
         assert is_data_url(url)
-        assert not Conversation([], [url]).waits
+        assert not Conversation([], [url]).has_remote_images
         assert np.array_equal(np.asarray(as_image(image_of_url(url))), expected), url[:40]
     for bad in (f"{head},{data[:41]}", f"{head},\u00e9", f"{head},a-_b"):
         with pytest.raises(ValueError, match=r"`image_url\.url` must be base64 .*, got 'data:"):

@@ -119,7 +119,7 @@ class CumulativeOutputs:
         return self._whole.snapshot()
 
 
-class Done(Coroutine[Any, Any, None]):
+class NoOpCoroutine(Coroutine[Any, Any, None]):
     """Finished coroutine, which (unlike an `async def`) causes no warning if it is never awaited."""
 
     def send(self, value: Any) -> NoReturn:

@@ -60,8 +60,8 @@ class MultiprocessExecutor:
         self._team = beside._team if beside else WorkerTeam(args.num_engines)
         if beside is None:
             self._team.begin(self._start(args))
-        self._team.join(engine)
-        weakref.finalize(self, self._team.leave, engine).atexit = False
+        self._team.add_engine(engine)
+        weakref.finalize(self, self._team.remove_engine, engine).atexit = False
         try:
             self._config, self._buckets = self._reply(None)
         except BaseException:
@@ -132,7 +132,7 @@ class MultiprocessExecutor:
 
     def close(self) -> None:
         """Ends the workers as soon as the executors of all engines that share them are closed."""
-        self._team.leave(self._engine)
+        self._team.remove_engine(self._engine)
 
     def _start(self, args: EngineArgs) -> Sequence[StartedWorker]:
         """Starts the workers of this process. Returns them in the order of their ranks."""
@@ -163,7 +163,7 @@ class MultiprocessExecutor:
         try:
             self._team.send(self._engine, name, args)
         except BlockingIOError:
-            self._hang()
+            self._raise_timeout()
         except OSError:
             self._reply(self._limit_s)  # raises the error that explains why
 
@@ -171,12 +171,12 @@ class MultiprocessExecutor:
         try:
             value = self._team.replies[self._engine].get(timeout=limit_s)
         except queue.Empty:
-            self._hang()
+            self._raise_timeout()
         if isinstance(value, Exception):
             raise value
         return value
 
-    def _hang(self) -> NoReturn:
+    def _raise_timeout(self) -> NoReturn:
         reason = f"the workers hang: a step takes more than {self._limit_s:g} s (distributed_timeout_seconds)"
         self._team.fail(reason)
         raise EngineDeadError(reason)

@@ -70,7 +70,7 @@ class RayExecutor(MultiprocessExecutor):
             ]
             for rank, worker in enumerate(workers):
                 begin(worker.channel, args, Launch(rank, len(workers), *addresses[0]), None)
-                worker.work.future().add_done_callback(self._noting(rank))
+                worker.work.future().add_done_callback(self._failure_callback(rank))
             return workers
         except BaseException as error:
             remove_placement_group(group)
@@ -80,7 +80,7 @@ class RayExecutor(MultiprocessExecutor):
                 raise ArgumentError(name, "ray", allowed, remedy=remedy) from error
             raise
 
-    def _noting(self, rank: int) -> Callable[[Any], None]:
+    def _failure_callback(self, rank: int) -> Callable[[Any], None]:
         """Returns a function that Ray calls when an actor is lost.
 
         Ray calls it in a thread that must not wait for Ray, so it starts another thread.

@@ -9,7 +9,7 @@ from jax_paged.errors import ArgumentError, check
 _NAMES = {"encoder_prompt", "decoder_prompt"}
 
 
-def read_pair(
+def read_encoder_decoder_prompt(
     prompt: Any, tokenize: Callable[[Any], TokenizedPrompt], start_token_id: int | None
 ) -> tuple[TokenizedPrompt | None, TokenizedPrompt]:
     """Returns the prompt of the encoder (None for a decoder-only model) and the prompt of the decoder.

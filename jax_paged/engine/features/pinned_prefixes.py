@@ -24,7 +24,7 @@ class PinnedPrefixes(EngineFeature):
             ValueError: If the prefix does not fit into the KV cache, or prefix caching is disabled.
             RuntimeError: If requests are running.
         """
-        self._core.check_open()
+        self._core.check_can_run()
         return self._pin(prompt, cache_salt, self._core.new_name("prefix"))
 
     def unpin_prefix(self, name: str) -> None:

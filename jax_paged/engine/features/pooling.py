@@ -44,7 +44,7 @@ class PoolingRequests:
         limit = self._config.pooling.text.max_seq_length if self._config.pooling else None
         return limit is not None and limit <= self._config.max_model_len
 
-    def resolved(self, params: PoolingParams, task: PoolingTask | None = None) -> PoolingParams:
+    def resolve(self, params: PoolingParams, task: PoolingTask | None = None) -> PoolingParams:
         """Checks parameters against the model, and returns a copy with the task filled in.
 
         Args:
@@ -75,7 +75,7 @@ class PoolingRequests:
             )
         return dataclasses.replace(params, task=wanted)
 
-    def prepared(self, prompt: Any, params: PoolingParams) -> tuple[Any, bool]:
+    def prepare(self, prompt: Any, params: PoolingParams) -> tuple[Any, bool]:
         """Returns a prompt with the model's default prompt added, and whether it is truncated if too long."""
         default = self._config.pooling.text.prompt if self._config.pooling else ""
         if default and isinstance(prompt, str) and prompt:
@@ -96,7 +96,7 @@ class PoolingRequests:
             ValueError: If the model does not support the parameters, or the prefix cache can't be used as
                 requested.
         """
-        params = self.resolved(params)
+        params = self.resolve(params)
         kind = "ALL" if params.task == "token_embed" else self._spec.type
         skips = params.skip_reading_prefix_cache
         allowed = "None or True unless the last token is pooled, because cached tokens have no hidden states"
@@ -120,13 +120,15 @@ class PoolingRequests:
             num_tokens: truncate_prompt_tokens of the request.
         """
         text, most = self._spec.text, self._config.max_model_len
-        frame = self._tokenizer.frame if self._tokenizer else ([], [])
+        special_tokens = self._tokenizer.special_tokens_around if self._tokenizer else ([], [])
         if num_tokens in (None, -1) and self._has_text_limit:
-            token_ids[:] = truncated(token_ids, text.max_seq_length or most, text.truncation_side, frame)
+            token_ids[:] = truncate_tokens(
+                token_ids, text.max_seq_length or most, text.truncation_side, special_tokens
+            )
         elif num_tokens is not None:
             num_tokens = most if num_tokens == -1 else num_tokens
             if self._spec.is_encoder:
-                token_ids[:] = truncated(token_ids, num_tokens, "right", frame)
+                token_ids[:] = truncate_tokens(token_ids, num_tokens, "right", special_tokens)
             else:
                 del token_ids[:-num_tokens]
 
@@ -159,7 +161,7 @@ class PoolingRequests:
 
         Args:
             output: The engine's output for the finished request.
-            params: Parameters as returned by `resolved`.
+            params: Parameters as returned by `resolve`.
 
         Raises:
             ValueError: If the engine could not compute the result.
@@ -191,8 +193,11 @@ def _tasks_of(spec: PoolingSpec) -> tuple[PoolingTask, ...]:
     return ("classify", "score") if len(spec.labels) == 1 else ("classify",)
 
 
-def truncated(
-    token_ids: list[int], num_tokens: int, side: Literal["left", "right"], frame: tuple[list[int], list[int]]
+def truncate_tokens(
+    token_ids: list[int],
+    num_tokens: int,
+    side: Literal["left", "right"],
+    special_tokens: tuple[list[int], list[int]],
 ) -> list[int]:
     """Truncates a text to at most `num_tokens` tokens, in the same way as transformers.
 
@@ -200,11 +205,11 @@ def truncated(
         token_ids: Tokens of the text.
         num_tokens: Maximum number of tokens.
         side: The end of the text that is cut off.
-        frame: The special tokens before and after a text, which are kept (see Tokenizer.frame).
+        special_tokens: The special tokens before and after a text, which are kept (see Tokenizer.special_tokens_around).
     """
     if len(token_ids) <= num_tokens:
         return token_ids
-    before, after = frame
+    before, after = special_tokens
     num_before = len(before) if token_ids[: len(before)] == before else 0
     end = len(token_ids) - len(after)
     end = end if token_ids[end:] == after else len(token_ids)

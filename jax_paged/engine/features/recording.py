@@ -32,7 +32,7 @@ class Recordings(EngineFeature):
             ValueError: If the engine has a custom scheduler, whose decisions can't be replayed.
             RuntimeError: If requests are running or prefixes are pinned.
         """
-        self._core.check_open()
+        self._core.check_can_run()
         _check_idle(self._core)
         from jax_paged.lab.recording import RecordedScheduler
 
@@ -56,7 +56,7 @@ class Recordings(EngineFeature):
             RuntimeError: If requests are running, prefixes are pinned, or the engine is being recorded.
         """
         core = self._core
-        core.check_open()
+        core.check_can_run()
         _check_idle(core)
         check_not_recorded(core)
         from jax_paged.lab.recording import replay_events

@@ -40,7 +40,7 @@ class Scoring(EngineFeature):
                 scored.
             RuntimeError: If requests are running.
         """
-        self._core.check_open()
+        self._core.check_can_run()
         if not self._core.drain():
             raise RuntimeError("requests are running; score texts before or after them")
         number = plain(num_prompt_tokens)

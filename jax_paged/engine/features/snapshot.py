@@ -109,7 +109,7 @@ class Snapshots(EngineFeature):
             RuntimeError: If a planned step has not run.
         """
         core, config = self._core, self._core.config
-        core.check_open()
+        core.check_can_run()
         core.settle()
         if core.planned is not None:
             raise RuntimeError("a plan of schedule() has not run; run it, or step(), before state()")
@@ -147,7 +147,7 @@ class Snapshots(EngineFeature):
             RuntimeError: If requests are running, prefixes are pinned, or the engine is being recorded.
         """
         core = self._core
-        core.check_open()
+        core.check_can_run()
         state = EngineState.of(state)
         values = state.values
         check_format("state", values.get("format"))
@@ -174,7 +174,7 @@ class Snapshots(EngineFeature):
         texts = zip(groups, values["requests"], strict=True)
         grammar_of = self.input_processor.grammar_of
         states = [
-            RequestState.of_values(group, entry["text"], core.tokenizer, grammar_of(group.sampling_params))
+            RequestState.from_values(group, entry["text"], core.tokenizer, grammar_of(group.sampling_params))
             for group, entry in texts
         ]
         version, internal, gauss = values["seeds"]

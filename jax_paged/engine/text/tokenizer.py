@@ -35,7 +35,7 @@ _SENTENCEPIECE_PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": 
 # Matches chat templates that take a message's content as a list of parts: they name the part type "image".
 _ABOUT_IMAGES = re.compile("""["']image["']""")
 # Arguments of transformers' apply_chat_template that change the type or the format of its result.
-_FORM_SETTINGS = (
+_TEMPLATE_CALL_ARGS = (
     "conversation",
     "max_length",
     "padding",
@@ -90,7 +90,7 @@ class Tokenizer(TextCodec):
         if self._chat_template is not None:
             loaded.chat_template = self._chat_template
         elif not loaded.chat_template:
-            loaded.chat_template = _processor_template(folder)
+            loaded.chat_template = _legacy_chat_template(folder)
         return loaded
 
     @functools.cached_property
@@ -234,13 +234,13 @@ def _checked_variables(template_kwargs: dict[str, Any] | None) -> dict[str, Any]
     values = {} if template_kwargs is None else template_kwargs
     ok = isinstance(values, dict)
     check(ok, "chat_template_kwargs", values, "None or a dict of the template's variables")
-    for name in _FORM_SETTINGS:
+    for name in _TEMPLATE_CALL_ARGS:
         allowed = "unset because it is no variable of the template"
         check(name not in values, f"chat_template_kwargs[{name!r}]", values.get(name), allowed)
     return values
 
 
-def _processor_template(folder: Path) -> Any:
+def _legacy_chat_template(folder: Path) -> Any:
     """Returns the template in chat_template.json (older multimodal models); None without the file."""
     file = folder / "chat_template.json"
     return json.loads(file.read_text(encoding="utf-8"))["chat_template"] if file.is_file() else None

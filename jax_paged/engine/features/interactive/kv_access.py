@@ -12,7 +12,7 @@ from jax_paged.core.features.interactive.request_edits import DropBlocks
 from jax_paged.core.request import Sequence
 from jax_paged.core.scheduler_output import InspectionInput
 from jax_paged.engine.feature import EngineFeature
-from jax_paged.engine.features.interactive.request_edits import decoding_sequence, settled
+from jax_paged.engine.features.interactive.request_edits import decoding_sequence, settled_state
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.errors import check, check_int
 
@@ -50,7 +50,7 @@ class KVAccess(EngineFeature):
             ValueError: If the sequence has no blocks on the device.
         """
         core = self._core
-        state = settled(core, request_id)
+        state = settled_state(core, request_id)
         index = check_int("index", index, 0, len(state.group.sequences) - 1)
         seq, tables = state.group.sequences[index], core.scheduler.block_manager.block_tables
         allowed = f"that of a request that runs (its sequence {index} is {seq.status.name.lower()})"
@@ -70,7 +70,7 @@ class KVAccess(EngineFeature):
         """Returns which block holds which tokens of a sequence. Notebooks draw the result."""
         from jax_paged.lab.page_table import page_table
 
-        self._core.check_open()
+        self._core.check_can_run()
         state, seq = self._sequence_with_blocks(request_id, index)
         token_text = self.tokenizer.token_text if self.tokenizer else str
         return page_table(self._core.scheduler.block_manager, state.group, seq, token_text)
@@ -82,7 +82,7 @@ class KVAccess(EngineFeature):
         this dtype represents exactly.
         """
         core = self._core
-        core.check_open()
+        core.check_can_run()
         state, seq = self._sequence_with_blocks(request_id, index)
         manager = core.scheduler.block_manager
         num_own = seq.num_computed_tokens - seq.num_dropped_tokens
@@ -114,7 +114,7 @@ class KVAccess(EngineFeature):
             ValueError: If an argument is wrong or the request can't be inspected.
         """
         core = self._core
-        core.check_open()
+        core.check_can_run()
         state, seq = self._sequence_with_blocks(request_id, index)
         why = "it has seen the tokens that would be computed again"
         core.check_not_recurrent("inspect()", why)
@@ -161,8 +161,8 @@ class KVAccess(EngineFeature):
                 block.
         """
         core = self._core
-        core.check_open()
-        state = settled(core, request_id)
+        core.check_can_run()
+        state = settled_state(core, request_id)
         seq, manager = decoding_sequence(core, state), core.scheduler.block_manager
         is_plain = (
             len(manager.groups) == 1 and manager.groups[0].window is None and not manager.groups[0].is_cross

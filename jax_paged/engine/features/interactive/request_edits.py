@@ -31,7 +31,7 @@ class Verification:
     logprobs: list[float]
 
 
-def settled(core: EngineCore, request_id: str) -> RequestState:
+def settled_state(core: EngineCore, request_id: str) -> RequestState:
     """Waits for the steps in flight; returns the state of a request that is still unfinished after them.
 
     Raises:
@@ -93,13 +93,13 @@ class RequestEdits(EngineFeature):
             ValueError: If the request can't be forked. Nothing has changed then.
         """
         core = self._core
-        core.check_open()
+        core.check_can_run()
         new_id = core.new_name(f"{request_id}-fork") if new_id is None else new_id
         seed = SamplingParams(seed=seed).seed
         seed = core.new_seed() if seed is None else seed
         ok = isinstance(new_id, str) and new_id not in core.requests
         check(ok, "new_id", new_id, "a string that is no other request's id")
-        state = settled(core, request_id)
+        state = settled_state(core, request_id)
         only_sequence(core, state)
         editor = core.scheduler.editor
         allowed = (
@@ -125,8 +125,8 @@ class RequestEdits(EngineFeature):
             ValueError: If the tokens can't be taken back. Nothing has changed then.
         """
         core = self._core
-        core.check_open()
-        state = settled(core, request_id)
+        core.check_can_run()
+        state = settled_state(core, request_id)
         most = most_taken_back(only_sequence(core, state), core.scheduler.block_manager.block_size)
         num_tokens = check_int("num_tokens", num_tokens, 0, most)
         if num_tokens:
@@ -148,9 +148,9 @@ class RequestEdits(EngineFeature):
             ValueError: If the draft can't be verified. Nothing has changed then.
         """
         core = self._core
-        core.check_open()
+        core.check_can_run()
         draft = list(draft)
-        state = settled(core, request_id)
+        state = settled_state(core, request_id)
         core.check_not_recurrent("verify()", "it can't be taken back behind a draft that is wrong")
         seq, params, scheduler = decoding_sequence(core, state), state.group.sampling_params, core.scheduler
         vocab_size = core.config.vocab_size

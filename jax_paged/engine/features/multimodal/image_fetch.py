@@ -32,7 +32,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def fetched(url: str, domains: Collection[str]) -> bytes:
+def fetch(url: str, domains: Collection[str]) -> bytes:
     """Downloads the content of a URL.
 
     Each socket operation, and the transfer of the response body as a whole, may take up to TIMEOUT_S seconds.

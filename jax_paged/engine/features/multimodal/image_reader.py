@@ -23,7 +23,7 @@ import numpy as np
 from jax_paged.arguments.shown_values import Text
 from jax_paged.config.multimodal import ImageSettings
 from jax_paged.core.request import StandIn
-from jax_paged.engine.features.multimodal.image_fetch import fetched
+from jax_paged.engine.features.multimodal.image_fetch import fetch
 from jax_paged.engine.prompt_reader import TokenizedPrompt
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, check, check_int
@@ -123,7 +123,7 @@ class ImageReader:
                 continue
             tiles, text = self._tiles(image, spec)
             out += self._tokenizer.encode(text, add_special_tokens=False)
-            stand_ins += self._stand_ins(tiles, out, first, spec)
+            stand_ins += self._tile_placeholders(tiles, out, first, spec)
         return out, tuple(stand_ins)
 
     def _patches(self, image: "Image", spec: PatchSpec) -> Patches:
@@ -179,7 +179,7 @@ class ImageReader:
         scale, offset = self._scaling()
         return [Tile(np.ascontiguousarray(part), scale, offset) for part in pixels], text
 
-    def _stand_ins(
+    def _tile_placeholders(
         self, tiles: list[Tile], token_ids: list[int], first: int, spec: ImageSpec
     ) -> list[StandIn]:
         """Assigns each tile to its run of placeholder tokens.
@@ -278,7 +278,7 @@ def image_of_url(url: str, domains: Collection[str] = ()) -> "Image":
     pillow = _pillow()
     head = url.partition(",")[0].strip().lower()
     is_image = head.startswith("data:image/") and head.rpartition(";")[2].strip() == "base64"
-    held = _data_of(url) if is_image else fetched(url, domains)
+    held = _data_of(url) if is_image else fetch(url, domains)
     num_scans = num_jpeg_scans(held)
     check_int("image_url.url", num_scans, 0, MAX_SCANS, aspect="the number of scans of the JPEG in")
     try:

@@ -52,8 +52,8 @@ class CompileSandbox:
             ValueError: If the grammar can't be compiled.
         """
         with self._lock:
-            process = self._started()
-            answer = _answer(process, {"form": source, "seconds": seconds})
+            process = self._get_process()
+            answer = _ask(process, {"grammar": source, "seconds": seconds})
             if not answer:
                 self._process = None
                 raise ValueError(self._why_ended(process.wait(), seconds))
@@ -68,7 +68,7 @@ class CompileSandbox:
         if process is not None:
             _end(process)
 
-    def _started(self) -> "subprocess.Popen[str]":
+    def _get_process(self) -> "subprocess.Popen[str]":
         """Returns the subprocess; starts it if necessary."""
         if self._is_closed:
             raise ValueError(_CLOSED)
@@ -78,7 +78,7 @@ class CompileSandbox:
             # of the module search path, because its modules could shadow others of the same name.
             command = [sys.executable, "-P", __file__]
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8")
-            if not _answer(process, settings):
+            if not _ask(process, settings):
                 raise RuntimeError(f"the process that tries forms ends with {process.wait()}")
             self._process = process
             weakref.finalize(self, _end, process).atexit = False
@@ -98,7 +98,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
     process.wait()
 
 
-def _answer(process: "subprocess.Popen[str]", question: dict[str, Any]) -> str:
+def _ask(process: "subprocess.Popen[str]", question: dict[str, Any]) -> str:
     """Sends a question to the subprocess and returns its answer; "" if the subprocess has ended."""
     assert process.stdin is not None, "it is a pipe"
     assert process.stdout is not None, "it is a pipe"
@@ -110,7 +110,7 @@ def _answer(process: "subprocess.Popen[str]", question: dict[str, Any]) -> str:
     return process.stdout.readline()
 
 
-def compiled(tokenizer: "LLTokenizer", source: str) -> "LLMatcher":
+def compile_grammar(tokenizer: "LLTokenizer", source: str) -> "LLMatcher":
     """Compiles a grammar, and returns its matcher before the first token.
 
     Args:
@@ -149,7 +149,7 @@ def _serve() -> None:
         # The timer counts CPU time. Its signal is not handled and ends the process.
         signal.setitimer(signal.ITIMER_PROF, question["seconds"])
         try:
-            compiled(tokenizer, question["form"])
+            compile_grammar(tokenizer, question["grammar"])
         except ValueError as problem:
             error = str(problem)
         signal.setitimer(signal.ITIMER_PROF, 0)
