@@ -131,7 +131,8 @@ def make_scheduler(config: EngineConfig, custom: CustomScheduler | None = None) 
     """
     make, policy = custom if isinstance(custom, type) else Scheduler, config.scheduling_policy
     if custom is not None and not isinstance(custom, type):
-        check(policy == "fcfs", "scheduling_policy", policy, "'fcfs' with a scheduler key, which replaces it")
+        allowed = "'fcfs' if `scheduler` is a function because its sort keys determine the order of requests"
+        check(policy == "fcfs", "scheduling_policy", policy, allowed)
         policy = custom
     manager = BlockManager(
         config.num_blocks,

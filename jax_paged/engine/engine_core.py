@@ -137,25 +137,25 @@ class EngineCore:
         """Raises EngineDeadError if the engine is closed or has failed."""
         self.check_not_closed()
         if self.failure is not None:
-            message = f"the engine has failed: {self.failure!r}; make a new one"
+            message = f"the engine has failed: {self.failure!r}; create a new engine"
             raise EngineDeadError(message) from self.failure
 
     def check_not_closed(self) -> None:
         """Raises EngineDeadError if the engine is closed."""
         if self.is_closed:
-            raise EngineDeadError("this engine is closed; make a new one")
+            raise EngineDeadError("this engine is closed; create a new engine")
 
     def check_not_recurrent(self, method: str, why: str) -> None:
         """Checks that the model has no recurrent layers, which keep a state of each sequence.
 
         Args:
             method: The method of LLMEngine that does not support recurrent layers.
-            why: The reason, for the error message.
+            why: The reason, as a clause for the error message.
 
         Raises:
             ValueError: If the model has recurrent layers.
         """
-        allowed = f"one whose layers keep no state of each sequence, for {method} ({why})"
+        allowed = f"a model without recurrent layers for {method} because {why}"
         check(not self.config.state_slots[0], "model", self.config.architecture, allowed)
 
     def new_seed(self) -> int:
@@ -357,7 +357,7 @@ class EngineCore:
 
     def _run_planned(self, rows: list[int] | None) -> None:
         output = self.planned
-        assert output is not None, "only a planned step runs"
+        assert output is not None, "no step is planned"
         self._dispatch(output if rows is None else self.scheduler.edit(output, rows))
         self._process_result(self._in_flight.popleft(), self.executor.result())
 
@@ -383,9 +383,9 @@ class EngineCore:
         for group, seq, start, arrays in update.captured:
             self.requests[group.request_id].add_captured(seq, start, arrays)
         for group, seq, token_ids, logprobs in update.new_tokens:
-            found = self.requests[group.request_id].add_tokens(seq, token_ids, logprobs)
-            if found is not None:
-                stop, num_output_tokens = found
+            end = self.requests[group.request_id].add_tokens(seq, token_ids, logprobs)
+            if end is not None:
+                stop, num_output_tokens = end
                 status = SequenceStatus.FINISHED_STOPPED
                 self.scheduler.finish(group, seq, status, now, stop, num_output_tokens=num_output_tokens)
                 ended[group.request_id] = None

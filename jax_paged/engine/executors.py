@@ -32,7 +32,7 @@ def make_executor(args: EngineArgs) -> "Executor":
     if backend == "external_launcher":
         return ExternalExecutor(args, launch_of_environment())
     if backend == "ray":
-        allowed = "'uni', 'mp' or 'external_launcher' without Ray"
+        allowed = "'uni', 'mp' or 'external_launcher' because Ray is not installed"
         remedy = ". Run pip install 'jax-paged[ray]'"
         has_ray = importlib.util.find_spec("ray") is not None
         check(has_ray, "distributed_executor_backend", backend, allowed, remedy=remedy)
@@ -85,7 +85,9 @@ class Executors:
         if engine == 0:
             self._pipeline_leader = make_executor(args)
             return self._pipeline_leader
-        assert isinstance(self._pipeline_leader, MultiprocessExecutor), "other processes have the devices"
+        assert isinstance(self._pipeline_leader, MultiprocessExecutor), (
+            "the first executor of the pipeline does not run in worker processes"
+        )
         return MultiprocessExecutor(args, engine, self._pipeline_leader)
 
 

@@ -167,8 +167,8 @@ class InputProcessor:
         prompts = problems.note(self._read, prompt, params)
         adapter = None if lora_request is None else problems.note(self.adapters.get, lora_request)
         problems.raise_if_any()
-        assert checked_params is not None, "there was no problem"
-        assert prompts is not None, "there was no problem"
+        assert checked_params is not None, "parameters are None although no check has failed"
+        assert prompts is not None, "prompts are None although no check has failed"
         inputs = _Inputs(params, *prompts, adapter)
         encoder, decoder = prompts
         is_plain = adapter is None and encoder is None and decoder.is_plain and _is_sampling(params)
@@ -205,7 +205,7 @@ class InputProcessor:
         """Returns the request with data of features: beams, encoder, adapter, vectors, images, grammar."""
         beams, encoder, adapter, max_tokens = None, inputs.encoder, inputs.adapter, checked.params.max_tokens
         if isinstance(inputs.params, BeamSearchParams):
-            assert max_tokens is not None, "it was filled in"
+            assert max_tokens is not None, "max_tokens of the beam search is not set"
             beams = dataclasses.replace(inputs.params, max_tokens=max_tokens)
         features = RequestFeatures(
             beam_params=beams,
@@ -281,7 +281,7 @@ class InputProcessor:
             raise ArgumentError("sampling_params", params, allowed)
         ok = isinstance(params, BeamSearchParams)
         check(ok, "sampling_params", params, "SamplingParams or BeamSearchParams")
-        assert isinstance(params, BeamSearchParams), "just checked"
+        assert isinstance(params, BeamSearchParams), f"unexpected parameters {type(params)}"
         return self._params_of_beams(params)
 
     def _params_of_beams(self, beams: BeamSearchParams) -> SamplingParams:
@@ -332,9 +332,14 @@ class InputProcessor:
         params.skip_reading_prefix_cache = captures or not params.reads_prefix_cache
         if params.logits_processors:
             backend = config.distributed_executor_backend
-            allowed = f"None with distributed_executor_backend={backend!r} because they run in this process"
+            allowed = (
+                f"None with distributed_executor_backend={backend!r} because they run in the engine's process"
+            )
             check(backend == "uni", "logits_processors", params.logits_processors, allowed)
-            message = "logits_processors run on the host, token by token, which is slow: see LogitsProcessor"
+            message = (
+                "logits_processors run on the host for every token, which is slow. A LogitsProcessor that is "
+                "passed to LLM runs on the device"
+            )
             warnings.warn(message, UserWarning, stacklevel=2)
 
     def _resolve_logprobs(self, params: SamplingParams, name: str) -> None:
@@ -347,15 +352,16 @@ class InputProcessor:
         value, vocab_size, high = getattr(params, name), self._config.vocab_size, self._config.max_logprobs
         if value == -1:
             if vocab_size > high:
-                allowed = f"at most {high} (max_logprobs), less than the vocabulary of {vocab_size} tokens"
-                raise ArgumentError(name, value, allowed)
+                allowed = f"at most {high} (max_logprobs)"
+                remedy = f", which means all {vocab_size} tokens of the vocabulary"
+                raise ArgumentError(name, value, allowed, remedy=remedy)
             setattr(params, name, vocab_size)
         elif value is not None:
             check_int(name, value, 0, high)
 
     def _check_feature_params(self, params: SamplingParams) -> None:
         ok = params.pooling is None or self._config.pooling is not None
-        check(ok, "pooling", params.pooling, "None with a model that is not pooled")
+        check(ok, "pooling", params.pooling, "None because the model does not support pooling")
 
     def _check_limits(self, params: SamplingParams) -> None:
         """Checks the limits that depend on the model and the engine."""
@@ -388,7 +394,7 @@ class InputProcessor:
         """
         encoder, decoder, adapter = inputs.encoder, inputs.decoder, inputs.adapter
         if adapter is not None and params.pooling is not None:
-            raise ArgumentError("lora_request", Text("some"), "None for pooling")
+            raise ArgumentError("lora_request", Text("an adapter"), "None for pooling requests")
         if decoder.stand_ins:
             allowed = "None with images"
             for name in ("truncate_prompt_tokens", "pooling"):
@@ -398,11 +404,13 @@ class InputProcessor:
         soft_prompt = None if adapter is None else adapter.prompt
         is_soft = soft_prompt is not None
         if is_soft and decoder.embeds is not None:
-            raise ArgumentError("prompt_embeds", Text("some"), "None with the soft prompt of an adapter")
+            raise ArgumentError(
+                "prompt_embeds", Text("embeddings"), "None with an adapter that has a soft prompt"
+            )
         if not is_soft and decoder.embeds is None:
             return decoder
         problems, what = Problems(), "a soft prompt" if is_soft else "prompt_embeds"
-        allowed = f"SamplingParams with {what} because beam search returns the tokens of prompts"
+        allowed = f"SamplingParams for a prompt with {what} because beam search returns token ids of prompts"
         beams = inputs.params if isinstance(inputs.params, BeamSearchParams) else None
         problems.note(check, beams is None, "sampling_params", beams, allowed)
         for name, neutral in (
@@ -415,7 +423,8 @@ class InputProcessor:
             ("pooling", None),
         ):
             value, ok = getattr(params, name), getattr(params, name) in (neutral, [])
-            problems.note(check, ok, name, value, f"{neutral} with {what}, whose tokens have no ids")
+            allowed = f"{neutral} for a prompt with {what} because its vectors have no token ids"
+            problems.note(check, ok, name, value, allowed)
         problems.raise_if_any()
         return decoder if soft_prompt is None else with_soft_prompt(decoder, soft_prompt)
 
@@ -445,14 +454,15 @@ class InputProcessor:
                 # sequence; each other sequence needs its own block for its tokens.
                 needed += num_seqs - (n % size > 0)
         if needed > usable:
-            several = f" of {num_seqs} sequences" if num_seqs > 1 else ""
+            several = f" by {num_seqs} sequences" if num_seqs > 1 else ""
             num_engines = config.pipeline_parallel_size
             num_bytes = -(-config.kv_cache_bytes * (needed + 1) // config.num_blocks) * num_engines
             remedy = (
-                f". A larger pool holds it: kv_cache_memory_bytes={num_bytes} or "
+                f". Increase the KV cache to kv_cache_memory_bytes={num_bytes} or "
                 f"num_gpu_blocks_override={(needed + 1) * num_engines}"
             )
-            allowed, aspect = f"at most {usable}, the usable blocks of the pool", f"the blocks{several} for"
+            allowed = f"at most {usable}, the number of usable blocks of the KV cache"
+            aspect = f"the number of KV blocks needed{several} for"
             raise ArgumentError("prompt", needed, allowed, aspect=aspect, remedy=remedy)
 
     def _checked_encoder_len(self, features: RequestFeatures) -> int:
@@ -507,13 +517,13 @@ def bad_word_token_ids(word: str, tokenizer: Tokenizer) -> list[list[int]]:
         ValueError: If the word has no tokens.
     """
     text = word.lstrip()
-    found = [tokenizer.encode(text, add_special_tokens=False)]
-    check(bool(found[0]), "bad_words", word, "words of at least one token")
-    found.append(tokenizer.encode(" " + text, add_special_tokens=False))
+    encodings = [tokenizer.encode(text, add_special_tokens=False)]
+    check(bool(encodings[0]), "bad_words", word, "words of at least one token")
+    encodings.append(tokenizer.encode(" " + text, add_special_tokens=False))
     for context in _WORD_CONTEXTS:
         before = tokenizer.encode(context, add_special_tokens=False)
         whole = tokenizer.encode(context + text, add_special_tokens=False)
         if before and whole[: len(before)] == before:
-            found.append(whole[len(before) :])
-    unique = [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
+            encodings.append(whole[len(before) :])
+    unique = [ids for i, ids in enumerate(encodings) if ids and ids not in encodings[:i]]
     return [ids for ids in unique if not any(len(x) < len(ids) and ids[-len(x) :] == x for x in unique)]

@@ -64,7 +64,7 @@ class LLMEngine(composition.EngineFeatures):
                 executor.close()
             raise
         if executor is None:
-            check_single_engine(args, "1 for one engine (LLM, ReplicatedEngine and the server run several)")
+            check_single_engine(args, "1 for LLMEngine (LLM and the server run several engines)")
             executor = make_executor
         if not callable(executor):
             self._begin(args, executor)
@@ -137,7 +137,7 @@ class LLMEngine(composition.EngineFeatures):
             ValueError: If the engine has no tokenizer.
         """
         if self.tokenizer is None:
-            raise ArgumentError("skip_tokenizer_init", True, "False for a tokenizer")
+            raise ArgumentError("skip_tokenizer_init", True, "False to get a tokenizer")
         return self.tokenizer.hf
 
     @any_thread
@@ -203,7 +203,7 @@ class LLMEngine(composition.EngineFeatures):
         self._core.check_can_run()
         check(isinstance(request_id, str), "request_id", request_id, "a string")
         is_new = request_id not in self._core.requests
-        check(is_new, "request_id", request_id, "an id that no running request has")
+        check(is_new, "request_id", request_id, "an id that no unfinished request has")
         now = time.monotonic()
         arrival_time = now if arrival_time is None else check_arrival_time(arrival_time, now)
         if not isinstance(prompt, CheckedRequest):
@@ -327,13 +327,13 @@ def _described(config: EngineConfig, buckets: tuple[str, ...]) -> str:
     """
     pool = f"{config.num_blocks} blocks of {config.block_size} tokens, {_size(config.kv_cache_bytes)}"
     if config.state_slots[0]:
-        pool += f" and {config.state_slots[0] - 1} states"
+        pool += f" and {config.state_slots[0] - 1} state slots"
     if config.kv_cache_dtype != "auto":
         pool += f" in {config.kv_cache_dtype}"
     model = f"{config.model_name} ({config.architecture}, {_size(config.weight_bytes)}), {config.dtype}"
     why = f" ({config.backend_reason})" if config.backend_reason else ""
-    backends = f"backend {config.backend}{why}, products {config.matmul_backend}"
-    return f"{model}, {backends}, pool {pool}, buckets {_grouped(buckets)}"
+    backends = f"attention backend {config.backend}{why}, matmul backend {config.matmul_backend}"
+    return f"{model}, {backends}, KV cache {pool}, buckets {_grouped(buckets)}"
 
 
 def _size(num_bytes: int) -> str:

@@ -127,6 +127,6 @@ def check_arrival_time(value: Any, now: float) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     ok = is_number and abs(value) <= sys.float_info.max
     check(ok, "arrival_time", value, "a finite number or None")
-    allowed = f"at most {now}, the value of time.monotonic() (time.time() is another clock)"
+    allowed = f"at most {now}, the current value of time.monotonic() (not time.time())"
     check(value <= now, "arrival_time", value, allowed)
     return value

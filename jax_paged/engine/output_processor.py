@@ -171,7 +171,7 @@ class RequestState:
 
     def add_captured(self, seq: Sequence, start: int, arrays: dict[str, np.ndarray]) -> None:
         """Adds the arrays that hooks captured for a sequence; see FeatureOutputs.add_captured."""
-        assert self._features is not None, "a plain request has no hooks"
+        assert self._features is not None, "captured arrays for a request without feature outputs"
         self._features.add_captured(seq, start, arrays)
 
     def add_tokens(
@@ -191,13 +191,13 @@ class RequestState:
             string.
         """
         self.is_finished = self.group.is_finished
-        found: list[tuple[Sequence, str]] = []
+        stopped: list[tuple[Sequence, str]] = []
         for sample in self._samples if self._draws_samples else ():
             if sample.seq.status.is_finished and not sample.is_finished:
                 stop = sample.finish()
                 if stop is not None:
-                    found.append((sample.seq, stop))
-        return found
+                    stopped.append((sample.seq, stop))
+        return stopped
 
     def mark_finished(self) -> None:
         """Marks the request as finished with its current text.

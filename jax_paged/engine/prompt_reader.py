@@ -58,8 +58,8 @@ class PromptReader:
     Args:
         config: Settings of the engine, with the limits of the model.
         tokenizer: The tokenizer; None if all prompts are token ids.
-        read_feature_prompt: Reads prompts that use a feature, and all prompts of encoder-decoder and multimodal
-            models.
+        read_feature_prompt: Reads prompts that use a feature, and all prompts of encoder-decoder and
+            multimodal models.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class PromptReader:
         check(salt is None or isinstance(salt, str), "cache_salt", salt, "a string")
         if token_ids is not None:
             return TokenizedPrompt(text, self._checked_ids("prompt_token_ids", token_ids), salt)
-        assert isinstance(text, str), "checked above"
+        assert isinstance(text, str), "the prompt has neither text nor token ids"
         return TokenizedPrompt(text, self._encode(text, max_len), salt)
 
     def _encode(self, text: str, max_len: int | None) -> list[int]:
@@ -120,7 +120,7 @@ class PromptReader:
         check(bool(token_ids), "prompt", text, "text of at least one token")
         highest, allowed = max(token_ids), self._config.vocab_size - 1
         if highest > allowed:
-            remedy = f". The tokenizer {self._tokenizer.name!r} does not fit the model"
+            remedy = f". The tokenizer {self._tokenizer.name!r} does not match the model"
             allowed = f"in the model's vocabulary, [0, {allowed}]"
             raise ArgumentError("prompt", highest, allowed, aspect="each token id of", remedy=remedy)
         return token_ids
@@ -185,8 +185,9 @@ def resolve_cache_salt(argument: str, encoder: TokenizedPrompt | None, decoder: 
     """
     given = [argument or None, encoder and encoder.cache_salt, decoder.cache_salt]
     salts = {salt for salt in given if salt is not None}
-    check(len(salts) <= 1, "cache_salt", sorted(salts), "the same for all parts of a request")
+    allowed = "the same in the `cache_salt` argument and in all parts of the prompt"
+    check(len(salts) <= 1, "cache_salt", sorted(salts), allowed)
     salt = salts.pop() if salts else ""
     # The engine uses this character to append adapters, hooks and vectors to the salt (see new_request.py).
-    check("\0" not in salt, "cache_salt", salt, r"a string without the character \0")
+    check("\0" not in salt, "cache_salt", salt, r"a string without null characters (\0)")
     return salt

@@ -152,7 +152,7 @@ class SampleState:
 
     def _completed_at(self) -> int | None:
         """Returns the number of output tokens that completed the grammar; None if it is not complete."""
-        assert self.matcher is not None, "the outputs follow a grammar"
+        assert self.matcher is not None, "the output follows a grammar but has no matcher"
         return self.matcher.follow(self.seq.output_token_ids)
 
     def finish(self) -> str | None:

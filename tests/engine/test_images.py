@@ -416,12 +416,12 @@ def test_chat(llm: LLM, engine: LLMEngine) -> None:
         (
             prompt("<image>"),
             GREEDY,
-            "the number of images in `multi_modal_data` must be 1, the number of placeholders.*got 0",
+            "the number of images in `multi_modal_data` must be 1, the number of image placeholders.*got 0",
         ),
         (
             {"prompt": "<image>"},
             GREEDY,
-            "the number of images in `multi_modal_data` must be 1, the number of placeholders.*got 0",
+            "the number of images in `multi_modal_data` must be 1, the number of image placeholders.*got 0",
         ),
         (
             prompt("a", drawn(9, 9, 1)),
@@ -481,8 +481,14 @@ def test_bad_files(monkeypatch: pytest.MonkeyPatch) -> None:
             "`image_url.url` must be data:image/...;base64,... because allowed_media_domains",
         ),
         (f"{head},!", "`image_url.url` must be base64 .*got 'data:image/png;base64,!'"),
-        (f"{head},{base64.b64encode(b'hello').decode()}", "`image_url.url` must be that of an image of PNG"),
-        (url_of(drawn(9, 9, 1), "TIFF"), "`image_url.url` must be that of an image of PNG"),
+        (
+            f"{head},{base64.b64encode(b'hello').decode()}",
+            "`image_url.url` must be the URL of an image in one of the formats PNG",
+        ),
+        (
+            url_of(drawn(9, 9, 1), "TIFF"),
+            "`image_url.url` must be the URL of an image in one of the formats PNG",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             image_of_url(url)
@@ -654,7 +660,7 @@ def test_what_can_not_be_had(engine: LLMEngine) -> None:
         with pytest.raises(ValueError, match=name):
             make_engine(FOLDER, **SETTINGS, **{name: value})
     picture = prompt("a text that is longer than a block <image>", drawn(9, 9, 1))
-    with pytest.raises(ValueError, match="`prompt` must be text alone because images are not pinned"):
+    with pytest.raises(ValueError, match="`prompt` must be text or token ids because images can't be pinned"):
         engine.pin_prefix(picture)
     engine.add_request("a", engine.check_request(picture, GREEDY))
     engine.step()

@@ -172,12 +172,12 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
         (
             "llama_mean",
             lambda llm: llm.classify([[1]]),
-            "`task` must be .*the tasks of LlamaModel, got 'classify'",
+            "`task` must be .*the tasks that LlamaModel supports, got 'classify'",
         ),
         (
             "llama_classifier",
             lambda llm: llm.embed([[1]]),
-            "`task` must be .*the tasks of LlamaForSeq.*got 'embed'",
+            "`task` must be .*the tasks that LlamaForSeq.*got 'embed'",
         ),
         (
             "llama_classifier",
@@ -198,7 +198,7 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
         (
             "bert_reranker",
             lambda llm: llm.embed([[1]]),
-            "`task` must be .*the tasks of BertForSequence.*got 'embed'",
+            "`task` must be .*the tasks that BertForSequence.*got 'embed'",
         ),
         ("llama_mean", lambda llm: llm.embed([]), "`prompts` must be at least one prompt, got"),
         ("llama_mean", lambda llm: llm.embed(""), "`prompt` must be a non-empty string, got ''"),
@@ -293,7 +293,9 @@ def test_who_pools() -> None:
         assert "pool" not in llm.compile_plan().split()
         with pytest.raises(ValueError, match="`model` must be a pooling model, got"):
             llm.embed("no")
-        with pytest.raises(ValueError, match="`pooling` must be None with a model that is not pooled, got"):
+        with pytest.raises(
+            ValueError, match="`pooling` must be None because the model does not support pooling, got"
+        ):
             llm.generate("no", SamplingParams(pooling="LAST"), use_tqdm=False)
     with pytest.raises(ValueError, match="`runner` must be 'auto' or 'pooling' with LlamaModel"):
         LLM(str(FIXTURES / "llama_mean"), runner="generate")

@@ -165,9 +165,7 @@ def test_errors(shared_engine: LLMEngine) -> None:
         shared_engine.pin_prefix(PREFIX)
     shared_engine.abort_request("a")
     reschedule(shared_engine, enable_prefix_caching=False)
-    with pytest.raises(
-        ValueError, match=r"`enable_prefix_caching` must be True for pinned prefixes.*got False"
-    ):
+    with pytest.raises(ValueError, match=r"`enable_prefix_caching` must be True to pin prefixes.*got False"):
         shared_engine.pin_prefix(PREFIX)
     assert_no_block_lost(shared_engine)
 

@@ -90,7 +90,7 @@ BAD = [
     (
         "a",
         {"logprobs": -1},
-        r"`logprobs` must be at most 19 \(max_logprobs\), less than the vocabulary of 300 tokens, got -1",
+        r"`logprobs` must be at most 19 \(max_logprobs\), got -1, which means all 300 tokens of the",
     ),
     (
         "a",

@@ -121,7 +121,7 @@ def test_a_plan_runs_once(engine: LLMEngine) -> None:
     with pytest.raises(ValueError, match="nor dropped"):
         engine.run(old)
     engine.step()
-    with pytest.raises(ValueError, match="which was neither run nor dropped"):
+    with pytest.raises(ValueError, match="not yet run or replaced"):
         engine.run(new)
 
 
@@ -162,7 +162,7 @@ def test_mistakes_are_errors(engine: LLMEngine) -> None:
     add_two(engine)
     plan = engine.schedule()
     with pytest.raises(
-        ValueError, match=r"`request_id` must be a request of the plan, \['a', 'b'\], got 'c'"
+        ValueError, match=r"`request_id` must be a request in the plan, \['a', 'b'\], got 'c'"
     ):
         plan.without("c")
     with pytest.raises(ValueError, match="at most once"):
@@ -170,7 +170,7 @@ def test_mistakes_are_errors(engine: LLMEngine) -> None:
     rows = plan.output.scheduled
     longer = rows[0]._replace(token_ids=[*rows[0].token_ids, 9])
     spoilt = dataclasses.replace(plan.output, scheduled=(longer, rows[1]))
-    with pytest.raises(ValueError, match=r"changed by without\(\) and only\(\) alone"):
+    with pytest.raises(ValueError, match=r"modified only with without\(\) and only\(\)"):
         engine.run(dataclasses.replace(plan, output=spoilt))
     engine.run(plan)
 

@@ -94,7 +94,9 @@ class AsyncLLMEngine(RequestMethods):
         """The error raised for requests while the engine sleeps or is about to; None while it is awake."""
         if self._falling_asleep is None and not self.engine.is_sleeping():
             return None
-        return EngineAsleepError("the engine sleeps, or is about to; it takes requests when it is woken")
+        return EngineAsleepError(
+            "the engine is asleep or about to sleep; it accepts requests again after wake_up()"
+        )
 
     @property
     def load(self) -> tuple[int, int]:
@@ -170,7 +172,7 @@ class AsyncLLMEngine(RequestMethods):
     def stack(self) -> str:
         """Returns the current call stack of the engine's thread, formatted like a traceback."""
         frame = sys._current_frames().get(self._thread.ident or 0)
-        return "".join(traceback.format_stack(frame)) if frame else "no thread\n"
+        return "".join(traceback.format_stack(frame)) if frame else "the engine's thread has ended\n"
 
     async def _call[T](self, function: Callable[[], T]) -> T:
         """Runs a function in the engine's thread, between two steps, and returns its result."""
@@ -216,15 +218,15 @@ class AsyncLLMEngine(RequestMethods):
         finally:
             self._submitted.discard(stream)
 
-    def _end(self, request_id: str, of: RequestStream | None = None) -> None:
-        """Aborts a request. If `of` is a stream, the request is only aborted if it belongs to that stream."""
-        stream = self._streams.get(request_id)
-        if stream is not None and of in (None, stream):
+    def _end(self, request_id: str, stream: RequestStream | None = None) -> None:
+        """Aborts a request. If a stream is passed, only a request that belongs to it is aborted."""
+        current = self._streams.get(request_id)
+        if current is not None and stream in (None, current):
             del self._streams[request_id]
-            self._undelivered.pop(stream, None)
+            self._undelivered.pop(current, None)
             self.statistics.forget(request_id)
             state = self.engine.abort_request(request_id)
-            deliver([(stream, state.take_delta())] if state else [])  # None if it has just ended
+            deliver([(current, state.take_delta())] if state else [])  # None if it has just ended
 
     def _run_once(self, waited: "list[Callable[[], None] | None]") -> bool:
         """Executes all calls in the queue, and runs a step if there is work to do.
@@ -244,7 +246,7 @@ class AsyncLLMEngine(RequestMethods):
             self.error = self.error or EngineDeadError("the engine is closed")
         except BaseException as error:  # a panic in a Rust library is not an Exception
             self.error = error
-            _LOGGER.exception("the engine has failed")
+            _LOGGER.exception("the engine has failed and runs no more requests; restart it")
         self._fall_asleep()
         deliver([(stream, self._stopped()) for stream in self._streams.values()])
         self._streams.clear()
@@ -275,7 +277,7 @@ class AsyncLLMEngine(RequestMethods):
             raise self._stopped()
         self.engine.check_sleep(level, mode)
         if self._falling_asleep is not None:
-            raise ValueError("the engine is about to sleep already: wait until it does")
+            raise ValueError("a previous sleep() is still in progress; wait until it has returned")
         if mode == "abort":
             for request_id in list(self._streams):
                 self._end(request_id)
@@ -295,7 +297,7 @@ class AsyncLLMEngine(RequestMethods):
         if self.error is not None:
             raise self._stopped()
         self.engine.sleep(level, mode)
-        self._hand_over(self.engine.take_changed(), flush=True)  # of steps that were in flight
+        self._hand_over(self.engine.take_changed(), flush=True)  # results of steps that were in flight
 
     def _step(self) -> None:
         self.step_began = time.monotonic()
@@ -336,7 +338,8 @@ def _run(this: "weakref.ref[AsyncLLMEngine]", calls: "queue.SimpleQueue[Callable
     """Steps an engine until it is closed, or until nothing else refers to it.
 
     Args:
-        this: Weak reference to the engine. The thread has no other reference to it between two turns.
+        this: Weak reference to the engine. The thread has no other reference to it between two calls of
+            _run_once.
         calls: The queue of calls for the engine's thread. None ends the engine.
     """
     waited: list[Callable[[], None] | None] = []

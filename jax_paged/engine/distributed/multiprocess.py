@@ -125,7 +125,7 @@ class MultiprocessExecutor:
     fingerprint = _rejected("to save or load a state")
     read_kv = _rejected("to read keys and values")
     inspect = _rejected("to inspect requests")
-    update_weights = _rejected("to exchange weights")
+    update_weights = _rejected("to update weights")
     free_memory = _rejected("to sleep")
     restore_weights = _rejected("to wake up")
     restore_pool = _rejected("to wake up")
@@ -177,7 +177,10 @@ class MultiprocessExecutor:
         return value
 
     def _raise_timeout(self) -> NoReturn:
-        reason = f"the workers hang: a step takes more than {self._limit_s:g} s (distributed_timeout_seconds)"
+        reason = (
+            f"the workers have not responded within {self._limit_s:g} s (distributed_timeout_seconds). "
+            "Increase this limit if steps may take longer"
+        )
         self._team.fail(reason)
         raise EngineDeadError(reason)
 
@@ -229,7 +232,7 @@ def follow(args: EngineArgs, launch: Launch) -> NoReturn:
         raise pickle.loads(arrays[0].data)
     except TimeoutError as error:
         worker.close(until=0)
-        raise EngineDeadError(f"worker {launch.rank} has stalled: {error}") from error
+        raise EngineDeadError(f"worker {launch.rank} does not respond: {error}") from error
     except OSError:
         sys.exit(worker.wait())
     finally:

@@ -200,7 +200,7 @@ class WorkerTeam:
                         return self.fail(str(value))
                     self.replies[engine].put(value)
         except TimeoutError as error:
-            self.fail(f"worker 0 has stalled, or its host is gone: {error}")
+            self.fail(f"worker 0 does not respond, or its host is unreachable: {error}")
         except OSError:
             self.fail("worker 0 has ended")
 

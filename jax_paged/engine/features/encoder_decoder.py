@@ -25,9 +25,11 @@ def read_encoder_decoder_prompt(
     if isinstance(prompt, dict) and prompt.keys() & _NAMES:
         if prompt.get("mm_processor_kwargs", 0) in (None, {}):  # vLLM's helper functions add this key
             prompt = {name: value for name, value in prompt.items() if name != "mm_processor_kwargs"}
-        check(prompt.keys() == _NAMES, "prompt", prompt, f"a dict with the keys {sorted(_NAMES)} alone")
+        check(prompt.keys() == _NAMES, "prompt", prompt, f"a dict with exactly the keys {sorted(_NAMES)}")
         if start_token_id is None:
-            raise ArgumentError("prompt", prompt, "a prompt without encoder_prompt for this model")
+            raise ArgumentError(
+                "prompt", prompt, "a prompt without encoder_prompt because the model has no encoder"
+            )
         encoder = tokenize(prompt["encoder_prompt"])
         if prompt["decoder_prompt"] is None:
             return encoder, TokenizedPrompt(None, [start_token_id])

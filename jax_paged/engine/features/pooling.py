@@ -32,7 +32,7 @@ class PoolingRequests:
 
     @property
     def _spec(self) -> PoolingSpec:
-        assert self._config.pooling is not None, "the parameters were resolved"
+        assert self._config.pooling is not None, "the model does not support pooling"
         return self._config.pooling
 
     @property
@@ -57,11 +57,11 @@ class PoolingRequests:
         check(isinstance(params, PoolingParams), "pooling_params", params, "PoolingParams")
         spec = self._config.pooling
         if spec is None:
-            remedy = ". Pass runner='pooling' to pool with a model that generates"
+            remedy = ". Pass runner='pooling' to use a generative model for pooling"
             raise ArgumentError("model", self._config.model_name, "a pooling model", remedy=remedy)
         tasks = _tasks_of(spec)
         wanted = task or params.task or tasks[0]
-        allowed = f"{one_of(tasks)}, the tasks of {self._config.architecture}"
+        allowed = f"{one_of(tasks)}, the tasks that {self._config.architecture} supports"
         check(wanted in tasks, "task", wanted, allowed)
         check(params.task in (None, wanted), "pooling_params.task", params.task, f"None or {wanted!r}")
         if params.dimensions is not None:
@@ -69,10 +69,9 @@ class PoolingRequests:
             sizes = " or ".join(map(str, known or ())) or "None"
             most = f"at most {spec.embedding_size}" if known is None else sizes
             ok = not spec.labels and (known is None or params.dimensions in known)
-            why = "" if known != () else " because the model is not known to support it (is_matryoshka)"
-            check(
-                ok and params.dimensions <= spec.embedding_size, "dimensions", params.dimensions, most + why
-            )
+            if known == ():
+                most += " because the model does not declare support for it (is_matryoshka in config.json)"
+            check(ok and params.dimensions <= spec.embedding_size, "dimensions", params.dimensions, most)
         return dataclasses.replace(params, task=wanted)
 
     def prepare(self, prompt: Any, params: PoolingParams) -> tuple[Any, bool]:
@@ -168,11 +167,11 @@ class PoolingRequests:
         """
         spec, (completion,) = self._spec, output.outputs
         if completion.finish_reason != "length":
-            raise ValueError(f"a text was not pooled: {completion.stop_reason}")
+            raise ValueError(f"pooling failed: {completion.stop_reason}")
         captured = completion.captured
         data = captured["hidden" if params.task == "token_embed" else "pooled"]
         if not np.isfinite(data).all():
-            raise ValueError("a text was not pooled: its hidden states are not finite")
+            raise ValueError("pooling failed: the hidden states are not finite")
         activates = params.use_activation if params.normalize is None else params.normalize
         if spec.labels:
             return data if activates is False else _SCORES[spec.activation](data)
@@ -205,7 +204,8 @@ def truncate_tokens(
         token_ids: Tokens of the text.
         num_tokens: Maximum number of tokens.
         side: The end of the text that is cut off.
-        special_tokens: The special tokens before and after a text, which are kept (see Tokenizer.special_tokens_around).
+        special_tokens: The special tokens before and after a text, which are kept (see
+            Tokenizer.special_tokens_around).
     """
     if len(token_ids) <= num_tokens:
         return token_ids

@@ -42,7 +42,9 @@ class Scoring(EngineFeature):
         """
         self._core.check_can_run()
         if not self._core.drain():
-            raise RuntimeError("requests are running; score texts before or after them")
+            raise RuntimeError(
+                "texts can't be scored while requests are running; let them finish or abort them"
+            )
         number = plain(num_prompt_tokens)
         counts = [number] * len(token_lists) if isinstance(number, int) else number
         allowed = f"an integer or a list of {len(token_lists)} integers"
@@ -81,6 +83,6 @@ def _logprobs(output: CompletionOutput) -> list[float]:
         ValueError: If the request ended before all tokens were generated.
     """
     if output.finish_reason != "length":
-        raise ValueError(f"a text was not scored: {output.stop_reason}")
-    assert output.logprobs is not None, "they were asked for"
+        raise ValueError(f"scoring failed: {output.stop_reason}")
+    assert output.logprobs is not None, "the output has no log-probabilities"
     return [entry[t].logprob for t, entry in zip(output.token_ids, output.logprobs, strict=True)]

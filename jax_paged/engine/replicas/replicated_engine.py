@@ -89,8 +89,8 @@ class ReplicatedEngine(RequestMethods):
         with self._placing:
             [(replica, request)] = self._placement.place([request], [r.load for r in self.replicas])
         # If an unfinished request has the same id, its engine gets this request and reports the error.
-        taken = (i for i, engine in enumerate(self.replicas) if engine.has(request_id))
-        return self.replicas[next(taken, replica)].start(request, request_id, whole=whole)
+        same_id = (i for i, engine in enumerate(self.replicas) if engine.has(request_id))
+        return self.replicas[next(same_id, replica)].start(request, request_id, whole=whole)
 
     async def update_weights(
         self, weights: "NewWeights", *, running: "Running" = "error", weight_version: str | None = None

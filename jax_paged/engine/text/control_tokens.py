@@ -72,7 +72,7 @@ class ControlTokens:
             return value, ""
         mark = next((m for m in _MARKS if not any(m in text for text in texts)), None)
         if mark is None:
-            allowed = "texts without at least one of the characters U+F0000 to U+F00FF"
+            allowed = "texts that do not contain all characters from U+F0000 to U+F00FF"
             raise ArgumentError("messages", value, allowed)
         return self._with_marks(value, mark), mark
 

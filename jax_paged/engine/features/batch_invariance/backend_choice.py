@@ -53,7 +53,10 @@ def start_with_passing_backends(
         changed = dataclasses.replace(args, **other)
         if _failure(changed, make(changed), begin) is None:
             _LOGGER.warning(
-                "%s is chosen for batch_invariant, as the check fails with %s", _format_args(other), used
+                "using %s because the check of batch_invariant failed with %s. Pass these arguments to skip "
+                "the failing check at the next start",
+                _format_args(other),
+                used,
             )
             return
     for other in others:
@@ -64,9 +67,8 @@ def start_with_passing_backends(
         if _failure(changed, executor, begin) is None:
             executor.close()
             raise NotInvariantError(
-                f"`batch_invariant` must be False for this model on this machine with {used} because the "
-                f"steps for outputs and for prompts add up in different orders, got True. It can be True "
-                f"with {_format_args(other)}"
+                f"`batch_invariant` must be False for this model on this machine with {used} because results "
+                f"depend on the batch, got True. Pass {_format_args(other)} to use batch_invariant"
             )
     raise failure
 

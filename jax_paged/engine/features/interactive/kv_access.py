@@ -53,7 +53,7 @@ class KVAccess(EngineFeature):
         state = settled_state(core, request_id)
         index = check_int("index", index, 0, len(state.group.sequences) - 1)
         seq, tables = state.group.sequences[index], core.scheduler.block_manager.block_tables
-        allowed = f"that of a request that runs (its sequence {index} is {seq.status.name.lower()})"
+        allowed = f"the id of a running request (its sequence {index} is {seq.status.name.lower()})"
         check(seq in tables, "request_id", request_id, allowed)
         return state, seq
 
@@ -116,18 +116,18 @@ class KVAccess(EngineFeature):
         core = self._core
         core.check_can_run()
         state, seq = self._sequence_with_blocks(request_id, index)
-        why = "it has seen the tokens that would be computed again"
+        why = "recurrent states already include the token that would be computed again"
         core.check_not_recurrent("inspect()", why)
-        allowed = f"that of a request with one token to compute (it has {seq.num_new_tokens})"
+        allowed = f"the id of a request with one token left to compute (it has {seq.num_new_tokens})"
         check(seq.num_new_tokens == 1, "request_id", request_id, allowed)
         is_plain = not (state.group.adapter or state.group.request.prompt_embeds or seq.stand_ins)
-        allowed = "that of a request without an adapter, images and prompt_embeds"
+        allowed = "the id of a request without a LoRA adapter, images or prompt_embeds"
         check(is_plain, "request_id", request_id, allowed)
         manager = core.scheduler.block_manager
         num_queries = len(seq) if num_queries is None else num_queries
         num_queries = check_int("num_queries", num_queries, 1, 1 if seq.num_dropped_tokens else len(seq))
         start, tables = len(seq) - num_queries, manager.block_tables[seq]
-        allowed = "less because blocks that the first queries attend to have left their window"
+        allowed = "smaller because blocks that the first queries attend to have left the sliding window"
         check(not manager.lacks(tables, start), "num_queries", num_queries, allowed)
         logits, attention = core.executor.inspect(
             InspectionInput(
@@ -167,14 +167,16 @@ class KVAccess(EngineFeature):
         is_plain = (
             len(manager.groups) == 1 and manager.groups[0].window is None and not manager.groups[0].is_cross
         )
-        allowed = "a model all of whose layers attend to all tokens"
+        allowed = "a model in which every layer uses full attention"
         check(is_plain, "model", core.config.architecture, allowed)
         num_blocks = manager.num_blocks_of(seq.num_computed_tokens - seq.num_dropped_tokens)
         kept = tuple(map(plain, keep))
-        core.check_not_recurrent("drop_kv()", "it has seen the tokens that would be dropped")
+        core.check_not_recurrent("drop_kv()", "recurrent states include the tokens that would be dropped")
         ok = all(isinstance(i, int) and 0 <= i < num_blocks for i in kept)
         ok = ok and all(a < b for a, b in itertools.pairwise(kept)) and kept[-1:] == (num_blocks - 1,)
-        allowed = f"ascending indices of its {num_blocks} blocks that include the last, {num_blocks - 1}"
+        allowed = (
+            f"ascending block indices in [0, {num_blocks - 1}] that include the last one, {num_blocks - 1}"
+        )
         check(ok, "keep", kept, allowed)
         if len(kept) < num_blocks:
             core.scheduler.edit_request(DropBlocks(request_id, tuple(map(int, kept))))

@@ -59,7 +59,7 @@ class StepPlan:
         owners = []
         for row in output.scheduled:
             found = find(row.seq_id)
-            assert found is not None, "the rows of a new step have batch slots"
+            assert found is not None, f"scheduled sequence {row.seq_id} belongs to no request"
             group, seq = found
             owners.append(RowOwner(group.request_id, group.sequences.index(seq), len(seq.prompt_token_ids)))
         return cls(output, tuple(owners))
@@ -76,7 +76,7 @@ class StepPlan:
             ValueError: If a request is not part of the plan.
         """
         for request_id in request_ids:
-            allowed = f"a request of the plan, {shown(self.request_ids)}"
+            allowed = f"a request in the plan, {shown(self.request_ids)}"
             check(request_id in self.request_ids, "request_id", request_id, allowed)
         return self.only([r for r in self.request_ids if r not in request_ids])
 
@@ -92,7 +92,8 @@ class StepPlan:
         wanted = list(request_ids)
         order = {request_id: place for place, request_id in enumerate(wanted)}
         ok = order.keys() <= set(self.request_ids) and len(order) == len(wanted)
-        check(ok, "request_ids", wanted, f"some of {shown(self.request_ids)}, each at most once")
+        allowed = f"requests in the plan, {shown(self.request_ids)}, without duplicates"
+        check(ok, "request_ids", wanted, allowed)
         rows = [i for i, owner in enumerate(self.owners) if owner.request_id in order]
         rows.sort(key=lambda i: (self.output.scheduled[i].num_tokens > 1, order[self.owners[i].request_id]))
         dropped = [request_id for request_id in self.request_ids if request_id not in order]
@@ -114,7 +115,7 @@ class StepPlan:
         left_out = {owner.request_id for i, owner in enumerate(self.owners) if i not in rows}
         ok = -1 not in rows and with_rows(self.output, rows) == plan.output
         ok = ok and left_out.isdisjoint(self.owners[i].request_id for i in rows)
-        check(ok, "plan", plan, "the plan that schedule() returned, changed by without() and only() alone")
+        check(ok, "plan", plan, "the plan that schedule() returned, modified only with without() and only()")
         return rows
 
     def __repr__(self) -> str:
@@ -134,9 +135,9 @@ class StepPlan:
             "blocks are copied": len(output.blocks_to_copy),
             "blocks are swapped out": len(output.blocks_to_swap_out),
             "blocks are swapped in": len(output.blocks_to_swap_in),
-            "texts are encoded": len(output.to_encode),
+            "encoder inputs are computed": len(output.to_encode),
         }
-        named = {"preempted": output.preempted, "ended": output.ended, "left out": self.dropped}
+        named = {"preempted": output.preempted, "ended": output.ended, "removed from the plan": self.dropped}
         parts = [f"{count} {what}" for what, count in counts.items() if count]
         return parts + [f"{what}: {', '.join(ids)}" for what, ids in named.items() if ids]
 
@@ -150,14 +151,13 @@ class StepPlan:
             f'<svg viewBox="0 0 {_WIDTH} {height}" style="display:block;width:100%;max-width:{_WIDTH}px" '
             f'font-size="12" fill="currentColor">{drawn}</svg>'
         )
-        kind = "a burst of decode steps" if step.burst else f"{step.num_batched_tokens} tokens"
-        head = f"<b>Step {step.step_id}</b>: {kind}, {len(rows)} rows, {len(step.samples)} samples"
-        key = (
-            f"{_legend(_bar(0, 14, 'cached'))} in the pool &ensp; {_legend(_bar(0, 14, 'new'))} computed now"
-        )
+        kind = "multi-step decoding" if step.burst else f"{step.num_batched_tokens} tokens"
+        head = f"<b>Step {step.step_id}</b>: {kind}, {len(rows)} sequences, {len(step.samples)} samples"
+        cached, new = _legend(_bar(0, 14, "cached")), _legend(_bar(0, 14, "new"))
+        legend = f"{cached} cached &ensp; {new} computed in this step"
         foot = "".join(f"<div>{html.escape(part)}</div>" for part in self._other_parts())
         return (
-            f'<div style="font-size:12px;line-height:1.7"><div>{head} &ensp; {key}</div>'
+            f'<div style="font-size:12px;line-height:1.7"><div>{head} &ensp; {legend}</div>'
             f"{picture if rows else ''}{foot}</div>"
         )
 
@@ -191,7 +191,7 @@ class StepPlans(EngineFeature):
             or self._core.planned is not last.output
             or plan.output.step_id != last.output.step_id
         ):
-            allowed = "the plan that schedule() has returned last, which was neither run nor dropped"
+            allowed = "the last plan that schedule() returned, not yet run or replaced"
             given, remedy = Text(f"a plan of step {plan.output.step_id}"), ". Call schedule() for a new one"
             raise ArgumentError("plan", given, allowed, remedy=remedy)
         rows = last.rows_of(plan)

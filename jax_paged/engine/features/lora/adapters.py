@@ -124,8 +124,8 @@ class Adapters:
         known = self._requests.get(number, request)
         if known != request:
             allowed = (
-                f"another number for lora_name {request.lora_name!r} and lora_path {request.lora_path!r} "
-                f"because {number} is the adapter {known.lora_name!r} of {known.lora_path!r}"
+                f"another id for lora_name {request.lora_name!r} and lora_path {request.lora_path!r} because "
+                f"{number} is the id of lora_name {known.lora_name!r} and lora_path {known.lora_path!r}"
             )
             raise ArgumentError("lora_int_id", number, allowed)
         return self._kept.get(number)

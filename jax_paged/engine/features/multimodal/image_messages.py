@@ -75,7 +75,7 @@ def extract_images(
             # The tokenizer would mistake this part for an image that was taken out.
             content = message.get("content") if isinstance(message, dict) else None
             ok = not isinstance(content, list) or {"type": "image"} not in content
-            check(ok, f"messages[{i}].content", content, "text because the model reads no images")
+            check(ok, f"messages[{i}].content", content, "text because the model does not support images")
         return Conversation(messages, [])
     images: list[Any] = []
     out = [
@@ -124,7 +124,7 @@ def _image(name: str, kind: str, given: Any, urls_only: bool) -> Any:
             kind == "image_url",
             name,
             kind,
-            f"'image_url', in the form {form}",
+            f"'image_url', as in {form}",
             aspect="the type of an image in",
         )
     if kind == "image_url":

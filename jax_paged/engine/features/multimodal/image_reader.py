@@ -99,7 +99,7 @@ class ImageReader:
         check_int("multi_modal_data", len(images), 0, self._settings.max_images, aspect=aspect)
         spec = self._settings.spec
         num = token_ids.count(spec.token_id)
-        allowed = f"{num}, the number of placeholders in the prompt"
+        allowed = f"{num}, the number of image placeholders in the prompt"
         check(num == len(images), "multi_modal_data", len(images), allowed, aspect=aspect)
         if not images:
             return token_ids, ()
@@ -144,7 +144,9 @@ class ImageReader:
         # One frame is enough: the model repeats a still image for all frames of a patch.
         pixels, cut = self._cut(image, temporal_patch_size=1)
         _, *grid = cut["image_grid_thw"][0].tolist()
-        assert pixels.shape == (grid[0] * grid[1], 3 * spec.patch_size**2), "patches fill rows and columns"
+        assert pixels.shape == (grid[0] * grid[1], 3 * spec.patch_size**2), (
+            f"pixels {pixels.shape} do not match the patch grid {grid}"
+        )
         num_rows, num_columns = (num // spec.merge_size for num in grid)
         scale, offset = self._scaling()
         return Patches(pixels.astype(np.uint8), scale, offset, (num_rows, num_columns))
@@ -198,8 +200,9 @@ class ImageReader:
                 positions = list(run)
                 runs.append((positions[0], positions[-1] + 1))
         ok = [stop - start for start, stop in runs] == [spec.num_tokens] * len(tiles)
-        assert self._tokenizer is not None, "it has made these tokens"
-        check(ok, "tokenizer", self._tokenizer.name, f"one that has {_IMAGE} as token {spec.token_id}")
+        assert self._tokenizer is not None, "tiles have tokens although there is no tokenizer"
+        allowed = f"a tokenizer in which {_IMAGE} is token {spec.token_id}"
+        check(ok, "tokenizer", self._tokenizer.name, allowed)
         digests = (hashlib.sha256(tile.pixels.data).hexdigest() for tile in tiles)
         rows = zip(runs, digests, tiles, strict=True)
         return [StandIn(start, stop, digest, tile) for (start, stop), digest, tile in rows]
@@ -212,7 +215,7 @@ class ImageReader:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import AutoImageProcessor
 
-        assert self._tokenizer is not None, "it has read the prompt"
+        assert self._tokenizer is not None, "the image processor is used without a tokenizer"
         folder = self._tokenizer.name
         try:
             options: Any = {"backend": "pil", "trust_remote_code": False, **self._settings.processor}
@@ -284,10 +287,8 @@ def image_of_url(url: str, domains: Collection[str] = ()) -> "Image":
     try:
         return pillow.open(io.BytesIO(held), formats=_FORMATS)
     except Exception as error:  # decoders raise many types of errors
-        formats = ", ".join(_FORMATS)
-        raise ArgumentError(
-            "image_url.url", url, f"that of an image of {formats} ({_shown(error)})"
-        ) from error
+        allowed = f"the URL of an image in one of the formats {', '.join(_FORMATS)} ({_shown(error)})"
+        raise ArgumentError("image_url.url", url, allowed) from error
 
 
 def is_data_url(url: str) -> bool:
@@ -357,7 +358,7 @@ def _eight_bits(image: "Image") -> np.ndarray:
 def _shown(error: Exception) -> str:
     """Returns the message of a decoding error, without the objects that Pillow puts into it."""
     if type(error).__name__ == "UnidentifiedImageError":
-        return "its first bytes are those of none of them"
+        return "the content has another format"
     return str(error) or type(error).__name__
 
 

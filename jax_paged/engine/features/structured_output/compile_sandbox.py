@@ -79,7 +79,8 @@ class CompileSandbox:
             command = [sys.executable, "-P", __file__]
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8")
             if not _ask(process, settings):
-                raise RuntimeError(f"the process that tries forms ends with {process.wait()}")
+                status = process.wait()
+                raise RuntimeError(f"the subprocess that compiles grammars has ended (exit status {status})")
             self._process = process
             weakref.finalize(self, _end, process).atexit = False
         return self._process
@@ -100,8 +101,8 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 def _ask(process: "subprocess.Popen[str]", question: dict[str, Any]) -> str:
     """Sends a question to the subprocess and returns its answer; "" if the subprocess has ended."""
-    assert process.stdin is not None, "it is a pipe"
-    assert process.stdout is not None, "it is a pipe"
+    assert process.stdin is not None, "stdin of the subprocess is not a pipe"
+    assert process.stdout is not None, "stdout of the subprocess is not a pipe"
     try:
         process.stdin.write(json.dumps(question) + "\n")
         process.stdin.flush()
@@ -130,7 +131,7 @@ def compile_grammar(tokenizer: "LLTokenizer", source: str) -> "LLMatcher":
         root.compute_bitmask()
     if root.is_error():
         problem = " ".join(root.get_error().removesuffix("<non-verbose/>").split())
-        raise ValueError("nothing meets it" if problem == "NoExtensionBias" else problem)
+        raise ValueError("no output can satisfy it" if problem == "NoExtensionBias" else problem)
     return root
 
 

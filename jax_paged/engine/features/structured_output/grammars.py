@@ -178,9 +178,8 @@ class Matcher:
         # begun with its first token.
         self._state = state
         self._phase = phase
-        self._could_be_structured = (
-            True  # whether `_state` accepted all tokens; may be False before the phase GRAMMAR
-        )
+        # Whether `_state` has accepted all tokens. It may be False before the phase GRAMMAR.
+        self._could_be_structured = True
         self._ignores_eos = ignores_eos
         self._num_tokens = 0  # number of tokens followed so far
         self._num_when_complete: int | None = None
@@ -335,7 +334,7 @@ class Grammars:
         check(
             bool(self._end_token_ids),
             "structured_outputs",
-            Text("some"),
+            Text("a constraint"),
             "None because the model has no end token",
         )
         source = self._tokenizer.to_json()
@@ -419,7 +418,9 @@ def _warnings_of(root: "LLMatcher") -> tuple[str, ...]:
         if ignored := _IGNORED_KEYWORDS.match(warning):
             names = json.loads(ignored[1])
             for name in set(names) & set(_STRUCTURAL):
-                raise ValueError(f"the schema has {name}; references are $ref within the schema alone")
+                raise ValueError(
+                    f"the schema contains {name}; the only supported references are $ref within the schema"
+                )
             found |= dict.fromkeys(f"{name} is not enforced" for name in names)
         elif ignored := _IGNORED_FORMAT.match(warning):
             found[f"format {ignored[1]} is not enforced"] = None
@@ -450,19 +451,19 @@ def _tags(given: Any, is_special: Callable[[str], bool]) -> str:
         ok = ok and isinstance(item["begin"], str) and isinstance(item["end"], str)
         ok = ok and isinstance(item["schema"], dict)
         check(
-            ok, "structures", item, 'objects with the strings "begin" and "end" and the JSON schema "schema"'
+            ok, "structures", item, 'objects with "begin" (string), "schema" (JSON schema) and "end" (string)'
         )
         trigger = next((text for text in triggers if item["begin"].startswith(text)), None)
         check(
             trigger is not None, "begin", item["begin"], f"a string that begins with one of {shown(triggers)}"
         )
-        assert trigger is not None, "just checked"
+        assert trigger is not None, "the structure has no trigger"
         schema = item["schema"] | {"x-guidance": {**JSON_WRITING}}
         tags.append(StructTag(trigger=trigger, begin=item["begin"], grammar=schema, end=item["end"]))
     # llguidance interprets a trigger in angle brackets as a special token.
     bracketed = {tag.trigger for tag in tags if tag.trigger[0] == "<" and tag.trigger[-1] == ">"}
     special = {text for text in bracketed if is_special(text)}
     if special and special != bracketed:
-        allowed = f"all special tokens or none ({shown(sorted(special))} are)"
+        allowed = f"either all or none special tokens ({shown(sorted(special))} are special tokens)"
         raise ArgumentError("triggers", triggers, allowed)
     return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=bool(special)))
