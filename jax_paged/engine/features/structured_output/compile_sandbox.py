@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 _STACK_BYTES = 2**21
 # Address space limit of the subprocess (bytes). A tokenizer takes a few hundred megabytes.
 _MEMORY_BYTES = 2**33
-# Limits per token mask, so that no grammar delays a step: parser items (about 20 per ms) and lexer steps
-# (about 14 per ms).
+# Limits per token mask, so that no grammar delays a step for long. Measured rates: 20 parser items per ms for
+# very ambiguous grammars (200 to 4,000 for others), and 9,000 to 38,000 lexer steps per ms. A mask thus takes
+# at most about 0.2 s.
 _STEP_ITEMS = 4_000
 _STEP_FUEL = 40_000
 _CLOSED = "the engine is closed"
