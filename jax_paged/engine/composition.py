@@ -131,8 +131,7 @@ def make_scheduler(config: EngineConfig, custom: CustomScheduler | None = None) 
     """
     make, policy = custom if isinstance(custom, type) else Scheduler, config.scheduling_policy
     if custom is not None and not isinstance(custom, type):
-        allowed = "'fcfs' if `scheduler` is a function because its sort keys determine the order of requests"
-        check(policy == "fcfs", "scheduling_policy", policy, allowed)
+        check(policy == "fcfs", "scheduling_policy", policy, "'fcfs' because `scheduler` sets the order")
         policy = custom
     manager = BlockManager(
         config.num_blocks,

@@ -85,9 +85,7 @@ class Executors:
         if engine == 0:
             self._pipeline_leader = make_executor(args)
             return self._pipeline_leader
-        assert isinstance(self._pipeline_leader, MultiprocessExecutor), (
-            "the first executor of the pipeline does not run in worker processes"
-        )
+        assert isinstance(self._pipeline_leader, MultiprocessExecutor), "the pipeline has no workers"
         return MultiprocessExecutor(args, engine, self._pipeline_leader)
 
 

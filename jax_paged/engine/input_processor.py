@@ -11,7 +11,7 @@ from jax_paged.arguments.suggestions import suggestion
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.kv_cache.cache_group import blocks_of
 from jax_paged.core.request import Request, RequestFeatures
-from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, resolve_cache_salt, with_soft_prompt
+from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, cache_salt_of, with_soft_prompt
 from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.text.stop_strings import StopStrings
 from jax_paged.engine.text.tokenizer import Tokenizer
@@ -178,7 +178,7 @@ class InputProcessor:
         if num_tokens is not None:
             self._truncate(num_tokens, checked_params, (encoder or decoder).token_ids)
         self._fit_max_tokens(len(decoder.token_ids), checked_params)
-        salt = resolve_cache_salt(cache_salt, encoder, decoder)
+        salt = cache_salt_of(cache_salt, encoder, decoder)
         checked = CheckedRequest(
             request=Request("", decoder.token_ids, checked_params, salt, priority),
             prompt=decoder.text,
@@ -265,14 +265,14 @@ class InputProcessor:
     def _checked_params(self, params: RequestParams) -> SamplingParams:
         """Returns the sampling parameters that a request runs with: a copy that is complete and checked."""
         if not (_is_sampling(params) and self._generates):
-            return self._pooling_or_beam_params(params)
+            return self._non_sampling_params(params)
         params = (self._default_params if params is None else params).clone()
         params.validate()
         self._resolve(params)
         self._check_limits(params)
         return params
 
-    def _pooling_or_beam_params(self, params: RequestParams) -> SamplingParams:
+    def _non_sampling_params(self, params: RequestParams) -> SamplingParams:
         """Returns the sampling parameters that a pooling request or a beam search runs with."""
         if isinstance(params, PoolingParams):
             return self.pooling.sampling_params(params)
@@ -332,14 +332,9 @@ class InputProcessor:
         params.skip_reading_prefix_cache = captures or not params.reads_prefix_cache
         if params.logits_processors:
             backend = config.distributed_executor_backend
-            allowed = (
-                f"None with distributed_executor_backend={backend!r} because they run in the engine's process"
-            )
+            allowed = f"None with distributed_executor_backend={backend!r} because they run in this process"
             check(backend == "uni", "logits_processors", params.logits_processors, allowed)
-            message = (
-                "logits_processors run on the host for every token, which is slow. A LogitsProcessor that is "
-                "passed to LLM runs on the device"
-            )
+            message = "logits_processors run on the host for each token, which is slow; see LogitsProcessor"
             warnings.warn(message, UserWarning, stacklevel=2)
 
     def _resolve_logprobs(self, params: SamplingParams, name: str) -> None:
@@ -352,9 +347,8 @@ class InputProcessor:
         value, vocab_size, high = getattr(params, name), self._config.vocab_size, self._config.max_logprobs
         if value == -1:
             if vocab_size > high:
-                allowed = f"at most {high} (max_logprobs)"
                 remedy = f", which means all {vocab_size} tokens of the vocabulary"
-                raise ArgumentError(name, value, allowed, remedy=remedy)
+                raise ArgumentError(name, value, f"at most {high} (max_logprobs)", remedy=remedy)
             setattr(params, name, vocab_size)
         elif value is not None:
             check_int(name, value, 0, high)
@@ -404,9 +398,7 @@ class InputProcessor:
         soft_prompt = None if adapter is None else adapter.prompt
         is_soft = soft_prompt is not None
         if is_soft and decoder.embeds is not None:
-            raise ArgumentError(
-                "prompt_embeds", Text("embeddings"), "None with an adapter that has a soft prompt"
-            )
+            raise ArgumentError("prompt_embeds", Text("embeddings"), "None with an adapter's soft prompt")
         if not is_soft and decoder.embeds is None:
             return decoder
         problems, what = Problems(), "a soft prompt" if is_soft else "prompt_embeds"
@@ -423,8 +415,7 @@ class InputProcessor:
             ("pooling", None),
         ):
             value, ok = getattr(params, name), getattr(params, name) in (neutral, [])
-            allowed = f"{neutral} for a prompt with {what} because its vectors have no token ids"
-            problems.note(check, ok, name, value, allowed)
+            problems.note(check, ok, name, value, f"{neutral} with {what}, whose vectors have no token ids")
         problems.raise_if_any()
         return decoder if soft_prompt is None else with_soft_prompt(decoder, soft_prompt)
 
@@ -461,8 +452,7 @@ class InputProcessor:
                 f". Increase the KV cache to kv_cache_memory_bytes={num_bytes} or "
                 f"num_gpu_blocks_override={(needed + 1) * num_engines}"
             )
-            allowed = f"at most {usable}, the number of usable blocks of the KV cache"
-            aspect = f"the number of KV blocks needed{several} for"
+            allowed, aspect = f"at most {usable} (usable blocks)", f"the KV blocks needed{several} for"
             raise ArgumentError("prompt", needed, allowed, aspect=aspect, remedy=remedy)
 
     def _checked_encoder_len(self, features: RequestFeatures) -> int:

@@ -103,9 +103,7 @@ def _prior_sequences(request: Request, prior_outputs: tuple[PriorOutput, ...]) -
     ]
 
 
-def prior_request_output(
-    request: CheckedRequest, request_id: str, tokenizer: Tokenizer | None
-) -> RequestOutput:
+def resumed_output(request: CheckedRequest, request_id: str, tokenizer: Tokenizer | None) -> RequestOutput:
     """Returns the prior outputs of a request that another engine has begun, as a RequestOutput."""
     output = request_state(request_id, request, time.monotonic(), lambda: 0, tokenizer).take_delta()
     # The client received prompt log-probabilities with the first event of the stream, if it asked for them.

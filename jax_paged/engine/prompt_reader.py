@@ -45,10 +45,8 @@ class TokenizedPrompt:
 
 # Reads a prompt that uses a feature. The arguments are the prompt and the function that tokenizes text
 # prompts. Returns the encoder prompt (None without an encoder) and the decoder prompt.
-ReadFeaturePrompt = Callable[
-    [Any, Callable[[Any], TokenizedPrompt]], tuple[TokenizedPrompt | None, TokenizedPrompt]
-]
-# A prompt with one of these keys is always read by read_feature_prompt, whatever the model is.
+ReadPrompt = Callable[[Any, Callable[[Any], TokenizedPrompt]], tuple[TokenizedPrompt | None, TokenizedPrompt]]
+# A prompt with one of these keys is always read by `read_feature`, whatever the model is.
 FEATURE_KEYS = frozenset({"prompt_embeds", "encoder_prompt", "decoder_prompt"})
 
 
@@ -58,16 +56,14 @@ class PromptReader:
     Args:
         config: Settings of the engine, with the limits of the model.
         tokenizer: The tokenizer; None if all prompts are token ids.
-        read_feature_prompt: Reads prompts that use a feature, and all prompts of encoder-decoder and
-            multimodal models.
+        read_feature: Reads prompts that use a feature, and all prompts of encoder-decoder and multimodal
+            models.
     """
 
-    def __init__(
-        self, config: EngineConfig, tokenizer: Tokenizer | None, read_feature_prompt: ReadFeaturePrompt
-    ) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, read_feature: ReadPrompt) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._read_feature_prompt = read_feature_prompt
+        self._read_feature_prompt = read_feature
         self._is_text_decoder = config.images is None and config.decoder_start_token_id is None
 
     def read(
@@ -172,7 +168,7 @@ def with_soft_prompt(prompt: TokenizedPrompt, rows: np.ndarray) -> TokenizedProm
     return TokenizedPrompt(prompt.text, token_ids, prompt.cache_salt, embeds)
 
 
-def resolve_cache_salt(argument: str, encoder: TokenizedPrompt | None, decoder: TokenizedPrompt) -> str:
+def cache_salt_of(argument: str, encoder: TokenizedPrompt | None, decoder: TokenizedPrompt) -> str:
     """Returns the cache salt of a request, which the argument or its prompts may specify; "" if none does.
 
     Args:
@@ -185,8 +181,7 @@ def resolve_cache_salt(argument: str, encoder: TokenizedPrompt | None, decoder: 
     """
     given = [argument or None, encoder and encoder.cache_salt, decoder.cache_salt]
     salts = {salt for salt in given if salt is not None}
-    allowed = "the same in the `cache_salt` argument and in all parts of the prompt"
-    check(len(salts) <= 1, "cache_salt", sorted(salts), allowed)
+    check(len(salts) <= 1, "cache_salt", sorted(salts), "the same in the argument and in all prompts")
     salt = salts.pop() if salts else ""
     # The engine uses this character to append adapters, hooks and vectors to the salt (see new_request.py).
     check("\0" not in salt, "cache_salt", salt, r"a string without null characters (\0)")

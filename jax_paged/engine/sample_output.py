@@ -64,8 +64,8 @@ class SampleState:
             include_stop=params.include_stop_str_in_output,
         )
         self._shows_stop_token = params.include_stop_str_in_output
-        self._num_tokens_returned = 0
-        self._num_chars_returned = 0
+        self._num_tokens_sent = 0
+        self._num_chars_sent = 0
 
     def with_replayed_text(self, seq: Sequence, group: SequenceGroup) -> "SampleState":
         """Returns the state of a sequence whose output is the beginning of this one.
@@ -99,10 +99,8 @@ class SampleState:
         """
         state = self.with_replayed_text(self.seq, self._group)
         detokenizer = state._detokenizer
-        state._num_tokens_returned = min(self._num_tokens_returned, len(self.seq.output_token_ids))
-        state._num_chars_returned = min(
-            self._num_chars_returned, detokenizer.num_visible if detokenizer else 0
-        )
+        state._num_tokens_sent = min(self._num_tokens_sent, len(self.seq.output_token_ids))
+        state._num_chars_sent = min(self._num_chars_sent, detokenizer.num_visible if detokenizer else 0)
         return state
 
     @functools.cached_property
@@ -165,7 +163,7 @@ class SampleState:
         return {
             "is_finished": self.is_finished,
             "logprobs": self._logprobs and [logprob_values(entry) for entry in self._logprobs],
-            "num_taken": [self._num_tokens_returned, self._num_chars_returned],
+            "num_taken": [self._num_tokens_sent, self._num_chars_sent],
             "detokenizer": self._detokenizer and self._detokenizer.values(),
         }
 
@@ -174,7 +172,7 @@ class SampleState:
         self.is_finished = values["is_finished"]
         if self._logprobs is not None:
             self._logprobs = [logprob_from_values(entry) for entry in values["logprobs"] or ()]
-        self._num_tokens_returned, self._num_chars_returned = values["num_taken"]
+        self._num_tokens_sent, self._num_chars_sent = values["num_taken"]
         if self._detokenizer is not None:
             self._detokenizer.restore(values["detokenizer"])
 
@@ -211,7 +209,7 @@ class SampleState:
         Args:
             index: Index of the output in the request.
         """
-        first_token, first_char = self._num_tokens_returned, self._num_chars_returned
+        first_token, first_char = self._num_tokens_sent, self._num_chars_sent
         detokenizer, logprobs = self._detokenizer, self._logprobs
         delta = CompletionOutput(
             index=index,
@@ -222,8 +220,8 @@ class SampleState:
             finish_reason=self.seq.status.finish_reason,
             stop_reason=self._stop_reason,
         )
-        self._num_tokens_returned += len(delta.token_ids)
-        self._num_chars_returned += len(delta.text)
+        self._num_tokens_sent += len(delta.token_ids)
+        self._num_chars_sent += len(delta.text)
         return delta
 
 

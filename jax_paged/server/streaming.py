@@ -13,7 +13,7 @@ from jax_paged.core.request import RequestMetrics
 from jax_paged.engine.async_engine.request_stream import RequestStream
 from jax_paged.engine.errors import NOT_RUNNING, EngineAsleepError, EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
-from jax_paged.engine.new_request import prior_request_output
+from jax_paged.engine.new_request import resumed_output
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
@@ -165,7 +165,7 @@ class RequestRunner:
                     if call.journal is not None:
                         checked = call.journal.begun(i, call.num_outputs, checked)
                     if checked.prior_outputs:
-                        given = prior_request_output(checked, request_id, self._engine.engine.tokenizer)
+                        given = resumed_output(checked, request_id, self._engine.engine.tokenizer)
                     if given is None or not given.finished:
                         stream = await self._engine.submit(checked, None, request_id, whole=whole)
                     facts = checked, call.num_outputs, waited_s, self._metrics, call.record

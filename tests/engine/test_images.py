@@ -150,7 +150,8 @@ def test_a_model_without_images_refuses_one_in_every_form() -> None:
     without: Any = SimpleNamespace(images=None)
     content = [{"type": "text", "text": "a"}, {"type": "image"}]
     with pytest.raises(
-        ValueError, match=r"`messages\[1\].content` must be text because the model reads no im.*got"
+        ValueError,
+        match=r"`messages\[1\].content` must be text because the model does not support images, got",
     ):
         extract_images([{"role": "user", "content": "a"}, {"role": "user", "content": content}], without)
     messages = [{"role": "user", "content": content[:1]}]
@@ -405,7 +406,8 @@ def test_chat(llm: LLM, engine: LLMEngine) -> None:
     assert shown == "<|im_start|>User: Hi<end_of_utterance>\nAssistant:"
     form = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
     with pytest.raises(
-        ValueError, match=r"`image_url.url` must be data:image/...;base64,... because allowed_media_domains"
+        ValueError,
+        match=r"`image_url.url` must be a data:image/...;base64 URL because allowed_media_domains",
     ):
         llm.chat([{"role": "user", "content": [form]}], use_tqdm=False)
 
@@ -470,15 +472,15 @@ def test_bad_files(monkeypatch: pytest.MonkeyPatch) -> None:
     for url, message in (
         (
             "file:///etc/passwd",
-            "`image_url.url` must be data:image/...;base64,... because allowed_media_domains",
+            "`image_url.url` must be a data:image/...;base64 URL because allowed_media_domains",
         ),
         (
             "https://example.com/a.png",
-            "`image_url.url` must be data:image/...;base64,... because allowed_media_domains",
+            "`image_url.url` must be a data:image/...;base64 URL because allowed_media_domains",
         ),
         (
             f"data:text/plain;base64,{data}",
-            "`image_url.url` must be data:image/...;base64,... because allowed_media_domains",
+            "`image_url.url` must be a data:image/...;base64 URL because allowed_media_domains",
         ),
         (f"{head},!", "`image_url.url` must be base64 .*got 'data:image/png;base64,!'"),
         (
@@ -660,7 +662,7 @@ def test_what_can_not_be_had(engine: LLMEngine) -> None:
         with pytest.raises(ValueError, match=name):
             make_engine(FOLDER, **SETTINGS, **{name: value})
     picture = prompt("a text that is longer than a block <image>", drawn(9, 9, 1))
-    with pytest.raises(ValueError, match="`prompt` must be text or token ids because images can't be pinned"):
+    with pytest.raises(ValueError, match="`prompt` must be tokens because images can't be pinned"):
         engine.pin_prefix(picture)
     engine.add_request("a", engine.check_request(picture, GREEDY))
     engine.step()

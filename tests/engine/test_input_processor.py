@@ -96,7 +96,7 @@ def test_forms_of_prompts(processor: InputProcessor, tokenizer: Tokenizer) -> No
         ({"prompt": ["a"]}, r"`prompt` must be a string, got \['a'\]"),
         (
             {"encoder_prompt": "a", "decoder_prompt": "b"},
-            "`prompt` must be a prompt without encoder_prompt because the model has no encoder, got",
+            r"`prompt` must be a prompt for a decoder-only model \(no encoder_prompt\), got",
         ),
         (np.array(5), r"`prompt` must be a string, a list of token ids, .*got array\(5\)"),
     ],
@@ -132,7 +132,8 @@ def test_prompts_for_encoders(encoding: InputProcessor, tokenizer: Tokenizer) ->
         assert (request.encoder_prompt, request.request.encoder_token_ids) == (encoder_text, ab)
         assert (request.prompt, request.prompt_token_ids) == (text, token_ids)
     with pytest.raises(
-        ValueError, match=r"`prompt` must be a dict with the keys \['decoder_prompt', 'encoder_prompt'\]"
+        ValueError,
+        match=r"`prompt` must be a dict with exactly the keys \['decoder_prompt', 'encoder_prompt'\]",
     ):
         encoding.check({"encoder_prompt": "ab"}, None)  # pyright: ignore
 

@@ -324,9 +324,9 @@ def test_an_encoder_decoder_model():
             lambda e: e.inspect("dropped", [0], num_queries=2),
             r"`num_queries` must be an integer in \[1, 1\], got 2",
         ),
-        (lambda e: e.drop_kv("a", [0]), r"`keep` must be ascending indices of its .*got \(0,\)"),
-        (lambda e: e.drop_kv("a", [3, 1]), "must be ascending indices"),
-        (lambda e: e.drop_kv("a", []), "must be ascending indices"),
+        (lambda e: e.drop_kv("a", [0]), r"`keep` must be ascending block indices below .*got \(0,\)"),
+        (lambda e: e.drop_kv("a", [3, 1]), "must be ascending block indices"),
+        (lambda e: e.drop_kv("a", []), "must be ascending block indices"),
         (lambda e: e.drop_kv("waiting", [0]), "must be the id of a running request with one token left"),
     ],
 )

@@ -211,7 +211,7 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
         (
             "llama_mean",
             lambda llm: llm.embed([[1]], pooling_params=PoolingParams(dimensions=8)),
-            "`dimensions` must be None because the model is not known .*got 8",
+            "`dimensions` must be None because the model does not declare .*got 8",
         ),
         (
             "qwen3_embedder",

@@ -307,7 +307,7 @@ def test_a_recording_with_forms_replays_decisions_but_not_tokens(llm: LLM) -> No
     engine.record(None)
     assert replay(lines).num_steps > 3
     with pytest.raises(
-        ValueError, match="structured_outputs of each request in `lines` must be None because masks"
+        ValueError, match="structured_outputs of each request in `lines` must be None because recordings"
     ):
         engine.replay(lines)
 

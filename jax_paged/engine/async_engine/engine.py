@@ -94,9 +94,7 @@ class AsyncLLMEngine(RequestMethods):
         """The error raised for requests while the engine sleeps or is about to; None while it is awake."""
         if self._falling_asleep is None and not self.engine.is_sleeping():
             return None
-        return EngineAsleepError(
-            "the engine is asleep or about to sleep; it accepts requests again after wake_up()"
-        )
+        return EngineAsleepError("the engine is asleep or about to sleep; call wake_up() first")
 
     @property
     def load(self) -> tuple[int, int]:

@@ -177,10 +177,7 @@ class MultiprocessExecutor:
         return value
 
     def _raise_timeout(self) -> NoReturn:
-        reason = (
-            f"the workers have not responded within {self._limit_s:g} s (distributed_timeout_seconds). "
-            "Increase this limit if steps may take longer"
-        )
+        reason = f"the workers have not responded for {self._limit_s:g} s (distributed_timeout_seconds)"
         self._team.fail(reason)
         raise EngineDeadError(reason)
 

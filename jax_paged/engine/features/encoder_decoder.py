@@ -27,9 +27,7 @@ def read_encoder_decoder_prompt(
             prompt = {name: value for name, value in prompt.items() if name != "mm_processor_kwargs"}
         check(prompt.keys() == _NAMES, "prompt", prompt, f"a dict with exactly the keys {sorted(_NAMES)}")
         if start_token_id is None:
-            raise ArgumentError(
-                "prompt", prompt, "a prompt without encoder_prompt because the model has no encoder"
-            )
+            raise ArgumentError("prompt", prompt, "a prompt for a decoder-only model (no encoder_prompt)")
         encoder = tokenize(prompt["encoder_prompt"])
         if prompt["decoder_prompt"] is None:
             return encoder, TokenizedPrompt(None, [start_token_id])

@@ -41,28 +41,19 @@ class PinnedPrefixes(EngineFeature):
     def _pin(self, prompt: Prompt, cache_salt: str, name: str) -> str:
         """Computes a prefix, pins it under the given name, and returns the name."""
         if not self._core.drain():
-            raise RuntimeError(
-                "prefixes can't be pinned while requests are running; let them finish or abort them"
-            )
+            raise RuntimeError("requests are running; pin prefixes before or after them")
         manager = self._core.scheduler.block_manager
         if not manager.enable_prefix_caching:
             raise ArgumentError("enable_prefix_caching", False, "True to pin prefixes")
         if self._core.config.decoder_start_token_id is not None:
-            raise ValueError(
-                "prefixes of encoder-decoder models can't be pinned because requests do not share encoder "
-                "outputs"
-            )
+            raise ValueError("prefixes of encoder-decoder models can't be pinned because they are not shared")
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         checked = self.input_processor.check(prompt, params, cache_salt)
         request = checked.request
         if request.prompt_embeds is not None:
-            raise ArgumentError(
-                "prompt", "prompt_embeds", "text or token ids because embeddings can't be pinned"
-            )
+            raise ArgumentError("prompt", "prompt_embeds", "tokens because embeddings can't be pinned")
         if request.stand_ins:
-            raise ArgumentError(
-                "prompt", "multi_modal_data", "text or token ids because images can't be pinned"
-            )
+            raise ArgumentError("prompt", "multi_modal_data", "tokens because images can't be pinned")
         if len(request.prompt_token_ids) < manager.block_size:
             allowed = f"at least {manager.block_size} (block_size) because only full blocks are shared"
             num_tokens, aspect = len(request.prompt_token_ids), "the number of tokens of"

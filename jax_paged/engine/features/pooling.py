@@ -70,7 +70,7 @@ class PoolingRequests:
             most = f"at most {spec.embedding_size}" if known is None else sizes
             ok = not spec.labels and (known is None or params.dimensions in known)
             if known == ():
-                most += " because the model does not declare support for it (is_matryoshka in config.json)"
+                most += " because the model does not declare support for it (is_matryoshka)"
             check(ok and params.dimensions <= spec.embedding_size, "dimensions", params.dimensions, most)
         return dataclasses.replace(params, task=wanted)
 
@@ -119,15 +119,15 @@ class PoolingRequests:
             num_tokens: truncate_prompt_tokens of the request.
         """
         text, most = self._spec.text, self._config.max_model_len
-        special_tokens = self._tokenizer.special_tokens_around if self._tokenizer else ([], [])
+        added = self._tokenizer.special_tokens_around if self._tokenizer else ([], [])
         if num_tokens in (None, -1) and self._has_text_limit:
             token_ids[:] = truncate_tokens(
-                token_ids, text.max_seq_length or most, text.truncation_side, special_tokens
+                token_ids, text.max_seq_length or most, text.truncation_side, added
             )
         elif num_tokens is not None:
             num_tokens = most if num_tokens == -1 else num_tokens
             if self._spec.is_encoder:
-                token_ids[:] = truncate_tokens(token_ids, num_tokens, "right", special_tokens)
+                token_ids[:] = truncate_tokens(token_ids, num_tokens, "right", added)
             else:
                 del token_ids[:-num_tokens]
 
@@ -193,10 +193,7 @@ def _tasks_of(spec: PoolingSpec) -> tuple[PoolingTask, ...]:
 
 
 def truncate_tokens(
-    token_ids: list[int],
-    num_tokens: int,
-    side: Literal["left", "right"],
-    special_tokens: tuple[list[int], list[int]],
+    token_ids: list[int], num_tokens: int, side: Literal["left", "right"], added: tuple[list[int], list[int]]
 ) -> list[int]:
     """Truncates a text to at most `num_tokens` tokens, in the same way as transformers.
 
@@ -204,12 +201,12 @@ def truncate_tokens(
         token_ids: Tokens of the text.
         num_tokens: Maximum number of tokens.
         side: The end of the text that is cut off.
-        special_tokens: The special tokens before and after a text, which are kept (see
-            Tokenizer.special_tokens_around).
+        added: The special tokens before and after a text, which are kept; see
+            Tokenizer.special_tokens_around.
     """
     if len(token_ids) <= num_tokens:
         return token_ids
-    before, after = special_tokens
+    before, after = added
     num_before = len(before) if token_ids[: len(before)] == before else 0
     end = len(token_ids) - len(after)
     end = end if token_ids[end:] == after else len(token_ids)

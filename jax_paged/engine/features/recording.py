@@ -77,9 +77,7 @@ class Recordings(EngineFeature):
 def _check_idle(core: EngineCore) -> None:
     """Raises RuntimeError if requests are running or prefixes are pinned."""
     if not core.drain() or core.scheduler.block_manager.pinned:
-        raise RuntimeError(
-            "recording and replay require an idle engine; end all requests and unpin all prefixes first"
-        )
+        raise RuntimeError("requests are running or prefixes are pinned; end and unpin all of them first")
 
 
 def _check_replayable(request: dict) -> None:

@@ -42,9 +42,7 @@ class Scoring(EngineFeature):
         """
         self._core.check_can_run()
         if not self._core.drain():
-            raise RuntimeError(
-                "texts can't be scored while requests are running; let them finish or abort them"
-            )
+            raise RuntimeError("requests are running; score texts before or after them")
         number = plain(num_prompt_tokens)
         counts = [number] * len(token_lists) if isinstance(number, int) else number
         allowed = f"an integer or a list of {len(token_lists)} integers"

@@ -153,9 +153,7 @@ class Snapshots(EngineFeature):
         check_format("state", values.get("format"))
         check_not_recorded(core)
         if core.has_unfinished or core.scheduler.block_manager.pinned:
-            raise RuntimeError(
-                "loading a state requires an idle engine; end all requests and unpin all prefixes first"
-            )
+            raise RuntimeError("requests are running or prefixes are pinned; end and unpin all of them first")
         scheduler = core.make_scheduler()
         ours = _settings(core, scheduler)
         for name, value in values["settings"].items():

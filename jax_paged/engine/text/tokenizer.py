@@ -221,9 +221,7 @@ class Tokenizer(TextCodec):
                 return tokenizers.Tokenizer.from_file(str(file))
         backend = getattr(self.hf, "backend_tokenizer", None)
         if backend is None:
-            raise ValueError(
-                f"tokenizer {self.name!r} has no fast version, which the tokenizers library requires"
-            )
+            raise ValueError(f"tokenizer {self.name!r} has no fast version for the tokenizers library")
         return copy.deepcopy(backend)  # transformers modifies its tokenizer in each call
 
 

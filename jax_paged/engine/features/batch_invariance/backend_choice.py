@@ -53,8 +53,7 @@ def start_with_passing_backends(
         changed = dataclasses.replace(args, **other)
         if _failure(changed, make(changed), begin) is None:
             _LOGGER.warning(
-                "using %s because the check of batch_invariant failed with %s. Pass these arguments to skip "
-                "the failing check at the next start",
+                "using %s because batch_invariant fails with %s; pass these arguments to start faster",
                 _format_args(other),
                 used,
             )

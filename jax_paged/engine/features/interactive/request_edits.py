@@ -151,8 +151,7 @@ class RequestEdits(EngineFeature):
         core.check_can_run()
         draft = list(draft)
         state = settled_state(core, request_id)
-        why = "recurrent states can't be rolled back after a rejected draft token"
-        core.check_not_recurrent("verify()", why)
+        core.check_not_recurrent("verify()", "recurrent states can't be rolled back after a rejection")
         seq, params, scheduler = decoding_sequence(core, state), state.group.sampling_params, core.scheduler
         vocab_size = core.config.vocab_size
         room = scheduler.max_model_len - len(seq)

@@ -92,8 +92,7 @@ class StepPlan:
         wanted = list(request_ids)
         order = {request_id: place for place, request_id in enumerate(wanted)}
         ok = order.keys() <= set(self.request_ids) and len(order) == len(wanted)
-        allowed = f"requests in the plan, {shown(self.request_ids)}, without duplicates"
-        check(ok, "request_ids", wanted, allowed)
+        check(ok, "request_ids", wanted, f"distinct requests of the plan, {shown(self.request_ids)}")
         rows = [i for i, owner in enumerate(self.owners) if owner.request_id in order]
         rows.sort(key=lambda i: (self.output.scheduled[i].num_tokens > 1, order[self.owners[i].request_id]))
         dropped = [request_id for request_id in self.request_ids if request_id not in order]
@@ -137,7 +136,7 @@ class StepPlan:
             "blocks are swapped in": len(output.blocks_to_swap_in),
             "encoder inputs are computed": len(output.to_encode),
         }
-        named = {"preempted": output.preempted, "ended": output.ended, "removed from the plan": self.dropped}
+        named = {"preempted": output.preempted, "ended": output.ended, "removed": self.dropped}
         parts = [f"{count} {what}" for what, count in counts.items() if count]
         return parts + [f"{what}: {', '.join(ids)}" for what, ids in named.items() if ids]
 
@@ -153,8 +152,7 @@ class StepPlan:
         )
         kind = "multi-step decoding" if step.burst else f"{step.num_batched_tokens} tokens"
         head = f"<b>Step {step.step_id}</b>: {kind}, {len(rows)} sequences, {len(step.samples)} samples"
-        cached, new = _legend(_bar(0, 14, "cached")), _legend(_bar(0, 14, "new"))
-        legend = f"{cached} cached &ensp; {new} computed in this step"
+        legend = f"{_legend(_bar(0, 14, 'cached'))} cached &ensp; {_legend(_bar(0, 14, 'new'))} computed now"
         foot = "".join(f"<div>{html.escape(part)}</div>" for part in self._other_parts())
         return (
             f'<div style="font-size:12px;line-height:1.7"><div>{head} &ensp; {legend}</div>'

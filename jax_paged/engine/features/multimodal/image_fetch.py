@@ -74,8 +74,6 @@ def _check_url(url: str, domains: Collection[str]) -> None:
         ok = ok and parts.port != 0
     except ValueError:  # not a valid URL
         ok = False
-    allowed = (
-        f"a data:image/...;base64,... URL or an http(s) URL of a host in allowed_media_domains, {domains}"
-    )
-    none = "a data:image/...;base64,... URL because allowed_media_domains is empty"
+    allowed = f"a data:image/...;base64 URL or an http(s) URL with one of allowed_media_domains, {domains}"
+    none = "a data:image/...;base64 URL because allowed_media_domains is empty"
     check(ok, "image_url.url", url, allowed if domains else none)

@@ -144,9 +144,7 @@ class ImageReader:
         # One frame is enough: the model repeats a still image for all frames of a patch.
         pixels, cut = self._cut(image, temporal_patch_size=1)
         _, *grid = cut["image_grid_thw"][0].tolist()
-        assert pixels.shape == (grid[0] * grid[1], 3 * spec.patch_size**2), (
-            f"pixels {pixels.shape} do not match the patch grid {grid}"
-        )
+        assert pixels.shape == (grid[0] * grid[1], 3 * spec.patch_size**2), "patches do not fill the grid"
         num_rows, num_columns = (num // spec.merge_size for num in grid)
         scale, offset = self._scaling()
         return Patches(pixels.astype(np.uint8), scale, offset, (num_rows, num_columns))

@@ -80,8 +80,7 @@ class CompileSandbox:
             command = [sys.executable, "-P", __file__]
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8")
             if not _ask(process, settings):
-                status = process.wait()
-                raise RuntimeError(f"the subprocess that compiles grammars has ended (exit status {status})")
+                raise RuntimeError(f"the grammar compiler has ended with exit status {process.wait()}")
             self._process = process
             weakref.finalize(self, _end, process).atexit = False
         return self._process

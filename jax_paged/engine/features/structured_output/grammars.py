@@ -45,7 +45,7 @@ MAX_CACHED = 64
 _DEAD_END = "NoExtensionBias"  # llguidance's error for a state in which no token is allowed
 # Maximum number of whitespace tokens that a chat template may put after a reasoning tag at the end of a
 # prompt.
-_MAX_WHITESPACE_TOKENS = 4
+_MAX_SPACES = 4
 # Warnings of llguidance about schema keywords and formats that it ignores because of the option "lenient".
 _IGNORED_KEYWORDS = re.compile(r"Unimplemented keys: (\[.*\])")
 _IGNORED_FORMAT = re.compile(r"Unknown format: (.*)", re.DOTALL)
@@ -99,11 +99,9 @@ class Grammar:
                 token on.
             ignores_eos: Whether the request continues after an end token. End tokens are not allowed then.
         """
-        text_after = (
-            self._text_after_marker(prompt_token_ids, len(prompt_token_ids), _MAX_WHITESPACE_TOKENS)
-            if self._starts_after
-            else ""
-        )
+        text_after, num_tokens = "", len(prompt_token_ids)
+        if self._starts_after:
+            text_after = self._text_after_marker(prompt_token_ids, num_tokens, _MAX_SPACES)
         if text_after is not None and not text_after.strip():
             phase = _Phase.GRAMMAR
         else:
@@ -136,7 +134,7 @@ class Grammar:
 
     def _is_tagged(self, token_ids: list[int]) -> bool:
         """Returns whether a prompt ends with the reasoning tag, optionally followed by whitespace."""
-        num_tokens = len(self._tag.encode()) + _MAX_WHITESPACE_TOKENS
+        num_tokens = len(self._tag.encode()) + _MAX_SPACES
         text = self._tokenizer.decode(token_ids[-num_tokens:], skip_special_tokens=False)
         return text.rstrip().endswith(self._tag)
 
@@ -418,9 +416,7 @@ def _warnings_of(root: "LLMatcher") -> tuple[str, ...]:
         if ignored := _IGNORED_KEYWORDS.match(warning):
             names = json.loads(ignored[1])
             for name in set(names) & set(_STRUCTURAL):
-                raise ValueError(
-                    f"the schema contains {name}; the only supported references are $ref within the schema"
-                )
+                raise ValueError(f"the schema contains {name}; only $ref within the schema is supported")
             found |= dict.fromkeys(f"{name} is not enforced" for name in names)
         elif ignored := _IGNORED_FORMAT.match(warning):
             found[f"format {ignored[1]} is not enforced"] = None

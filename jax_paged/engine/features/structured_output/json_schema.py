@@ -66,9 +66,7 @@ class RelaxedSchema:
         if relaxed is None:
             self._warn(f"pattern {pattern} is not enforced because it has back-references")
         elif relaxed != pattern:
-            self._warn(
-                f"pattern {pattern} is enforced without its look-around assertions and word boundaries"
-            )
+            self._warn(f"pattern {pattern} is enforced without look-around and word boundaries")
         return relaxed
 
     def _relax_min_properties(self, schema: dict[str, Any]) -> None:
@@ -82,15 +80,11 @@ class RelaxedSchema:
         names = set(map(str, required)) if isinstance(required, list) else set()
         if isinstance(named, dict) and not named.keys() <= names:
             if least > len(names):
-                self._warn(
-                    f"minProperties {least} is not enforced because some of the properties are optional"
-                )
+                self._warn(f"minProperties {least} is not enforced because some properties are optional")
             del schema["minProperties"]
         elif least > len(names) + 1:
             most = schema["minProperties"] = len(names) + 1
-            self._warn(
-                f"minProperties {least} is enforced as {most} because a repeated key would count twice"
-            )
+            self._warn(f"minProperties {least} is enforced as {most} because repeated keys count twice")
 
     def _warn(self, text: str) -> None:
         self._warnings[text] = None
