@@ -124,7 +124,9 @@ def test_tags_wake_up_one_after_the_other(awake: LLMEngine) -> None:
             awake.wake_up([first])
             with pytest.raises(EngineAsleepError, match=rf"the engine is asleep \({second}\)"):
                 awake.add_request("a", PROMPT, GREEDY)
-            with pytest.raises(ValueError, match=f"each of `tags` must be asleep, .*got '{first}'"):
+            with pytest.raises(
+                ValueError, match=f"each of `tags` must be a tag that is asleep, .*got '{first}'"
+            ):
                 awake.wake_up([first])
             awake.wake_up([second])
             assert tokens(awake) == before
@@ -209,7 +211,7 @@ def test_what_is_wrong_is_said_at_once_and_changes_nothing(awake: LLMEngine) -> 
         awake.sleep(3, "now")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="must be called while the engine is asleep"):
         awake.wake_up()
-    with pytest.raises(ValueError, match=r"each of `tags` must be asleep, .*got 'weights'"):
+    with pytest.raises(ValueError, match=r"each of `tags` must be a tag that is asleep, .*got 'weights'"):
         awake.wake_up(["weights"])
     assert tokens(awake) == before
     awake.sleep()

@@ -137,7 +137,7 @@ def _checked_tags(tags: Iterable[str] | None, asleep: tuple[str, ...]) -> tuple[
     for tag in waking:
         problems.note(check_choice, "tags", tag, TAGS, aspect="each of")
         if tag in TAGS:
-            allowed = f"one of the tags that are asleep, {list(asleep)}"
+            allowed = f"a tag that is asleep, one of {list(asleep)}"
             problems.note(check, tag in asleep, "tags", tag, allowed, aspect="each of")
     problems.raise_if_any()
     return tuple(waking)
