@@ -13,7 +13,7 @@ from jax_paged.arguments.suggestions import check_keywords, field_names
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.config.ignored_args import IGNORED, UNSUPPORTED_BY_REQUESTS
 from jax_paged.engine import composition
-from jax_paged.engine.executors import Executors, check_alone
+from jax_paged.engine.executors import Executors, check_single_engine
 from jax_paged.engine.input_processor import CheckedRequest, RequestParams
 from jax_paged.engine.list_runner import ListRunner
 from jax_paged.engine.llm_engine import LLMEngine
@@ -59,7 +59,7 @@ def _single_engine_method[**P, T](
 
     @functools.wraps(method)
     def call(self: "LLM", *args: P.args, **kwargs: P.kwargs) -> T:
-        check_alone(self.llm_engine.args, f"1 to {what}, which LLM supports for a single engine only")
+        check_single_engine(self.llm_engine.args, f"1 to {what}, which is done to one engine at a time")
         return method(self.llm_engine, *args, **kwargs)
 
     return call
@@ -137,7 +137,7 @@ class LLM(PoolingMethods):
             check(executor is None, "executor", executor, allowed)
         if executor is not None or loaded is not None:
             allowed = "1 with `executor` or `loaded`"
-            check_alone(args, allowed)
+            check_single_engine(args, allowed)
         self._replicas = _make_engines(args, executor, Executors(**custom_parts), scheduler)
         self.llm_engine = self._replicas[0]
         self._runner = ListRunner(self._replicas)
@@ -325,7 +325,7 @@ class LLM(PoolingMethods):
             "tools": tools,
             "template_kwargs": chat_template_kwargs,
         }
-        chats = [composition.conversation(cast(Messages, x), self.llm_engine.config) for x in conversations]
+        chats = [composition.extract_images(cast(Messages, x), self.llm_engine.config) for x in conversations]
         prompts = [chat.prompt(tokenizer.encode_chat(chat.messages, **settings)) for chat in chats]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 

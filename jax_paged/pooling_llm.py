@@ -195,7 +195,7 @@ class PoolingMethods(Serialized, abc.ABC):
                 for (a, x), (b, y) in zip(found[::2], found[1::2], strict=True)
             ]
         requests = self.llm_engine.input_processor.pooling
-        params = requests.resolved(params, "score")
+        params = requests.resolve(params, "score")
         prompts = [requests.pair_prompt(pair, params) for pair in pairs]
         texts, each = [text for text, _ in prompts], [params for _, params in prompts]
         found = self._pool("score", texts, each, truncate_prompt_tokens, use_tqdm)
@@ -214,7 +214,7 @@ class PoolingMethods(Serialized, abc.ABC):
         each = list(default) if isinstance(default, list | tuple) else [default] * len(listed)
         ok = len(each) == len(listed)
         check(ok, "pooling_params", len(each), f"{len(listed)}, one per prompt", aspect="the length of")
-        params = [pooling_requests.resolved(p, task) for p in each]  # pyright: ignore[reportArgumentType]
+        params = [pooling_requests.resolve(p, task) for p in each]  # pyright: ignore[reportArgumentType]
         if truncate_prompt_tokens is not None:
             changes = {"truncate_prompt_tokens": truncate_prompt_tokens}
             params = [dataclasses.replace(p, **changes) for p in params]

@@ -13,7 +13,7 @@ from jax_paged.core.request import RequestMetrics
 from jax_paged.engine.async_engine.request_stream import RequestStream
 from jax_paged.engine.errors import NOT_RUNNING, EngineAsleepError, EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
-from jax_paged.engine.new_request import prior_output
+from jax_paged.engine.new_request import resumed_output
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
@@ -164,7 +164,7 @@ class RequestRunner:
                     if call.journal is not None:
                         checked = call.journal.with_prior_output(i, call.num_outputs, checked)
                     if checked.prior_outputs:
-                        prior = prior_output(checked, request_id, self._engine.engine.tokenizer)
+                        prior = resumed_output(checked, request_id, self._engine.engine.tokenizer)
                     if prior is None or not prior.finished:
                         stream = await self._engine.submit(checked, None, request_id, whole=whole)
                     new = _RunningRequest(request_id, stream, prior, checked, call, waited_s, self._metrics)

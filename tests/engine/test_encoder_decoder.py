@@ -131,5 +131,5 @@ def test_bad_prompts_say_what_is_allowed(llm, case):
     too_long = [5] * (llm.llm_engine.config.max_model_len + 1)
     with pytest.raises(ValueError, match="the number of encoder tokens of `prompt` must be at most"):
         llm.generate([too_long], GREEDY, use_tqdm=False)
-    with pytest.raises(ValueError, match="no prefixes to pin"):
+    with pytest.raises(ValueError, match="prefixes of encoder-decoder models can't be pinned"):
         llm.pin_prefix(encoder_ids(case))

@@ -81,7 +81,8 @@ def test_a_request_of_a_lower_key_takes_the_seat_of_a_running_one() -> None:
 
 def test_a_key_takes_the_place_of_a_policy() -> None:
     with pytest.raises(
-        ValueError, match=r"`scheduling_policy` must be 'fcfs' with a scheduler key.*got 'priority'"
+        ValueError,
+        match=r"`scheduling_policy` must be 'fcfs' because `scheduler` sets the order.*got 'priority'",
     ):
         LLM(scheduler=lambda request: 0, scheduling_policy="priority")
 

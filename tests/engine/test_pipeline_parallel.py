@@ -462,7 +462,7 @@ def test_an_encoder_decoder_model_has_no_stages(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_engine_alone_has_no_stages(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match=r"`pipeline_parallel_size` must be 1 for one engine .LLM, .*got 2"):
+    with pytest.raises(ValueError, match=r"`pipeline_parallel_size` must be 1 for LLMEngine .LLM .*got 2"):
         LLMEngine(EngineArgs(str(checkpoint), pipeline_parallel_size=2))
 
 

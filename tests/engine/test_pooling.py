@@ -186,12 +186,12 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
         (
             "llama_mean",
             lambda llm: llm.classify([[1]]),
-            "`task` must be .*the tasks of LlamaModel, got 'classify'",
+            "`task` must be .*the tasks that LlamaModel supports, got 'classify'",
         ),
         (
             "llama_classifier",
             lambda llm: llm.embed([[1]]),
-            "`task` must be .*the tasks of LlamaForSeq.*got 'embed'",
+            "`task` must be .*the tasks that LlamaForSeq.*got 'embed'",
         ),
         (
             "llama_classifier",
@@ -212,7 +212,7 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
         (
             "bert_reranker",
             lambda llm: llm.embed([[1]]),
-            "`task` must be .*the tasks of BertForSequence.*got 'embed'",
+            "`task` must be .*the tasks that BertForSequence.*got 'embed'",
         ),
         (
             "llama_mean",
@@ -229,7 +229,7 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
         (
             "llama_mean",
             lambda llm: llm.embed([[1]], pooling_params=PoolingParams(dimensions=8)),
-            "`dimensions` must be None because the model is not known .*got 8",
+            "`dimensions` must be None because the model does not declare .*got 8",
         ),
         (
             "qwen3_embedder",
@@ -311,7 +311,9 @@ def test_who_pools() -> None:
         assert "pool" not in llm.compile_plan().split()
         with pytest.raises(ValueError, match="`model` must be a pooling model, got"):
             llm.embed("no")
-        with pytest.raises(ValueError, match="`pooling` must be None with a model that is not pooled, got"):
+        with pytest.raises(
+            ValueError, match="`pooling` must be None because the model does not support pooling, got"
+        ):
             llm.generate("no", SamplingParams(pooling="LAST"), use_tqdm=False)
     with pytest.raises(ValueError, match="`runner` must be 'auto' or 'pooling' with LlamaModel"):
         LLM(str(FIXTURES / "llama_mean"), runner="generate")

@@ -130,7 +130,7 @@ def test_prefix_that_does_not_fit(shared_engine: LLMEngine) -> None:
     name = shared_engine.pin_prefix(PREFIX)
     other = RNG.integers(0, VOCAB_SIZE, 24).tolist()
     with pytest.raises(
-        ValueError, match=r"the KV cache is too small .* must fit into the 5 free blocks of 15"
+        ValueError, match=r"the KV cache is too small .* must fit into the free KV blocks \(5 of 15\)"
     ):
         shared_engine.pin_prefix(other)
     with pytest.raises(ValueError, match="max_model_len"):
@@ -140,7 +140,7 @@ def test_prefix_that_does_not_fit(shared_engine: LLMEngine) -> None:
     assert list(manager.pinned) == [name]
     assert manager.num_free_blocks == 5
     assert not shared_engine.has_unfinished_requests()
-    # A request that doesn't fit beside it ends at once, another runs; and with the prefix all of it fits.
+    # A request that doesn't fit shared_with it ends at once, another runs; and with the prefix all of it fits.
     outputs = run_unchecked(shared_engine, [Request(p, GREEDY) for p in (other, other[:10], [*PREFIX, 7])])
     assert [len(o.outputs[0].token_ids) for o in outputs] == [0, 6, 6]
     assert (outputs[0].outputs[0].finish_reason, outputs[0].outputs[0].stop_reason) == (
@@ -167,9 +167,7 @@ def test_errors(shared_engine: LLMEngine) -> None:
         shared_engine.pin_prefix(PREFIX)
     shared_engine.abort_request("a")
     reschedule(shared_engine, enable_prefix_caching=False)
-    with pytest.raises(
-        ValueError, match=r"`enable_prefix_caching` must be True for pinned prefixes.*got False"
-    ):
+    with pytest.raises(ValueError, match=r"`enable_prefix_caching` must be True to pin prefixes.*got False"):
         shared_engine.pin_prefix(PREFIX)
     assert_no_block_lost(shared_engine)
 

@@ -95,7 +95,8 @@ def test_a_state_goes_on_elsewhere(kind: str, checkpoint: Path, tmp_path: Path) 
     with (
         make_engine(checkpoint, num_gpu_blocks_override=40, **SIZES) as engine,
         pytest.raises(
-            ValueError, match=f"kv_cache_dtype in `state` must be that of the engine, 'auto', got '{kind}'"
+            ValueError,
+            match=rf"kv_cache_dtype in `state` must be 'auto' as in this engine, got '{kind}'",
         ),
     ):
         engine.load_state(state)

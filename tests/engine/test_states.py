@@ -244,9 +244,7 @@ def test_what_states_rule_out(engine: LLMEngine, cases: Any) -> None:
             "0", engine.executor.runner.context.layout.locations.index(KVLocation(1, NO_GROUP))
         ),  # pyright: ignore
     ):
-        with pytest.raises(
-            ValueError, match=r"keep no state of each sequence, for \w+\(\)|with a recurrent state"
-        ):
+        with pytest.raises(ValueError, match=r"without recurrent layers for \w+\(\)|with a recurrent state"):
             refused()
     keys, values = engine.kv("0", 1)
     assert keys.shape == values.shape

@@ -38,7 +38,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a reference to nowhere": ({"json": {"$ref": "#/nobody"}}, "json` .*nobody"),
     "a regular expression": ({"regex": "a(b"}, "regex` .*unclosed group"),
     "a grammar": ({"grammar": "start: nobody"}, "grammar` .*nobody"),
-    "a grammar without words": ({"grammar": "start: a\na: a"}, "grammar` .*nothing meets it"),
+    "a grammar without words": ({"grammar": "start: a\na: a"}, "grammar` .*no output can satisfy it"),
     "a tag without a trigger": ({"structural_tag": TAG | {"triggers": ["<g"]}}, "structural_tag` .*begin"),
     "tags that are none": ({"structural_tag": {}}, "structural_tag` .*triggers"),
 }
@@ -307,7 +307,7 @@ def test_a_recording_with_forms_replays_decisions_but_not_tokens(llm: LLM) -> No
     engine.record(None)
     assert replay(lines).num_steps > 3
     with pytest.raises(
-        ValueError, match="structured_outputs of each request in `lines` must be None because masks"
+        ValueError, match="structured_outputs of each request in `lines` must be None because recordings"
     ):
         engine.replay(lines)
 

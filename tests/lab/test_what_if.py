@@ -174,7 +174,7 @@ def test_another_model_is_noticed(own: LLMEngine) -> None:
         own.replay(lines)
     own.replay(lines)
     own.record(lines.append)
-    with pytest.raises(RuntimeError, match=r"end it with record\(None\)"):
+    with pytest.raises(RuntimeError, match=r"call record\(None\) first"):
         own.replay(lines)
     own.record(None)
     own.replay(lines[:-1])

@@ -129,7 +129,10 @@ def kept_process():
         ("--block-size 3", "jax-paged: `block_size` must be one of 1, 2, 4, 8, 16, 32, 64, 128, got 3"),
         ("--port 65536", "`port` must be an integer in [0, 65535], got 65536"),
         ("--host 300.1.1.1 --port 0", "cannot listen on 300.1.1.1, port 0"),
-        ("--model {empty} --port 0", "the folder holds none; a model folder holds config.json"),
+        (
+            "--model {empty} --port 0",
+            "the folder contains no tokenizer files. A model folder contains config.json",
+        ),
         ("--ray 0", "`ray` must be an integer of at least 1, got 0"),
         ("--ray 2 --port {taken}", "--port a free port"),
         ("--port {taken}", "--port a free port"),

@@ -167,7 +167,7 @@ def test_what_is_not_enforced_of_forced_calls_is_a_header(chats_of):
     fields = {"tools": [tool(parameters=parameters)], "tool_choice": "required", "max_tokens": 100}
     answer = chats_of("hermes").post("Well.", **fields)
     assert answer.headers["warning"] == (
-        r'299 - "pattern ^(?!x)[0-9]$ is enforced without its look-around and word boundaries", '
+        r'299 - "pattern ^(?!x)[0-9]$ is enforced without look-around and word boundaries", '
         '299 - "uniqueItems is not enforced"'
     )
     ((_, arguments),) = calls_of(answer.json()["choices"][0]["message"])

@@ -40,7 +40,7 @@ def read_embeds(prompt: dict[str, Any], config: EngineConfig) -> TokenizedPrompt
         raise ArgumentError("prompt_embeds", given, f"an array of numbers ({error})") from error
     is_number = array.dtype.kind in "fiu" or array.dtype.name == "bfloat16"
     shape, allowed = array.shape, f"[tokens, {size}] with at least one token"
-    check(is_number, "prompt_embeds", str(array.dtype), "a type of numbers", aspect="the dtype of")
+    check(is_number, "prompt_embeds", str(array.dtype), "a numeric dtype", aspect="the dtype of")
     ok = len(shape) == 2 and shape[0] > 0 and shape[1] == size
     check(ok, "prompt_embeds", shape, allowed, aspect="the shape of")
     if not np.isfinite(rows).all():

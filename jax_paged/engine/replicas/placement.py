@@ -24,8 +24,8 @@ def make_replicas[E: _Closable](num: int, make: Callable[[int], E]) -> tuple[E, 
     """
     with contextlib.ExitStack() as stack:
         engines: list[E] = []
-        for place in range(num):
-            engines.append(make(place))
+        for index in range(num):
+            engines.append(make(index))
             stack.callback(engines[-1].close)
         stack.pop_all()
     return tuple(engines)

@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from jax_paged.arguments.shown_values import shortened
 from jax_paged.engine.errors import EngineAsleepError
-from jax_paged.engine.features.multimodal.image_messages import Conversation, conversation
+from jax_paged.engine.features.multimodal.image_messages import Conversation, extract_images
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.prompt_reader import as_prompts
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
@@ -128,9 +128,9 @@ class GenerationRoutes(TextRoutes):
             check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
             reader = self._readers.reader_of(body)
-            chat = conversation(body.messages, self._config, urls_only=True)
-            if chat.waits:
-                chat = await self._texts.fetch(chat.fetched)
+            chat = extract_images(body.messages, self._config, urls_only=True)
+            if chat.has_remote_images:
+                chat = await self._texts.fetch(chat.with_fetched_images)
             texts = [chat.messages, *filter(None, (reader and reader.tools, body.chat_template_kwargs))]
             checked = await self._texts.read(
                 texts,

@@ -205,7 +205,7 @@ class PoolingRoutes(TextRoutes):
     ) -> list[_Pooled]:
         check_model(body, self._model_name)
         with value_errors_as_400(body):
-            params = self._engine.engine.input_processor.pooling.resolved(body.pooling_params(), task)
+            params = self._engine.engine.input_processor.pooling.resolve(body.pooling_params(), task)
             is_input = isinstance(inputs, str | list | dict)
             check(is_input, body.prompt_field, inputs, "a string, a list of token ids, or a list of these")
             prompts = as_prompts(inputs)
