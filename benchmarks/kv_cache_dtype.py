@@ -1,4 +1,4 @@
-"""What a quantised KV cache saves and what it changes, on the built-in model: the table of docs/kernels.md.
+"""What a quantised KV cache saves and changes on the built-in model (docs/kernels/quantized-kv-cache.md).
 
     python benchmarks/kv_cache_dtype.py [--out FILE] [--scales]
 
