@@ -78,9 +78,9 @@ class Executors:
 
             replica, follower = divmod(engine, num_stages)
             first_device = replica * num_stages * args.tensor_parallel_size
-            beside = self._first if follower else None
-            executor = LocalExecutor(args, **self._custom_parts, first_device=first_device, beside=beside)
-            self._first = beside or executor
+            first = self._first if follower else None
+            executor = LocalExecutor(args, **self._custom_parts, first_device=first_device, shared_with=first)
+            self._first = first or executor
             return executor
         if engine == 0:
             self._first = make_executor(args)
@@ -120,5 +120,5 @@ def check_kernels(args: EngineArgs) -> tuple[str, bool]:
     from jax_paged.worker.loading.kernel_check import check_all, suites_of
 
     name = "pallas" if args.attention_backend == "auto" else args.attention_backend
-    verdict = check_all(suites_of(args), candidate=name, is_anew=True)
+    verdict = check_all(suites_of(args), candidate=name, ignores_stored=True)
     return verdict.table(), verdict.outcome == "passed"

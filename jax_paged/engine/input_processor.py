@@ -213,7 +213,7 @@ class InputProcessor:
             # An adapter that is only a soft prompt needs no adapter slot: its vectors belong to the prompt.
             adapter=adapter.key if adapter and adapter.pairs else "",
             prompt_embeds=decoder.embeds,
-            stand_ins=decoder.stand_ins,
+            placeholder_data=decoder.stand_ins,
         )
         used = None if features == RequestFeatures() else features
         return dataclasses.replace(

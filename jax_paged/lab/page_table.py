@@ -116,6 +116,7 @@ def page_table(
         for i, block in enumerate(table):
             n = min(max(num_filled - i * size, 0), size) * (block != NULL_BLOCK)
             is_cached = manager.pool.contents[block] is not None
-            rows.append((g, block, manager.pool.ref_counts[block], seq.block_place(i) * size, n, is_cached))
+            position = seq.original_block_index(i) * size
+            rows.append((g, block, manager.pool.ref_counts[block], position, n, is_cached))
     tokens = tuple(map(text_of, seq.tokens(0, len(seq))))
     return PageTable(request.request_id, np.array(rows, ENTRY_DTYPE), size, tokens)

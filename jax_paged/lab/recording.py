@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from jax_paged.arguments.shown_values import shown
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.codec import FORMAT, check_format, request_of_values, values_of_request
+from jax_paged.core.codec import FORMAT, check_format, request_from_json, request_to_json
 from jax_paged.core.features.interactive.request_edits import DropBlocks, Fork, RequestEdit, Rollback
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.request import Sequence, SequenceGroup, SequenceStatus
@@ -31,6 +31,9 @@ _EDITS: dict[str, Callable[..., RequestEdit]] = {e.__name__: e for e in (Fork, R
 # block manager.
 _CALLS = ("abort", "expect", "forget_prefixes")
 _PREFIX_CALLS = ("pin", "unpin")
+
+# Keys of steps in recordings that differ from the field names of SchedulerOutput.
+_STEP_KEYS = {"num_multi_step_tokens": "burst", "encoder_inputs": "to_encode"}
 
 
 class RecordedScheduler(Scheduler):
@@ -68,7 +71,7 @@ class RecordedScheduler(Scheduler):
 
     def add(self, group: SequenceGroup) -> None:
         """Records and adds a request."""
-        self._note("add", arrival_time=group.metrics.arrival_time, **values_of_request(group.request))
+        self._note("add", arrival_time=group.metrics.arrival_time, **request_to_json(group.request))
         super().add(group)
 
     def abort(self, request_id: str) -> SequenceGroup | None:
@@ -175,7 +178,8 @@ def decisions(output: SchedulerOutput) -> dict[str, Any]:
         [s.seq_id, s.request.request_id, s.seed, s.output_token_ids, s.block_tables]
         for s in output.new_sequences
     ]
-    fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    names = (field.name for field in dataclasses.fields(output))
+    fields = {_STEP_KEYS.get(name, name): getattr(output, name) for name in names}
     return json.loads(json.dumps(fields | {"new_sequences": new}))
 
 
@@ -315,7 +319,7 @@ class _Replayer:
             getattr(self, f"_{event}")(scheduler, **values)
 
     def _add(self, scheduler: Scheduler, arrival_time: float, **request: Any) -> None:
-        group = SequenceGroup.of(request_of_values(request), arrival_time)
+        group = SequenceGroup.from_request(request_from_json(request), arrival_time)
         self._keep(group)
         scheduler.add(group)
 
@@ -427,7 +431,7 @@ def _settings(scheduler: Scheduler) -> dict[str, dict[str, Any]]:
             "enable_prefix_caching": manager.enable_prefix_caching,
             "groups": [dataclasses.asdict(group) for group in manager.groups],
             "num_swap_blocks": manager.swap_pool.num_usable,
-            "num_state_slots": manager.states.is_used * manager.states.pool.num_blocks,
+            "num_state_slots": manager.states.has_states * manager.states.pool.num_blocks,
             "num_swap_state_slots": manager.states.swap_pool.num_usable,
         },
         "scheduler": {

@@ -316,7 +316,7 @@ def _group(index: int, request: Request, scheduler: Scheduler) -> SequenceGroup:
     params, beams = _params(request.n, request.beam_width, request.output_len)
     features = None if beams is None else core.RequestFeatures(beams)
     values = core.Request(str(index), prompt, params, priority=request.priority, features=features)
-    return SequenceGroup.of(values, request.arrival_s)
+    return SequenceGroup.from_request(values, request.arrival_s)
 
 
 @functools.lru_cache(maxsize=1 << 14)  # cached because constructing and checking parameters is slow
@@ -349,7 +349,8 @@ def _step_row(
         num_blocks_swapped,
         len(output.blocks_to_copy),
     )
-    for i in range(1, max(output.burst, default=0)):  # decode steps after the first, in multi-step decoding
+    # Decode steps after the first, in multi-step decoding.
+    for i in range(1, max(output.num_multi_step_tokens, default=0)):
         starts = [row.start + i for row, n in zip(rows, num_tokens, strict=True) if n > i]
         step_s += step_time.step_s(0, len(starts), sum(starts), 0, 0)
     return (
@@ -385,7 +386,7 @@ def _sharing(output: SchedulerOutput, scheduler: Scheduler, num_blocks_used: int
     for row, stop in zip(output.scheduled, stops, strict=True):
         lens[_found(scheduler, row.seq_id)[1]] = stop
     for sample in output.samples:
-        lens[_found(scheduler, sample.seq_id)[1]] = stops[sample.row]
+        lens[_found(scheduler, sample.seq_id)[1]] = stops[sample.scheduled_index]
     filled: dict[int, int] = {}  # number of tokens in each block that is not full
     for seq, (table,) in tables.items():
         first = lens[seq] // size
@@ -396,7 +397,7 @@ def _sharing(output: SchedulerOutput, scheduler: Scheduler, num_blocks_used: int
 
 def _num_tokens(output: SchedulerOutput) -> list[int]:
     """Returns the number of tokens of each row; in multi-step decoding, for all decode steps together."""
-    return list(output.burst) or [row.num_tokens for row in output.scheduled]
+    return list(output.num_multi_step_tokens) or [row.num_tokens for row in output.scheduled]
 
 
 def _found(scheduler: Scheduler, seq_id: int) -> tuple[SequenceGroup, Sequence]:
@@ -414,7 +415,7 @@ def _result(output: SchedulerOutput, scheduler: Scheduler, rng: random.Random | 
         rng: Random numbers for the log-probabilities of beams. Each candidate is less likely than the one
             before it. None if there are no beams.
     """
-    num_drawn = output.burst or [1] * len(output.samples)
+    num_drawn = output.num_multi_step_tokens or [1] * len(output.samples)
     logprobs = [[_NO_LOGPROBS] * n for n in num_drawn]
     if rng is not None:
         for i, sample in enumerate(output.samples):

@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_paged.arguments.shown_values import one_of
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.codec import request_of_values
+from jax_paged.core.codec import request_from_json
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.request import SequenceGroup, SequenceStatus
@@ -130,10 +130,10 @@ def step_row(output: SchedulerOutput, scheduler: Scheduler, now: float) -> tuple
     queues, pool = scheduler.queues, scheduler.block_manager.pool
     return (
         now,
-        sum(output.burst) or output.num_batched_tokens,
+        sum(output.num_multi_step_tokens) or output.num_batched_tokens,
         sum(row.num_tokens for row in output.scheduled if row.num_tokens > 1),
         len(output.scheduled),
-        max(output.burst, default=1),
+        max(output.num_multi_step_tokens, default=1),
         len(queues.running),
         len(queues.waiting),
         len(queues.swapped),
@@ -267,7 +267,7 @@ class _WhatIf:
                 values["request_id"] = f"{request_id} ({len(self.new.groups)})"
             self.current[request_id] = values["request_id"]
             arrival_time, policy = values.pop("arrival_time"), scheduler.scheduling_policy
-            group = SequenceGroup.of(request_of_values(values), arrival_time)
+            group = SequenceGroup.from_request(request_from_json(values), arrival_time)
             name, length = f"requests[{request_id!r}]", len(group.sequences[0])
             check_int(name, length, 1, scheduler.max_model_len - 1, aspect="the length of")
             aspect = "the number of sequences of"
@@ -290,7 +290,8 @@ class _WhatIf:
         step_s = 0.0
         if output.scheduled:
             per_decode, per_token, least = self.seconds
-            step_s = max(per_decode * max(output.burst, default=1) + per_token * row[1], least)
+            num_decodes = max(output.num_multi_step_tokens, default=1)
+            step_s = max(per_decode * num_decodes + per_token * row[1], least)
         new.steps.append((*row[:-1], step_s))
         new.outputs.append(output)
         update = scheduler.update(output, self._result(output), clock + step_s)
@@ -306,7 +307,8 @@ class _WhatIf:
             found = self.scheduler.find(sample.seq_id)
             assert found is not None, "a step that was just scheduled names sequences with batch slots"
             group, seq = found
-            place, num_tokens = self.places[group], output.burst[i] if output.burst else 1
+            counts, place = output.num_multi_step_tokens, self.places[group]
+            num_tokens = counts[i] if counts else 1
             if group.beam_params is not None:
                 tokens.append([0])
                 logprobs.append([self.recorded.tops.get((place, tuple(seq.output_token_ids)), _NO_LOGPROBS)])

@@ -260,7 +260,7 @@ def test_the_vectors_used_last_are_kept(engine: LLMEngine, num_encoded: list[int
         encoder._max_bytes = kept
     # A small picture is enlarged, and all have as many tiles: 0 was used after 1 when 2 came.
     assert sum(num > 0 for num in num_encoded) == 4
-    assert encoder._num_bytes == sum(x.nbytes for x in encoder._kept.values())
+    assert encoder._num_bytes == sum(x.nbytes for x in encoder._cache.values())
 
 
 def test_an_image_that_can_not_be_encoded_ends_its_own_request(

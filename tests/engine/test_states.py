@@ -240,7 +240,7 @@ def test_what_states_rule_out(engine: LLMEngine, cases: Any) -> None:
         lambda: engine.inspect("0", layers=[0]),
         lambda: engine.drop_kv("0", [0]),
         engine.state,
-        lambda: engine.kv("0", engine.executor.runner.context.layout.places.index(Place(1, NO_GROUP))),  # pyright: ignore
+        lambda: engine.kv("0", engine.executor.runner.context.layout.locations.index(Place(1, NO_GROUP))),  # pyright: ignore
     ):
         with pytest.raises(
             ValueError, match=r"keep no state of each sequence, for \w+\(\)|with a recurrent state"
@@ -263,7 +263,7 @@ def test_what_states_rule_out(engine: LLMEngine, cases: Any) -> None:
 )
 def test_settings_that_states_rule_out(settings: dict[str, Any]) -> None:
     (name,) = settings
-    with pytest.raises(ValueError, match=f"{name}.*keep a state"):
+    with pytest.raises(ValueError, match=f"{name}.*recurrent layers"):
         make_engine(FIXTURES / "lfm2", **(SETTINGS | settings))
 
 

@@ -81,7 +81,7 @@ class ScriptedExecutor:
         if output.scheduled:
             self.num_steps += 1
             self.during_step(output)
-        token_ids = [self._next(output.scheduled[sample.row]) for sample in output.samples]
+        token_ids = [self._next(output.scheduled[sample.scheduled_index]) for sample in output.samples]
         request_ids = [self._seats[row.seq_id].request.request_id for row in output.scheduled]
         return ModelRunnerOutput(
             step_id=output.step_id,
@@ -94,7 +94,7 @@ class ScriptedExecutor:
     def wait_until_compiled(self) -> None:
         pass
 
-    def when_failed(self, note: Callable[[str], None]) -> None:
+    def on_failure(self, callback: Callable[[str], None]) -> None:
         pass
 
     def read_memory(self, blocks: list[int], host_blocks: list[int], *, with_weights: bool) -> dict[str, Any]:

@@ -51,8 +51,8 @@ class WrappedExecutor:
         """The ModelRunner of a LocalExecutor."""
         return self.inner.runner  # pyright: ignore[reportAttributeAccessIssue]
 
-    def when_failed(self, note: Callable[[str], None]) -> None:
-        self.inner.when_failed(note)
+    def on_failure(self, callback: Callable[[str], None]) -> None:
+        self.inner.on_failure(callback)
 
     def dispatch(self, output: SchedulerOutput) -> None:
         self._before(output)

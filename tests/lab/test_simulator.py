@@ -127,7 +127,7 @@ def test_slots_are_counted_as_block_by_block(seed: int) -> None:
         def update(self, output: Any, *args: Any) -> Any:
             computed = {seq: seq.num_computed_tokens for seq in self.block_manager.block_tables}
             named = [(row, row.seq_id) for row in output.scheduled]
-            named += [(output.scheduled[sample.row], sample.seq_id) for sample in output.samples]
+            named += [(output.scheduled[sample.scheduled_index], sample.seq_id) for sample in output.samples]
             for row, seq_id in named:
                 computed[found(self, seq_id)[1]] = row.start + row.num_tokens
             slots = {
@@ -279,7 +279,7 @@ def test_a_real_run_replays_and_what_differs_is_named(engine: LLMEngine, tmp_pat
     with pytest.raises(ValueError, match="the first event of `lines` must be 'start', got 'add'"):
         replay(line for line in recorded if '"add"' in line)
     older = [line.replace('"format": 2, ', "") for line in recorded]
-    with pytest.raises(ValueError, match=r"the format of `lines` must be 2, got 1\. Make it again"):
+    with pytest.raises(ValueError, match=r"the format of `lines` must be 2, got 1\. Create it again"):
         replay(older)
 
 

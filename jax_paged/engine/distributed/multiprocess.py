@@ -112,9 +112,9 @@ class MultiprocessExecutor:
         self._send("wait_until_compiled")
         self._reply(None)
 
-    def when_failed(self, note: Callable[[str], None]) -> None:
+    def on_failure(self, callback: Callable[[str], None]) -> None:
         """Registers a function that is called with the reason, in any thread, when a worker is lost."""
-        self._team.when_failed(self._engine, note)
+        self._team.on_failure(self._engine, callback)
 
     def check_weights(self) -> None:
         """Does nothing, because callers can't change the weights of worker processes."""

@@ -15,11 +15,11 @@ from safetensors.numpy import load_file, save_file
 
 from jax_paged.core.codec import FORMAT, check_format
 from jax_paged.core.features.snapshot import (
+    group_to_json,
     kept_blocks,
     restore_group,
     restore_scheduler,
-    values_of_group,
-    values_of_scheduler,
+    scheduler_to_json,
 )
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.engine.engine_core import EngineCore
@@ -116,7 +116,7 @@ class Snapshots(EngineFeature):
         scheduler = core.scheduler
         states = list(dict.fromkeys([*core.requests.values(), *core.changed]))
         _check_fits(core, states)
-        requests = [values_of_group(scheduler, s.group) | {"text": s.values()} for s in states]
+        requests = [group_to_json(scheduler, s.group) | {"text": s.values()} for s in states]
         fingerprint, packing = core.executor.fingerprint()
         values = {
             "format": FORMAT,
@@ -127,7 +127,7 @@ class Snapshots(EngineFeature):
             "seeds": core.seeds.getstate(),
             "num_names": core.num_names,
             "weight_version": [core.weight_version, core.num_weight_updates],
-            "scheduler": values_of_scheduler(scheduler),
+            "scheduler": scheduler_to_json(scheduler),
             "requests": requests,
             "changed": [i for i, state in enumerate(states) if state in core.changed],
         }
@@ -201,7 +201,7 @@ def _check_fits(core: EngineCore, states: list[RequestState]) -> None:
     check(not found, "lora_request", found, allowed, aspect=f"{aspect} `prompt_embeds` or")
     why = "an engine state does not hold them"
     core.check_not_recurrent("state()", why)
-    found = [s.group.request_id for s in states if s.group.request.stand_ins]
+    found = [s.group.request_id for s in states if s.group.request.placeholder_data]
     check(not found, "multi_modal_data", found, allowed, aspect=aspect)
 
 

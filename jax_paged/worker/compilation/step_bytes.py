@@ -49,6 +49,6 @@ def step_bytes(context: TraceContext, num_steps: int, verifying: list[Bucket]) -
 def _program_bytes(program: Program, context: TraceContext) -> int:
     """Returns the memory that a program needs in addition to its arguments (bytes)."""
     memory = lower_part(program, context).compile().memory_analysis()
-    assert memory is not None, "a GPU's compiler tells what a program needs"
+    assert memory is not None, "XLA reports no memory analysis for the device"
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes

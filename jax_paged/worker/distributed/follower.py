@@ -55,7 +55,7 @@ class Follower:
         self._programs = {str(program): program for program in compiled.programs}
         self._keep(kept)
         if self.engine == 0:
-            compiled.when_compiled(lambda program: self._channel.send({"compiled": str(program)}))
+            compiled.on_compiled(lambda program: self._channel.send({"compiled": str(program)}))
             self._channel.send({"ready": True})
         return run
 

@@ -117,9 +117,9 @@ def _lead(
     followers, executors = Followers(channels, lose, links), list[LocalExecutor]()
     for engine in range(task.args.num_engines):
         group = Leader(followers, engine)
-        executors.append(LocalExecutor(task.args, group=group, beside=executors[0] if engine else None))
+        executors.append(LocalExecutor(task.args, group=group, shared_with=executors[0] if engine else None))
     compiled = executors[0].runner.compiled
-    compiled.when_compiled(lambda _: owner.send([0, compiled.progress]))
+    compiled.on_compiled(lambda _: owner.send([0, compiled.progress]))
     served = list(enumerate(zip(executors, calls, strict=True)))
     for engine, (executor, asked) in served[1:]:
         threading.Thread(target=_serve, args=(engine, executor, owner, asked, fail), daemon=True).start()
@@ -161,7 +161,7 @@ def _follow(task: Task, fail: Callable[[Exception], NoReturn]) -> NoReturn:
         # A follower compiles everything that worker 0 may use. Only worker 0 applies max_compile_s.
         args, first = dataclasses.replace(task.args, max_compile_s=None), None
         for group in groups:
-            first = ModelRunner(args, group=group, beside=first)
+            first = ModelRunner(args, group=group, shared_with=first)
     except ValueError as error:
         channel.send({"error": str(error)})
         raise

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jax_paged.core.features.interactive.request_edits import Fork, Rollback, most_taken_back
+from jax_paged.core.features.interactive.request_edits import Fork, Rollback, max_rollback_tokens
 from jax_paged.core.request import Sequence, SequenceStatus
 from jax_paged.engine.engine_core import EngineCore
 from jax_paged.engine.feature import EngineFeature
@@ -127,7 +127,7 @@ class RequestEdits(EngineFeature):
         core = self._core
         core.check_open()
         state = settled(core, request_id)
-        most = most_taken_back(only_sequence(core, state), core.scheduler.block_manager.block_size)
+        most = max_rollback_tokens(only_sequence(core, state), core.scheduler.block_manager.block_size)
         num_tokens = check_int("num_tokens", num_tokens, 0, most)
         if num_tokens:
             core.scheduler.edit_request(Rollback(request_id, num_tokens))

@@ -22,7 +22,7 @@ import numpy as np
 
 from jax_paged.arguments.shown_values import Text
 from jax_paged.config.multimodal import ImageSettings
-from jax_paged.core.request import StandIn
+from jax_paged.core.request import PlaceholderData
 from jax_paged.engine.features.multimodal.image_fetch import fetched
 from jax_paged.engine.prompt_reader import TokenizedPrompt
 from jax_paged.engine.text.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ class ImageReader:
         token_ids, stand_ins = self.read(read.token_ids, given or {})
         return dataclasses.replace(read, token_ids=token_ids, stand_ins=stand_ins)
 
-    def read(self, token_ids: list[int], data: Any) -> tuple[list[int], tuple[StandIn, ...]]:
+    def read(self, token_ids: list[int], data: Any) -> tuple[list[int], tuple[PlaceholderData, ...]]:
         """Expands the image placeholders of a prompt, and cuts its images.
 
         Args:
@@ -106,7 +106,7 @@ class ImageReader:
         if self._tokenizer is None:
             raise ArgumentError("multi_modal_data", data, "None because the engine has no tokenizer")
         out: list[int] = []
-        stand_ins: list[StandIn] = []
+        stand_ins: list[PlaceholderData] = []
         rest = iter(images)
         for token_id in token_ids:
             if token_id != spec.token_id:
@@ -119,7 +119,7 @@ class ImageReader:
                 # The grid is hashed, too: images with other rows and columns may have patches with the same
                 # bytes.
                 digest = hashlib.sha256(f"{patches.grid}".encode() + patches.pixels.data).hexdigest()
-                stand_ins.append(StandIn(first, len(out), digest, patches))
+                stand_ins.append(PlaceholderData(first, len(out), digest, patches))
                 continue
             tiles, text = self._tiles(image, spec)
             out += self._tokenizer.encode(text, add_special_tokens=False)
@@ -181,7 +181,7 @@ class ImageReader:
 
     def _stand_ins(
         self, tiles: list[Tile], token_ids: list[int], first: int, spec: ImageSpec
-    ) -> list[StandIn]:
+    ) -> list[PlaceholderData]:
         """Assigns each tile to its run of placeholder tokens.
 
         Args:
@@ -202,7 +202,7 @@ class ImageReader:
         check(ok, "tokenizer", self._tokenizer.name, f"one that has {_IMAGE} as token {spec.token_id}")
         digests = (hashlib.sha256(tile.pixels.data).hexdigest() for tile in tiles)
         rows = zip(runs, digests, tiles, strict=True)
-        return [StandIn(start, stop, digest, tile) for (start, stop), digest, tile in rows]
+        return [PlaceholderData(start, stop, digest, tile) for (start, stop), digest, tile in rows]
 
     @functools.cached_property
     def _processor(self) -> Any:

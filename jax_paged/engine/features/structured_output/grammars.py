@@ -389,7 +389,8 @@ def token_masks(output: SchedulerOutput, matchers: dict[int, tuple[Matcher, list
         sample = output.samples[i]
         if sample.num_logits > 1:  # one mask per draft prefix
             ahead, text = matcher.copy(), list(token_ids)
-            for k, token_id in enumerate(output.scheduled[sample.row].token_ids[1 - sample.num_logits :], 1):
+            drafts = output.scheduled[sample.scheduled_index].token_ids[1 - sample.num_logits :]
+            for k, token_id in enumerate(drafts, 1):
                 text.append(token_id)
                 ahead.follow(text)
                 ahead.fill(words[j + k])
