@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from jax_paged.engine.features.snapshot import EngineState
-    from jax_paged.models.attention import Attend
+    from jax_paged.models.attention import CustomAttention
     from jax_paged.models.causal_lm import LanguageModel
     from jax_paged.models.features.hooks import Hook
     from jax_paged.models.weights import LoadedModel
@@ -94,7 +94,7 @@ class LLM(PoolingMethods):
             SamplingParams.hook_args.
         scheduler: A custom scheduler, as in LLMEngine.
         attend: A custom attention function in JAX, used instead of attention_backend; see
-            models/attention.Attend.
+            models/attention.CustomAttention.
         sampler: A custom sampler in JAX; see worker/sampling/sampler.Sampler.
         logits_processors: Functions that change logits. A request selects them by name with
             SamplingParams.extra_args.
@@ -117,7 +117,7 @@ class LLM(PoolingMethods):
         executor: "Executor | None" = None,
         hooks: "Sequence[Hook]" = (),
         scheduler: composition.CustomScheduler | None = None,
-        attend: "Attend | None" = None,
+        attend: "CustomAttention | None" = None,
         sampler: "Sampler | None" = None,
         logits_processors: "Sequence[LogitsProcessor]" = (),
         **engine_args: Any,

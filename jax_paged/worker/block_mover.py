@@ -43,7 +43,7 @@ class CopyProgram(Program):
         if not self.moves_states:
             copy = functools.partial(ops.copy_blocks, backend=context.backend)
             if context.grid is not None:
-                copy = context.grid.on_each(copy, (POOL_SPEC, PartitionSpec(), PartitionSpec()), POOL_SPEC)
+                copy = context.grid.shard_map(copy, (POOL_SPEC, PartitionSpec(), PartitionSpec()), POOL_SPEC)
 
         def copy_all(pool: list[Array], src: Array, dst: Array) -> list[Array]:
             pool = list(pool)

@@ -16,7 +16,7 @@ from jax_paged.pallas_kernels.jax_settings import methods_with_default_settings,
 if TYPE_CHECKING:
     import numpy as np
 
-    from jax_paged.models.attention import Attend
+    from jax_paged.models.attention import CustomAttention
     from jax_paged.models.causal_lm import LanguageModel
     from jax_paged.models.features.hooks import Hook
     from jax_paged.models.loading.new_weights import NewWeights
@@ -218,7 +218,7 @@ class LocalExecutor:
         args: EngineArgs,
         loaded: "LoadedModel | LanguageModel | None" = None,
         hooks: "Sequence[Hook]" = (),
-        attend: "Attend | None" = None,
+        attend: "CustomAttention | None" = None,
         sampler: "Sampler | None" = None,
         logits_processors: "Sequence[LogitsProcessor]" = (),
         first_device: int = 0,

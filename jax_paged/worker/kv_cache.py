@@ -15,8 +15,8 @@ latents, the second dimension is 1 instead of 2 (pallas_kernels/ops.py).
 
 Layers may differ in the number and size of heads. The arrays then have the size of the layers with the most
 numbers per token. Layers with a half or a third of these numbers share an array with one or two other layers
-of their group (View in models/kv_location.py). In this example layers 1, 3, 4 and 5 have a window and half as
-many numbers:
+of their group (PageView in models/kv_location.py). In this example layers 1, 3, 4 and 5 have a window and
+half as many numbers:
 
     layer            0        1        2        3        4        5
     group            0        1        0        1        1        1
@@ -47,7 +47,7 @@ from jax_paged.models.attention import (
     value_dim_of,
     window_of,
 )
-from jax_paged.models.kv_location import NO_GROUP, Place, View
+from jax_paged.models.kv_location import NO_GROUP, KVLocation, PageView
 from jax_paged.models.parallel.sharding import repeated
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, row_size, tiles_of
 
@@ -90,7 +90,7 @@ class KVCacheLayout:
     """
 
     groups: tuple[CacheGroup, ...]
-    locations: tuple[Place, ...]
+    locations: tuple[KVLocation, ...]
     num_block_arrays: int
     num_kv_heads: int
     head_dim: int
@@ -141,7 +141,7 @@ def stage_layout(layout: KVCacheLayout, layers: Sequence[int]) -> KVCacheLayout:
     return dataclasses.replace(layout, locations=tuple(locations), num_block_arrays=num_block_arrays)
 
 
-def _nth_location(n: int, location: Place) -> Place:
+def _nth_location(n: int, location: KVLocation) -> KVLocation:
     """Returns the location of the n-th layer of a cache group, given the location of any of its layers."""
     if (view := location.view) is None:
         return location._replace(array=n)
@@ -174,7 +174,7 @@ def plan_layout(
 
     def heads_of(spec: AttentionSpec) -> int:
         (heads,) = repeated(spec.num_kv_heads, spec.head_dim)
-        return num_devices * heads.on(num_devices)
+        return num_devices * heads.per_device(num_devices)
 
     layers_by_spec: dict[AttentionSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
@@ -202,25 +202,25 @@ def plan_layout(
             f"`kv_cache_dtype` must be 'auto' because (kv heads, head_dim) differ between layers, "
             f"{sorted(shapes)}, got {names[dtype]!r}"
         )
-    counts, views = list[int](), dict[AttentionSpec, View | None]()
+    counts, views = list[int](), dict[AttentionSpec, PageView | None]()
     for spec, layers in layers_by_spec.items():
         parts = num_kv_heads * head_dim // (heads_of(spec) * spec.head_dim)
-        views[spec] = None if spec.head_dim == head_dim and parts == 1 else View(spec.head_dim, parts, 0)
+        views[spec] = None if spec.head_dim == head_dim and parts == 1 else PageView(spec.head_dim, parts, 0)
         counts.append(-(-len(layers) // parts))
     size = max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
     groups: list[CacheGroup] = []
-    locations = [Place(0, 0)] * len(specs)
+    locations = [KVLocation(0, 0)] * len(specs)
     for spec, layers in layers_by_spec.items():
         view = views[spec]
         num_layers = size * (1 if view is None else view.num_parts)
         for first in range(0, len(layers), num_layers):
             for n, layer in enumerate(layers[first : first + num_layers]):
-                locations[layer] = _nth_location(n, Place(0, len(groups), view))
+                locations[layer] = _nth_location(n, KVLocation(0, len(groups), view))
             groups.append(CacheGroup(window_of(spec), isinstance(spec, CrossAttentionSpec)))
     states: list[StateArray] = []
     for layer, spec in enumerate(specs):
         if isinstance(spec, StateSpec):
-            locations[layer] = Place(size + len(states), NO_GROUP)
+            locations[layer] = KVLocation(size + len(states), NO_GROUP)
             states += [StateArray(a.shape, a.dtype or str(state_dtype or dtype)) for a in spec.arrays]
     shape = num_kv_heads, head_dim, dtype, num_devices, value_dim
     return KVCacheLayout(tuple(groups), tuple(locations), size, *shape, tuple(states))

@@ -14,7 +14,7 @@ from jax_paged.config.engine_args import EngineArgs, EngineConfig
 from jax_paged.models.attention import Backend
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.parallel.sharding import DeviceGrid
-from jax_paged.models.quantization.quantize import kind_to_make
+from jax_paged.models.quantization.quantize import choose_online_dtype
 from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.quantization import DTYPES
 from jax_paged.worker import kv_cache
@@ -191,7 +191,7 @@ class ServedModel:
         uses_onednn = matmul_backend == "onednn"
         layout, layouts = _plan_layouts(args, models, grid)
         features, extra = load_features(args, custom, models[-1], layout, grid, uses_onednn=uses_onednn)
-        quantized_dtype = kind_to_make([m.model for m in models], args.quantization)
+        quantized_dtype = choose_online_dtype([m.model for m in models], args.quantization)
         self.served = [
             ServedWeights(
                 models[i].model,
@@ -296,7 +296,7 @@ def _plan_layouts(
     layouts = []
     for loaded in models:
         assert isinstance(loaded.model, CausalLM), "only a CausalLM can be split into pipeline stages"
-        layouts.append(kv_cache.stage_layout(layout, loaded.model.own_places))
+        layouts.append(kv_cache.stage_layout(layout, loaded.model.layer_indices))
     return layout, layouts
 
 

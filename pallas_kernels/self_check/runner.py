@@ -34,12 +34,12 @@ from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul, implementati
 from jax_paged.pallas_kernels.jax_settings import apply_to_process
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, tiles_of
 from jax_paged.pallas_kernels.self_check import expert_check
-from jax_paged.pallas_kernels.self_check.expert_check import Experts, Timed
+from jax_paged.pallas_kernels.self_check.expert_check import ExpertShape, Timer
 
 OPS = ("write_kv", "copy_blocks", "paged_decode", "ragged_attention")
 # The longest context in a batch of decodes, so that an item of the work list has many blocks, and the longest
 # context in a batch with prefill chunks (tokens).
-LONGEST, LONGEST_OF_PROMPTS = 4096, 700
+LONGEST, LONGEST_MIXED = 4096, 700
 # Sizes of the timed batches: a decode step with contexts of very different lengths, and a prefill chunk
 # beside decodes.
 TIMED_LEN, TIMED_SEQS, TIMED_CHUNK = 2048, 32, 512
@@ -97,13 +97,13 @@ class Suite:
     dtype: str
     max_len: int
     kv_cache_dtype: str = "auto"
-    experts: tuple[Experts, ...] = ()
+    experts: tuple[ExpertShape, ...] = ()
     value_dim: int | None = None
 
     @classmethod
     def of_values(cls, values: dict[str, Any]) -> "Suite":
         """Returns a suite from the output of dataclasses.asdict."""
-        kinds = {"variants": Variant, "experts": Experts}
+        kinds = {"variants": Variant, "experts": ExpertShape}
         made: dict[str, Any] = {k: tuple(kind(**v) for v in values[k]) for k, kind in kinds.items()}
         return cls(**values | made)
 
@@ -221,7 +221,7 @@ def attention_cases(suite: Suite, *, is_timed: bool) -> Iterator[Case]:
     else:
         decodes = [longest, 1, size - 1, size, 0, size + 1, 3 * size + 5, longest // 2 + 1, longest - 1]
         # A chunk, a whole prompt, two decodes, an empty sequence, and a small chunk.
-        mixed = [(300, 200), (40, 40), (LONGEST_OF_PROMPTS, 1), (1, 1), (0, 0), (129, 17)]
+        mixed = [(300, 200), (40, 40), (LONGEST_MIXED, 1), (1, 1), (0, 0), (129, 17)]
     for op, pairs in (("paged_decode", [(n, 1) for n in decodes]), ("ragged_attention", mixed)):
         pairs = [(min(n, longest), min(n, m, longest) if op == "ragged_attention" else 1) for n, m in pairs]
         for variant in suite.variants:
@@ -294,7 +294,7 @@ def error_of(got: Array, want: Array, *, is_move: bool) -> float:
     return float(np.max(np.nan_to_num(share, nan=math.inf, posinf=math.inf)))
 
 
-def timed_layer(kernels: Any, case: Case) -> Timed:
+def timed_layer(kernels: Any, case: Case) -> Timer:
     """Returns a timer for write_kv and attention, alternating several times in one program.
 
     The program is similar to consecutive layers of a model.
@@ -320,14 +320,14 @@ def timed_layer(kernels: Any, case: Case) -> Timed:
         pool, out = run(pool, *arguments)
         return out
 
-    return Timed(call, _STEPS)
+    return Timer(call, _STEPS)
 
 
-class _Ended(Exception):
+class _CheckEnded(Exception):
     """Raised to end the check; its arguments are (outcome, reason)."""
 
 
-def _in_a_line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
@@ -350,7 +350,7 @@ def run(suite: Suite, candidate: str, baseline: str, note: Callable[[dict[str, A
         except Exception as error:
             # A lack of memory is not the fault of the kernels: other processes may use it.
             outcome = "not run" if "RESOURCE_EXHAUSTED" in str(error) else "crashed"
-            raise _Ended(outcome, f"{case.name}: {_in_a_line(error)}") from error
+            raise _CheckEnded(outcome, f"{case.name}: {_first_line(error)}") from error
         note({"begin": None})
         return result
 
@@ -366,7 +366,7 @@ def run(suite: Suite, candidate: str, baseline: str, note: Callable[[dict[str, A
         for one in experts:
             jax.eval_shape(ours.grouped_matmul, *one.shapes(1, suite.dtype))
     except ValueError as error:
-        raise _Ended("unsupported", str(error)) from error
+        raise _CheckEnded("unsupported", str(error)) from error
 
     def products(*, is_timed: bool) -> Iterator[Case]:
         for name, args in expert_check.batches(experts, suite.dtype, is_timed=is_timed):
@@ -417,9 +417,11 @@ def main(task: dict[str, Any]) -> None:
         end = "done", ""
         try:
             if (kind := jax.devices()[0].device_kind) != task["device_kind"]:
-                raise _Ended("not run", f"the device is {kind} and not {task['device_kind']}")
+                raise _CheckEnded(
+                    "not run", f"the device of the check is {kind}, but the engine uses {task['device_kind']}"
+                )
             run(Suite.of_values(task["suite"]), task["candidate"], task["baseline"], note)
         except Exception as error:
-            end = error.args if isinstance(error, _Ended) else ("not run", _in_a_line(error))
+            end = error.args if isinstance(error, _CheckEnded) else ("not run", _first_line(error))
             traceback.print_exc()
         note({"end": end[0], "reason": end[1]})

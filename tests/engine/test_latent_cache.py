@@ -147,7 +147,8 @@ def test_shared_prefixes_are_attended_to_together(backend: str, monkeypatch: pyt
 
 def test_the_pallas_kernels_refuse_it() -> None:
     with pytest.raises(
-        ValueError, match=r"with backend 'pallas_interpret', got .* of latents; backends 'xla' and 'native'"
+        ValueError,
+        match=r"with backend 'pallas_interpret', got .* of a pool of latents; backends 'xla' and 'native'",
     ):
         engine_of(LITE, attention_backend="pallas_interpret").close()
     (suite,) = kernel_check.suites_of(EngineArgs(model=str(LITE)))

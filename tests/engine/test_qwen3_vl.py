@@ -491,7 +491,7 @@ def test_arguments_of_another_processor() -> None:
         ({"text_config": {"hidden_size": 32}}, "out_hidden_size` must be .*got 24"),
         (
             {"text_config": {"rope_scaling": {"mrope_section": [3, 5, 5]}}},
-            "three numbers of pairs, 12 in total",
+            "must be a list of three integers of at least 0 with the sum 12, half of head_dim",
         ),
         (
             {"text_config": {"rope_scaling": {"mrope_interleaved": False}}},

@@ -173,7 +173,7 @@ def test_lower_case_and_a_prompt_in_front(config: EngineConfig, tmp_path: Path) 
         ),
         (
             {"config_args": {"hidden_act": "relu"}},
-            "`config_kwargs.hidden_act` must be that of config.json.*got 'relu'",
+            "`config_kwargs.hidden_act` must be .*, the value in config.json.*got 'relu'",
         ),
     ],
 )

@@ -23,7 +23,7 @@ from helpers.real_model import (
 
 from jax_paged import EngineArgs, LLMEngine, SamplingParams
 from jax_paged.core.kv_cache.state_slots import StateSlots
-from jax_paged.models.kv_location import NO_GROUP, Place
+from jax_paged.models.kv_location import NO_GROUP, KVLocation
 from jax_paged.sampling_params import BeamSearchParams
 
 pytestmark = pytest.mark.thorough
@@ -240,7 +240,9 @@ def test_what_states_rule_out(engine: LLMEngine, cases: Any) -> None:
         lambda: engine.inspect("0", layers=[0]),
         lambda: engine.drop_kv("0", [0]),
         engine.state,
-        lambda: engine.kv("0", engine.executor.runner.context.layout.locations.index(Place(1, NO_GROUP))),  # pyright: ignore
+        lambda: engine.kv(
+            "0", engine.executor.runner.context.layout.locations.index(KVLocation(1, NO_GROUP))
+        ),  # pyright: ignore
     ):
         with pytest.raises(
             ValueError, match=r"keep no state of each sequence, for \w+\(\)|with a recurrent state"

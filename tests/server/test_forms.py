@@ -89,7 +89,7 @@ def test_a_dead_end_is_an_error_and_no_stop(served):
         "/completions", json={"prompt": "a", "guided_grammar": 'start: "a" b\nb: b "c"'}
     )
     assert answer.status_code == 400
-    assert "leaves no token" in answer.json()["error"]["message"]
+    assert "no token is allowed: allowed_token_ids" in answer.json()["error"]["message"]
 
 
 SLOW_PATHS = [pytest.param(path, marks=pytest.mark.slow) for path in ("/completions", "/responses")]

@@ -123,7 +123,7 @@ def test_what_can_not_be_loaded_is_refused_and_the_server_goes_on(
             "load",
             {"lora_name": "x", "lora_path": large},
             400,
-            "must have at most rank 16 (max_lora_rank), got 17",
+            "must be at most 16 (max_lora_rank), got 17",
         ),
         ("load", {"lora_name": "first", "lora_path": str(folders[2])}, 400, "a name that is not in use"),
         ("load", {"lora_name": "base", "lora_path": str(folders[2])}, 400, "a name that is not in use"),

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.models.attention import StateArray
-from jax_paged.models.kv_location import Place
+from jax_paged.models.kv_location import KVLocation
 from jax_paged.models.parallel.sharding import TENSOR
 from jax_paged.worker.block_mover import (
     FEW_COPIES,
@@ -33,7 +33,7 @@ from jax_paged.worker.sampling.sampler import SamplerOptions
 
 LAYOUT = KVCacheLayout(
     (CacheGroup(),),
-    (Place(0, 0), Place(1, 0), Place(2, 0)),
+    (KVLocation(0, 0), KVLocation(1, 0), KVLocation(2, 0)),
     num_block_arrays=3,
     num_kv_heads=2,
     head_dim=8,

@@ -21,7 +21,7 @@ import pytest
 from jax_paged import LLM, EngineArgs, SamplingParams
 from jax_paged.pallas_kernels import native
 from jax_paged.pallas_kernels.self_check import runner
-from jax_paged.pallas_kernels.self_check.expert_check import Experts
+from jax_paged.pallas_kernels.self_check.expert_check import ExpertShape
 from jax_paged.pallas_kernels.self_check.runner import Suite, Variant
 from jax_paged.server.launch.cli import main
 from jax_paged.worker.loading import kernel_check
@@ -124,7 +124,7 @@ def test_right_but_slower(tmp_path):
     assert check(SUITE, tmp_path, candidate=STAND_IN + "slow") == verdict
 
 
-EXPERTS = dataclasses.replace(SUITE, experts=(Experts(2, 6, 64, 64),))
+EXPERTS = dataclasses.replace(SUITE, experts=(ExpertShape(2, 6, 64, 64),))
 
 
 @pytest.mark.slow
@@ -163,9 +163,9 @@ def test_experts_without_a_kernel_are_not_checked(tmp_path):
 @pytest.mark.parametrize(
     ("name", "experts"),
     [
-        ("mixtral", (Experts(2, 4, 32, 64), Experts(2, 4, 64, 32))),
-        ("qwen3_moe_and_mlps", (Experts(3, 6, 32, 24), Experts(3, 6, 24, 32))),
-        ("gpt_oss_old_config", (Experts(3, 6, 32, 32), Experts(3, 6, 16, 32))),
+        ("mixtral", (ExpertShape(2, 4, 32, 64), ExpertShape(2, 4, 64, 32))),
+        ("qwen3_moe_and_mlps", (ExpertShape(3, 6, 32, 24), ExpertShape(3, 6, 24, 32))),
+        ("gpt_oss_old_config", (ExpertShape(3, 6, 32, 32), ExpertShape(3, 6, 16, 32))),
         ("mistral_window", ()),
     ],
 )
@@ -176,7 +176,7 @@ def test_experts_of_a_model(name, experts):
 
 @pytest.mark.thorough
 def test_experts_that_the_kernels_refuse(tmp_path):
-    narrow = dataclasses.replace(SUITE, head_dim=64, experts=(Experts(2, 6, 64, 96),))
+    narrow = dataclasses.replace(SUITE, head_dim=64, experts=(ExpertShape(2, 6, 64, 96),))
     verdict = check(narrow, tmp_path, candidate="pallas_interpret")
     assert verdict.outcome == "unsupported"
     assert (
@@ -201,7 +201,7 @@ def test_nothing_is_kept_of_a_check_that_did_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_check, "_machine", lambda: {"device": "another"})
     verdict = check(SUITE, tmp_path, candidate="xla")
     assert (verdict.outcome, verdict.rows) == ("not run", ())
-    assert verdict.reason.endswith("and not another")
+    assert verdict.reason.endswith(", but the engine uses another")
     assert [file.name for file in tmp_path.iterdir()] == ["lock"]
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
     assert check(SUITE, tmp_path, candidate="xla").outcome == "not run"
@@ -331,7 +331,7 @@ def test_a_device_that_has_no_kernels_is_unsupported(monkeypatch):
         raise ValueError("the device Tesla T4 has compute capability 7.5")
 
     monkeypatch.setattr(runner, "implementation_of", refuse)
-    with pytest.raises(runner._Ended, match=r"unsupported.*compute capability 7\.5"):
+    with pytest.raises(runner._CheckEnded, match=r"unsupported.*compute capability 7\.5"):
         runner.run(SUITE, "xla", "xla", lambda event: None)
 
 

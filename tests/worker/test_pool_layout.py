@@ -114,7 +114,9 @@ def test_no_layer_makes_a_copy_of_an_array(backend: Backend, is_decode: bool) ->
 
     def step(pool: Any, x: Any, ints: tuple[Any, ...]) -> tuple[Any, Any]:
         pools, total = [pool], jnp.zeros(())
-        metadata = AttentionMetadata(*ints, is_decode=is_decode, backend=backend, places=layout.locations)
+        metadata = AttentionMetadata(
+            *ints, is_decode=is_decode, backend=backend, kv_locations=layout.locations
+        )
         cache = PagedKVCache(specs, pools, metadata)
         for layer, writes in ((0, True), (1, True), (0, False), (2, True), (1, False)):
             q = x[..., : specs[layer].head_dim] + total

@@ -101,7 +101,7 @@ class PrefixRouter(RequestRouter):
         self._counted.remove((request_id, name))
         self._num_sent[name] -= 1
         if self._num_sent[name] >= self._num_slots:  # A request that waited at the replica is running now.
-            self._router.leave(name)
+            self._router.cancel(name)
         else:
             self._router.finish(name)
 

@@ -36,7 +36,11 @@ class EncodeProgram(Program):
             weights: list[Array], pool: list[Array], tokens: Array, length: Array, slots: Array
         ) -> list[Array]:
             model: Any = context.merge(weights)
-            options = {"places": context.layout.locations, "backend": context.backend, "grid": context.grid}
+            options = {
+                "kv_locations": context.layout.locations,
+                "backend": context.backend,
+                "grid": context.grid,
+            }
             return model.write_encoded(tokens, length, pool, slots, **options)
 
         pool, n = context.pool(), self.num_tokens

@@ -86,7 +86,7 @@ class InspectProgram(Program):
         static = {
             "is_decode": self.num_tokens == 1,
             "backend": context.backend,
-            "places": context.layout.locations,
+            "kv_locations": context.layout.locations,
             "attend": context.attend,
             "grid": context.grid,
         }

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from jax_paged.models.attention import Attend
+from jax_paged.models.attention import CustomAttention
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.sampling.sampler import Sampler
@@ -27,7 +27,7 @@ class CustomComponents:
 
     model: LoadedModel | LanguageModel | None = None
     hooks: "tuple[Hook, ...]" = ()
-    attend: Attend | None = None
+    attend: CustomAttention | None = None
     sampler: Sampler | None = None
     logits_processors: "tuple[LogitsProcessor, ...]" = ()
 

@@ -32,7 +32,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array
 
 from jax_paged.config.engine_args import EngineArgs, cache_dir
-from jax_paged.models.attention import Attend, StateSpec, value_dim_of, window_of
+from jax_paged.models.attention import CustomAttention, StateSpec, value_dim_of, window_of
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.forward_context import ForwardContext
@@ -42,7 +42,7 @@ from jax_paged.models.weights import LoadedModel, outline
 from jax_paged.pallas_kernels import native, ops
 from jax_paged.pallas_kernels.ops import resolve_backend
 from jax_paged.pallas_kernels.self_check import runner
-from jax_paged.pallas_kernels.self_check.expert_check import Experts
+from jax_paged.pallas_kernels.self_check.expert_check import ExpertShape
 from jax_paged.pallas_kernels.self_check.runner import Suite, Variant
 from jax_paged.worker.loading.weights import check_divided, flatten
 
@@ -96,7 +96,7 @@ class Verdict:
 
 
 def choose_backend(
-    args: EngineArgs, loaded: LoadedModel | LanguageModel | None, attend: Attend | None
+    args: EngineArgs, loaded: LoadedModel | LanguageModel | None, attend: CustomAttention | None
 ) -> tuple[ops.Implementation, str]:
     """Returns the attention backend and the reason for the choice.
 
@@ -196,10 +196,10 @@ def suites_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = Non
     def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
         return attend(layer, q, q, q, scale=scale)
 
-    products = dict[Experts, None]()
+    products = dict[ExpertShape, None]()
 
     def multiply(x: Array, kernels: Array, group_sizes: Array) -> Array:
-        products[Experts(x.shape[0], *kernels.shape)] = None  # the shapes for one token
+        products[ExpertShape(x.shape[0], *kernels.shape)] = None  # the shapes for one token
         return jnp.zeros((x.shape[0], kernels.shape[2]), x.dtype)
 
     def run(weights: list[Array]) -> Array:
@@ -216,7 +216,7 @@ def suites_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = Non
     return [
         Suite(
             variants=tuple(variants.values()),
-            kv_heads=repeated(num_kv_heads, 1)[0].on(size),
+            kv_heads=repeated(num_kv_heads, 1)[0].per_device(size),
             head_dim=head_dim,
             page_size=args.block_size,
             dtype=str(hidden.dtype),

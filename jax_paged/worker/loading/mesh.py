@@ -46,13 +46,13 @@ def device_grids(args: EngineArgs, first_device: int, num_stages: int) -> tuple[
     return tuple(DeviceGrid(Mesh(part, (TENSOR,)), args.enable_expert_parallel) for part in parts)
 
 
-def choose_matmul_backend(args: EngineArgs, dtype: jnp.dtype) -> products.Products:
+def choose_matmul_backend(args: EngineArgs, dtype: jnp.dtype) -> products.MatmulBackend:
     """Returns the backend that computes matrix products with weights of a dtype.
 
     Raises:
         ValueError: If the requested backend is not available here, or not on several devices.
     """
-    backend = products.resolve_products(args.matmul_backend, dtype, name="matmul_backend")
+    backend = products.resolve_matmul_backend(args.matmul_backend, dtype, name="matmul_backend")
     if args.tensor_parallel_size > 1:
         allowed = "'auto' or 'xla' with tensor_parallel_size above 1 because oneDNN does not divide weights"
         check(args.matmul_backend != "onednn", "matmul_backend", args.matmul_backend, allowed)

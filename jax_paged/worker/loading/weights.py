@@ -22,10 +22,10 @@ from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.forward_context import Module
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.models.loading.new_weights import NewWeights, with_weights
-from jax_paged.models.parallel.sharding import DeviceGrid, Split, taken, whole_shape
+from jax_paged.models.parallel.sharding import DeviceGrid, Split, take_columns, whole_shape
 from jax_paged.models.parallel.stages import num_bytes, split_model
-from jax_paged.models.quantization.quantize import kind_to_make, outline_kind, quantized
-from jax_paged.models.quantization.quantized_linear import KIND_DTYPES, Kind, QuantizedWeight
+from jax_paged.models.quantization.quantize import choose_online_dtype, quantize_model, quantize_outline
+from jax_paged.models.quantization.quantized_linear import ONLINE_DTYPES, OnlineDtype, QuantizedWeight
 from jax_paged.models.weights import LoadedModel, load_stages, loaded_from, outline
 
 
@@ -90,8 +90,10 @@ def load(
         is_folder = name == "pagelet" or (bool(name) and Path(name).expanduser().is_dir())
         loaded = loaded_from(loaded, resolve_model_dir(name) if is_folder else None)
     check_choice("dtype", args.dtype, ("auto", str(loaded.dtype)))
-    check_choice("quantization", args.quantization, (None, *KIND_DTYPES))
-    served_outline = outline_kind(outline_of(loaded.model), kind_to_make([loaded.model], args.quantization))
+    check_choice("quantization", args.quantization, (None, *ONLINE_DTYPES))
+    served_outline = quantize_outline(
+        outline_of(loaded.model), choose_online_dtype([loaded.model], args.quantization)
+    )
     check_divided(served_outline, grid)
     return [dataclasses.replace(loaded, weight_bytes=num_bytes(served_outline))]
 
@@ -155,7 +157,7 @@ def packed[M: nnx.Module](model: M, *, in_place: bool) -> M:
             del floats[m]
     for module in floats:
         Linear.pack([module])
-    if isinstance(model, LanguageModel) and isinstance(model.head, Embedding) and model.ends:
+    if isinstance(model, LanguageModel) and isinstance(model.head, Embedding) and model.is_last_stage:
         model.head.pack()
     return model
 
@@ -191,7 +193,7 @@ def placed(
     if not are_in_order:
         columns = [grid.columns(split) for split in splits]
         weights = [
-            weight if all(c is None for c in cs) else taken(np.asarray(weight), cs)
+            weight if all(c is None for c in cs) else take_columns(np.asarray(weight), cs)
             for weight, cs in zip(weights, columns, strict=True)
         ]
     return jax.device_put(list(weights), [grid.sharding(split) for split in splits])
@@ -224,14 +226,14 @@ class ServedWeights:
         *,
         owns_weights: bool,
         uses_onednn: bool,
-        quantized_dtype: Kind | None,
+        quantized_dtype: OnlineDtype | None,
         grid: DeviceGrid,
         extra: list[Any],
     ) -> None:
         given = jax.tree.leaves(nnx.state(model))
-        self._outline = outline_kind(outline_of(model), quantized_dtype)
+        self._outline = quantize_outline(outline_of(model), quantized_dtype)
         self._grid, self._uses_onednn = grid, uses_onednn
-        self._quantized_dtype: Kind | None = quantized_dtype
+        self._quantized_dtype: OnlineDtype | None = quantized_dtype
         self.arrays: list[Any] = []
         self.owns_weights, self._watched = owns_weights, _watch(None if owns_weights else model)
         self._on_host: dict[int, np.ndarray] = {}  # weights in host memory, by index in `arrays`
@@ -348,7 +350,7 @@ class ServedWeights:
         because modules refer to each other.
         """
         before = jax.tree.leaves(nnx.state(model))
-        model = quantized(model, self._quantized_dtype)
+        model = quantize_model(model, self._quantized_dtype)
         model = packed(model, in_place=self.owns_weights) if self._uses_onednn else model
         flat, weights, splits = flatten(model)
         callers, served = {id(array) for array in given}, {id(array) for array in weights}

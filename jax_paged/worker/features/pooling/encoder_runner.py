@@ -20,7 +20,7 @@ from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import read_config, resolve_model_dir
 from jax_paged.models.families.encoder import EncoderModel
 from jax_paged.models.features.pooling import PoolingSpec
-from jax_paged.models.quantization.quantize import kind_to_make
+from jax_paged.models.quantization.quantize import choose_online_dtype
 from jax_paged.models.registry import POOLING_MODELS, get_architecture
 from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.compilation.compiler import CompiledPrograms, trim_heap
@@ -75,7 +75,7 @@ class EncodeTextsProgram(Program):
             mean = is_live / lens[:, None]
             shares = jnp.where(pooled_tokens[:, None] < 0, mean, position == pooled_tokens[:, None])
             states = jnp.where(is_live[:, :, None], hidden.astype(jnp.float32), 0)
-            return model.pooled(jnp.einsum("bn,bne->be", shares.astype(jnp.float32), states)), hidden
+            return model.pooled_output(jnp.einsum("bn,bne->be", shares.astype(jnp.float32), states)), hidden
 
         shapes = (self.num_texts, self.num_tokens), (3, self.num_texts)
         inputs = [context.shape(shape, jnp.int32) for shape in shapes]
@@ -132,7 +132,7 @@ class EncoderRunner:
             loaded.model,
             owns_weights=owns_weights,
             uses_onednn=matmul_backend == "onednn",
-            quantized_dtype=kind_to_make([loaded.model], args.quantization),
+            quantized_dtype=choose_online_dtype([loaded.model], args.quantization),
             grid=grid,
             extra=[],
         )

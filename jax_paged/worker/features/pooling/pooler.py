@@ -98,7 +98,7 @@ def finish(model: LanguageModel, sums: Float[Array, "s e"], context: TraceContex
     """Converts pooled hidden states into the model's result: unchanged embeddings, or class logits."""
     spec = context.features.pooling
     if spec is None or not spec.label_tokens:
-        return model.pooled(sums)
+        return model.pooled_output(sums)
     logits = model.logits(sums.astype(context.dtype))[:, jnp.array(spec.label_tokens)]
     return logits[:, 1:] - logits[:, :1] if spec.is_two_way else logits
 

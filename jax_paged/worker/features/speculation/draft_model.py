@@ -108,7 +108,7 @@ class DraftModel:
     ) -> tuple[Array, list[Array]]:
         """Computes tokens; returns their hidden states, and all KV cache arrays with its own ones updated."""
         first = len(kv_cache) - self.layout.num_block_arrays
-        metadata = dataclasses.replace(metadata, places=self.layout.locations, attend=None)
+        metadata = dataclasses.replace(metadata, kv_locations=self.layout.locations, attend=None)
         hidden, own = self._merge(weights).paged(tokens, kv_cache[first:], metadata)
         return hidden, [*kv_cache[:first], *own]
 

@@ -28,7 +28,7 @@ from jax_paged.models.attention import AttentionMetadata
 from jax_paged.models.families.eagle import EagleHead
 from jax_paged.models.families.llama import LlamaForCausalLM
 from jax_paged.models.forward_context import ForwardContext
-from jax_paged.models.kv_location import Place
+from jax_paged.models.kv_location import KVLocation
 from jax_paged.models.paged_attention import PagedKVCache, paged_attention, write_kv
 from jax_paged.worker.features.speculation.drafter import LastRows, TracedModels, draw_drafts
 from jax_paged.worker.kv_cache import KVCacheLayout
@@ -113,7 +113,7 @@ class EagleDrafter:
                 context_lens=jnp.where(is_live, table_slots + i + 1, 0)[None],
                 query_start_loc=jnp.arange(first.shape[0] + 1),
                 is_decode=True,
-                places=(Place(0, 0),),
+                kv_locations=(KVLocation(0, 0),),
                 attend=None,
                 shared_blocks=None,
             )

@@ -9,7 +9,7 @@ from jax_paged.config.engine_args import EngineArgs
 from jax_paged.config.speculative import SpeculativeConfig
 from jax_paged.errors import check
 from jax_paged.models.checkpoint import resolve_model_dir
-from jax_paged.models.kv_location import Place
+from jax_paged.models.kv_location import KVLocation
 from jax_paged.models.loading.eagle_checkpoint import load_head
 from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.models.weights import LoadedModel, load_model
@@ -54,8 +54,10 @@ def load_drafter(
         # position that has already left the served model's window, and whose block may be freed.
         window = None if window is None else max(1, window - 1)
         head_layout = plan_layout([head.kv_cache_spec(window)], layout.dtype, grid.num_devices)
-        head_layout = dataclasses.replace(head_layout, groups=layout.groups, locations=(Place(0, group),))
-        paths = head.config.features_of(loaded.config.num_hidden_layers)
+        head_layout = dataclasses.replace(
+            head_layout, groups=layout.groups, locations=(KVLocation(0, group),)
+        )
+        paths = head.config.feature_paths(loaded.config.num_hidden_layers)
         flat, weights, splits = flatten(packed(head, in_place=True) if uses_onednn else head)
         weights = placed(weights, splits, grid, are_in_order=True)
         return EagleDrafter(flat, head_layout, paths, head.config.hidden_size, loaded.dtype, window), weights
