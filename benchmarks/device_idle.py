@@ -18,7 +18,7 @@ from collections import deque
 import numpy as np
 
 from jax_paged import EngineArgs, LLMEngine, SamplingParams
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
@@ -43,7 +43,7 @@ class StandIn:
             model_name="stand-in",
             architecture="none",
             dtype="float32",
-            backend="none",
+            attention_backend="none",
             matmul_backend="none",
             vocab_size=VOCAB_SIZE,
             max_model_len=MAX_MODEL_LEN,

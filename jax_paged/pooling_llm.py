@@ -73,7 +73,9 @@ class PoolingMethods(Serialized, abc.ABC):
         """
         _check_no_adapter(lora_request)
         pooled = self._pool("embed", prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
-        return [_made(EmbeddingRequestOutput, o, EmbeddingOutput(data.tolist())) for o, data in pooled]
+        return [
+            _pooling_output(EmbeddingRequestOutput, o, EmbeddingOutput(data.tolist())) for o, data in pooled
+        ]
 
     def classify(
         self,
@@ -105,7 +107,8 @@ class PoolingMethods(Serialized, abc.ABC):
         _check_no_adapter(lora_request)
         pooled = self._pool("classify", prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
         return [
-            _made(ClassificationRequestOutput, o, ClassificationOutput(data.tolist())) for o, data in pooled
+            _pooling_output(ClassificationRequestOutput, o, ClassificationOutput(data.tolist()))
+            for o, data in pooled
         ]
 
     def encode(
@@ -139,7 +142,7 @@ class PoolingMethods(Serialized, abc.ABC):
         """
         _check_no_adapter(lora_request)
         pooled = self._pool(pooling_task, prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
-        return [_made(PoolingRequestOutput, o, PoolingOutput(data)) for o, data in pooled]
+        return [_pooling_output(PoolingRequestOutput, o, PoolingOutput(data)) for o, data in pooled]
 
     def score(
         self,
@@ -196,7 +199,7 @@ class PoolingMethods(Serialized, abc.ABC):
         prompts = [requests.pair_prompt(pair, params) for pair in pairs]
         texts, each = [text for text, _ in prompts], [params for _, params in prompts]
         found = self._pool("score", texts, each, truncate_prompt_tokens, use_tqdm)
-        return [_made(ScoringRequestOutput, o, ScoringOutput(float(data[0]))) for o, data in found]
+        return [_pooling_output(ScoringRequestOutput, o, ScoringOutput(float(data[0]))) for o, data in found]
 
     def _pool(
         self,
@@ -215,7 +218,7 @@ class PoolingMethods(Serialized, abc.ABC):
         if truncate_prompt_tokens is not None:
             changes = {"truncate_prompt_tokens": truncate_prompt_tokens}
             params = [dataclasses.replace(p, **changes) for p in params]
-        check(bool(listed), "prompts", prompts, "at least one prompt")
+        check(bool(listed), "prompts", prompts, "a prompt or a non-empty list of prompts")
         pairs = enumerate(zip(listed, params, strict=True))
         requests = [self._check(i, prompt, request_params) for i, (prompt, request_params) in pairs]
         outputs = self._run(requests, use_tqdm)
@@ -232,10 +235,15 @@ class PoolingMethods(Serialized, abc.ABC):
 
 def _check_no_adapter(lora_request: Any) -> None:
     """Raises ValueError unless lora_request is None."""
-    check(lora_request is None, "lora_request", lora_request, "None because adapters are not supported")
+    check(
+        lora_request is None,
+        "lora_request",
+        lora_request,
+        "None because adapters are not supported for pooling",
+    )
 
 
-def _made[T: PoolingRequestOutput[Any]](make: type[T], output: RequestOutput, outputs: Any) -> T:
+def _pooling_output[T: PoolingRequestOutput[Any]](make: type[T], output: RequestOutput, outputs: Any) -> T:
     """Creates the output of a pooling request from the engine's output and the pooled result."""
     return make(
         request_id=output.request_id,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.request import SequenceStatus
 from jax_paged.core.result_updater import NewTokens
@@ -156,7 +156,7 @@ class EngineCore:
             ValueError: If the model has recurrent layers.
         """
         allowed = f"one whose layers keep no state of each sequence, for {method} ({why})"
-        check(not self.config.state_slots[0], "model", self.config.architecture, allowed)
+        check(not self.config.num_state_slots, "model", self.config.architecture, allowed)
 
     def new_seed(self) -> int:
         """Returns the seed of the next request without a seed."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_paged.arguments.plain_values import as_list
 from jax_paged.arguments.suggestions import suggestions
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.request import PlaceholderData, PromptEmbeds
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, check, check_int

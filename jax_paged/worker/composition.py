@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.config.multimodal import ImageSettings
 from jax_paged.errors import check
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
@@ -121,12 +122,12 @@ def feature_settings(args: EngineArgs, features: FeatureSet) -> dict[str, Any]:
     """Returns the fields of EngineConfig that belong to features."""
     spec, processors = features.image_spec, features.processors
     return adapter_settings(args, features.lora) | {
-        "embed_size": features.embed_size if args.enable_prompt_embeds else 0,
+        "prompt_embed_size": features.embed_size if args.enable_prompt_embeds else 0,
         "images": None if spec is None else ImageSettings.of(args, spec),
         "hooks": {hook.name: hook.num_args for hook in features.hooks},
-        "capturing": frozenset(features.captured),
+        "capturing_hooks": frozenset(features.captured),
         "logits_processors": {p.name: p.num_args for p in processors},
-        "stateful": frozenset(p.name for p in processors if p.has_state),
+        "stateful_processors": frozenset(p.name for p in processors if p.has_state),
     }
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import BlockTables, InspectionInput, SchedulerOutput
 from jax_paged.errors import check
@@ -322,7 +323,8 @@ class LocalExecutor:
 
     def compile_plan(self) -> str:
         """Returns a table of all programs with the time and the temporary memory of each, and the backend."""
-        return f"{self.runner.compiled.plan()}\nbackend {self.config.backend} ({self.config.backend_reason})"
+        plan, config = self.runner.compiled.plan(), self.config
+        return f"{plan}\nbackend {config.attention_backend} ({config.backend_reason})"
 
     def compile_report(self) -> "list[CompileRecord]":
         """Returns the rows of the `compile_plan` table as records."""

@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig, checks_inputs
+from jax_paged.config.engine_args import EngineArgs, checks_inputs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.worker import kv_cache as kv_cache_arrays
@@ -24,7 +25,7 @@ from jax_paged.worker.compilation.programs import DeviceInputs, StepResult, Step
 from jax_paged.worker.distributed.process_group import OneProcess, ProcessGroup
 from jax_paged.worker.input_batch import InputBatch, TokenCountReset
 from jax_paged.worker.loading.caller_parts import NO_CUSTOM_COMPONENTS, CustomComponents
-from jax_paged.worker.pipeline.own_stage import OwnStage
+from jax_paged.worker.pipeline.stage_runner import StageRunner
 from jax_paged.worker.pipeline.stages import state_shapes
 from jax_paged.worker.sampling.token_counts import reset_token_counts
 from jax_paged.worker.served_model import ServedModel
@@ -80,7 +81,9 @@ class ModelRunner:
         self.config, self._stages, self.context = model.config, model.stages, model.stages[-1]
         self.served, self._weights = model.served[0], model.weights
         self._replicated = NamedSharding(model.grids[-1].mesh, PartitionSpec())
-        self._replicate = group.everywhere("place", functools.partial(_replicate, sharding=self._replicated))
+        self._replicate = group.in_all_processes(
+            "place", functools.partial(_replicate, sharding=self._replicated)
+        )
         self._input_batch = _make_input_batch(self.config, self.context)
         self.builder = _make_builder(self.config, self.context, self._input_batch)
         self.features = RunnerFeatures(
@@ -95,7 +98,7 @@ class ModelRunner:
         self._has_mixed = any(not b.is_decode and not b.num_drafts for b in self.compiled.buckets)
         run = self.compiled.run
         if group.links is not None:
-            run = OwnStage(group.engine, group.links, self.context, self.compiled).run
+            run = StageRunner(group.engine, group.links, self.context, self.compiled).run
         device_arrays = self._state, self.features.arrays
         self._run = group.begin(self.compiled, run, self._weights, device_arrays)
         model.num_users += 1
@@ -215,7 +218,7 @@ class ModelRunner:
 
     def _make_movers(self) -> tuple[list[BlockMover], HostBlocks]:
         """Returns the movers of blocks and of recurrent states, and the host memory for blocks."""
-        num_slots, num_swapped_slots = self.config.state_slots
+        num_slots, num_swapped_slots = self.config.num_state_slots, self.config.num_swap_state_slots
         # Number 0 is never used, so host memory needs one more block or slot than can be swapped.
         num_swapped = self.config.num_swap_blocks + 1
         blocks = [x for stage in self._stages for x in stage.pool(num_swapped)] if num_swapped > 1 else []
@@ -229,12 +232,12 @@ class ModelRunner:
     def _make_mover(
         self, num_blocks: int, swapped: list[jax.ShapeDtypeStruct], suffix: str = ""
     ) -> tuple[BlockMover, HostBlocks]:
-        host, everywhere = HostBlocks(swapped), self._group.everywhere
+        host, in_all_processes = HostBlocks(swapped), self._group.in_all_processes
         mover = BlockMover(
             num_blocks=num_blocks,
             max_copies=self.config.max_num_seqs,
-            store=everywhere("store" + suffix, host.store) if swapped else None,
-            load=everywhere("load" + suffix, host.load) if swapped else None,
+            store=in_all_processes("store" + suffix, host.store) if swapped else None,
+            load=in_all_processes("load" + suffix, host.load) if swapped else None,
             moves_states=bool(suffix),
         )
         return mover, host

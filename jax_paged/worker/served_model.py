@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.models.attention import Backend
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.parallel.sharding import DeviceGrid
@@ -45,7 +46,7 @@ from jax_paged.worker.loading.kernel_check import choose_backend
 from jax_paged.worker.loading.mesh import choose_matmul_backend, device_grids
 from jax_paged.worker.loading.resolve_config import ModelProperties, check_recurrent_args, resolve_config
 from jax_paged.worker.loading.weights import ServedWeights, load
-from jax_paged.worker.pipeline.own_stage import lower_part
+from jax_paged.worker.pipeline.stage_runner import lower_part
 from jax_paged.worker.pipeline.stages import Pipeline
 from jax_paged.worker.sampling.sampler import SamplerOptions
 from jax_paged.worker.sampling.token_counts import ResetTokenCountsProgram
@@ -110,7 +111,7 @@ class _LoadedStages:
             splits_experts=self.grids[0].splits_experts,
             attend=self.custom.attend,
             min_shared_rows=min_shared_rows(config, self.custom),
-            num_state_slots=config.state_slots[0] or 2 * has_states,
+            num_state_slots=config.num_state_slots or 2 * has_states,
             stage=StageRole(
                 hidden_size=last.config.hidden_size if stage else 0,
                 is_last=stage == args.pipeline_parallel_size - 1,
@@ -313,7 +314,9 @@ def _resolve_config(
         context = loaded.context(loaded.local_stages[-1], config, 2)
         needed = step_bytes(context, config.num_scheduler_steps, plan_verifying(config))
         needed *= args.pipeline_parallel_size
-        return group.least(kv_cache.free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization))
+        return group.min_over_processes(
+            kv_cache.free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization)
+        )
 
     return resolve_config(
         args,

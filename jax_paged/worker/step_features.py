@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.parallel.sharding import DeviceGrid
@@ -73,12 +73,12 @@ class StepFields:
     def of(cls, context: TraceContext, config: EngineConfig, batch: InputBatch) -> "StepFields | None":
         """Returns the writer for an engine; None if the engine uses no feature that has fields."""
         features = context.features
-        if not has_step_features(features, config) and not config.state_slots[0]:
+        if not has_step_features(features, config) and not config.num_state_slots:
             return None
         return StepFields(
             input_batch=batch,
             block_size=config.block_size,
-            num_state_slots=config.state_slots[0],
+            num_state_slots=config.num_state_slots,
             embeds_size=features.embeds_size,
             has_mrope=features.has_mrope,
         )
@@ -291,7 +291,7 @@ class RunnerFeatures:
             scored = begin_rows(device.run, program, device.weights, hidden, output, plan.targets)
         return RowOutputs(
             prompt_logprobs=scored,
-            captures=plan_captures(output, self._batch, self._config.capturing, result.captured),
+            captures=plan_captures(output, self._batch, self._config.capturing_hooks, result.captured),
             pooled=plan.pooling and plan.pooling.begin(device.run, device.weights, hidden),
             redrawn=redrawn,
             errors=self._errors_of_rows(output),

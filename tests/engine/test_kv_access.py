@@ -275,7 +275,7 @@ def test_windows_and_samples(tmp_path):
             np.testing.assert_allclose(windowed.sum(-1), 1, atol=1e-6)
         assert {len(keys) for keys, _ in held} == {n - 1, n - 1 - (n - 9) // SIZE * SIZE}
         assert (table.entries["ref_count"] == 2).any()
-        assert "fell out of the window" in table._repr_html_()
+        assert "left the sliding window" in table._repr_html_()
         engine.add_request("b", prompt, SamplingParams(max_tokens=20, ignore_eos=True, seed=1))
         engine.step()
         with pytest.raises(ValueError, match="must be a model all of whose layers attend to all tokens"):

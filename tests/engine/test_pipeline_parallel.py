@@ -408,19 +408,19 @@ def test_running_requests_are_not_looked_into(two: LLM) -> None:
         ),
         (
             {"pipeline_parallel_size": 2, "num_scheduler_steps": 4},
-            "`num_scheduler_steps` must be 1 with pipeline_parallel_size above 1 .*got 4",
+            "`num_scheduler_steps` must be 1 with pipeline_parallel_size above 1, .*got 4",
         ),
         (
             {"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram"}},
-            "`speculative_config` must be None with pipeline_parallel_size above 1 .*",
+            "`speculative_config` must be None with pipeline_parallel_size above 1, .*",
         ),
         (
             {"pipeline_parallel_size": 2, "enable_lora": True},
-            "`enable_lora` must be False with pipeline_parallel_size above 1 .*got True",
+            "`enable_lora` must be False with pipeline_parallel_size above 1, .*got True",
         ),
         (
             {"pipeline_parallel_size": 2, "enable_prompt_embeds": True},
-            "`enable_prompt_embeds` must be False with pipeline_parallel_size above 1 .*got True",
+            "`enable_prompt_embeds` must be False with pipeline_parallel_size above 1, .*got True",
         ),
         (
             {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},

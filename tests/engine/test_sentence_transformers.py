@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from jax_paged import LLMEngine, PoolingParams
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.engine.composition import make_input_processor
 from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.engine.text.tokenizer import Tokenizer

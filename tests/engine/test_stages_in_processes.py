@@ -271,7 +271,7 @@ def test_what_stages_can_not_serve_is_an_error_here(checkpoint: Path) -> None:
     ):
         staged(checkpoint, 3)
     with pytest.raises(
-        ValueError, match=r"`tensor_parallel_size` must be 1, the devices of each stage.*got 2"
+        ValueError, match=r"`tensor_parallel_size` must be 1, the number of devices of each stage.*got 2"
     ):
         staged(checkpoint, 2, tensor_parallel_size=2)
     wait_until(lambda: set(workers()) <= others, "the workers have ended")

@@ -212,7 +212,7 @@ def test_weights_and_sleep_forget_checkpoints(engine: LLMEngine, cases: Any) -> 
 def test_memory_per_sequence(kept: LLMEngine) -> None:
     model, runner = Path(kept.config.model_name), kept.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
     config = json.loads((model / "config.json").read_text())
-    num_slots, num_swapped = kept.config.state_slots
+    num_slots, num_swapped = kept.config.num_state_slots, kept.config.num_swap_state_slots
     assert num_slots == 1 + 2 * SETTINGS["max_num_seqs"]
     num_layers = config["layer_types"].count("full_attention")
     if config["model_type"] == "lfm2":

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_paged import EngineArgs, LLMEngine, SamplingParams
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler_output import (
@@ -38,7 +38,7 @@ class ScriptedExecutor:
             model_name="scripted",
             architecture="None",
             dtype="float32",
-            backend="none",
+            attention_backend="none",
             matmul_backend="none",
             vocab_size=VOCAB_SIZE,
             max_model_len=args.max_model_len or 400,

@@ -153,16 +153,19 @@ def test_what_cannot_run_is_refused() -> None:
     for trace, message in (
         (
             [Request(1.0, 4, 4), Request(0.5, 4, 4)],
-            r"`requests\[1\].arrival_s` must be at least 1.0, that of the request before, got 0.5",
+            r"`requests\[1\].arrival_s` must be at least 1.0, when the previous request arrived, got 0.5",
         ),
-        ([Request(0.0, 60, 5)], r"the length of `requests\[0\]` must be at most 64, got 65"),
+        (
+            [Request(0.0, 60, 5)],
+            r"the number of tokens of `requests\[0\]` must be at most 64 \(max_model_len\), got 65",
+        ),
         (
             [Request(0.0, 4, 4, n=17)],
-            r"the number of sequences of `requests\[0\]` must be at most 16, got 17",
+            r"the number of sequences of `requests\[0\]` must be at most 16 \(max_num_seqs\), got 17",
         ),
         (
             [Request(0.0, 4, 4, beam_width=17)],
-            r"the number of sequences of `requests\[0\]` must be at most 16, got 17",
+            r"the number of sequences of `requests\[0\]` must be at most 16 \(max_num_seqs\), got 17",
         ),
         (
             [Request(0.0, 4, 4, priority=1)],

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.worker.loading import resolve_config as resolve_config_module
 from jax_paged.worker.loading.resolve_config import (

@@ -190,11 +190,11 @@ def _check_fits(core: EngineCore, states: list[RequestState]) -> None:
     """Raises ValueError if a request or the model uses a feature that a state can't hold."""
     config = core.config
     names = [name for state in states for name in state.group.sampling_params.hook_args or ()]
-    found = sorted(config.capturing & set(names))
+    found = sorted(config.capturing_hooks & set(names))
     allowed = "none because an engine state does not hold them"
     check(not found, "hook_args", found, allowed, aspect="the capturing hooks in")
     names = [name for state in states for name in state.group.sampling_params.extra_args or ()]
-    found = sorted(config.stateful & set(names))
+    found = sorted(config.stateful_processors & set(names))
     check(not found, "extra_args", found, allowed, aspect="the stateful logits processors in")
     found = [s.group.request_id for s in states if s.group.adapter or s.group.request.prompt_embeds]
     aspect = "the running requests with"

@@ -124,11 +124,13 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def _run_batch(argv: Sequence[str]) -> NoReturn:
     args = make_batch_parser().parse_args(argv)
     try:
-        from jax_paged.llm import NUM_SCHEDULER_STEPS  # Imported late because the import takes seconds.
+        from jax_paged.llm import (
+            DEFAULT_NUM_SCHEDULER_STEPS,
+        )  # Imported late because the import takes seconds.
         from jax_paged.server.run_batch import run_batch
 
         # The same default as in LLM: the output is written as a whole, so multi-step decoding delays nothing.
-        vars(args).setdefault("num_scheduler_steps", NUM_SCHEDULER_STEPS)
+        vars(args).setdefault("num_scheduler_steps", DEFAULT_NUM_SCHEDULER_STEPS)
         try:
             options, settings = BatchOptions.from_cli_args(args), EngineArgs.from_cli_args(args)
         except ValueError as error:

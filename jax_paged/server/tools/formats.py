@@ -14,10 +14,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax_paged.structured_outputs import JSON_WRITING
+from jax_paged.structured_outputs import JSON_OPTIONS
 
 # Separators of the JSON in a grammar: the ones that chat templates use.
-_SPACING = {**JSON_WRITING, "item_separator": ", ", "key_separator": ": "}
+_SPACING = {**JSON_OPTIONS, "item_separator": ", ", "key_separator": ": "}
 
 REASONING, CONTENT, NAME, ARGUMENTS, CALL, TAG = "reasoning", "content", "name", "arguments", "call", "tag"
 # Markers before the arguments of a call. In every format, the arguments follow one of them.

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.speculation import sizes_up_to
 
 # Minimum number of rows with batch_invariant. For fewer rows, XLA compiles the operations around matrix

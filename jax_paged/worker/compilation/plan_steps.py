@@ -1,6 +1,6 @@
 """The buckets for all steps of an engine."""
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.worker.compilation.buckets import (
     Bucket,
     plan_buckets,
@@ -28,7 +28,7 @@ def plan_steps(config: EngineConfig, *, on_cpu: bool, uses_onednn: bool) -> list
         # In bfloat16, XLA computes a matrix product with one row several times slower than one with two rows.
         min_rows = 2 if on_cpu and config.dtype == "bfloat16" and not uses_onednn else 1
         buckets = plan_buckets(*limits, minimizes_padding=on_cpu, min_rows=min_rows)
-    may_have = config.max_loras > 0, config.embed_size > 0 or config.images is not None
+    may_have = config.max_loras > 0, config.prompt_embed_size > 0 or config.images is not None
     buckets = [*buckets, *plan_verifying(config)]
     buckets = plan_variants(buckets, *may_have, is_invariant=is_invariant)
     return [*buckets, *plan_multi_step(buckets, config.num_scheduler_steps)]

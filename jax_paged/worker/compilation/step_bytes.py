@@ -9,7 +9,7 @@ from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker.compilation.buckets import Bucket, plan_buckets
 from jax_paged.worker.compilation.programs import Program, TraceContext
 from jax_paged.worker.composition import image_programs
-from jax_paged.worker.pipeline.own_stage import lower_part
+from jax_paged.worker.pipeline.stage_runner import lower_part
 from jax_paged.worker.traced_step import StepProgram
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.scheduler_output import EncoderInput, SchedulerOutput
 from jax_paged.worker.compilation.programs import Program, TraceContext

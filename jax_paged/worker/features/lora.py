@@ -45,7 +45,7 @@ def adapter_settings(args: EngineArgs, lora: LoraLayout | None) -> dict[str, Any
         "max_loras": args.max_loras if lora else 0,
         "max_lora_rank": args.max_lora_rank,
         "max_cpu_loras": args.max_cpu_loras or max(args.max_loras, DEFAULT_CPU_LORAS),
-        "lora_maps": {m.name: (m.num_in, m.num_out) for m in maps},
+        "lora_layer_sizes": {m.name: (m.num_in, m.num_out) for m in maps},
     }
 
 

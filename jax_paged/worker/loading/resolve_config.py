@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup, blocks_of
 from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.speculation import Speculation
@@ -112,14 +113,14 @@ def resolve_config(
         model_name=args.model,
         architecture=model.architecture,
         dtype=model.dtype,
-        backend=backend,
+        attention_backend=backend,
         matmul_backend=matmul_backend,
         vocab_size=model.vocab_size,
         max_model_len=limits.max_model_len,
         block_size=args.block_size,
         num_blocks=0,
         num_swap_blocks=num_swap_blocks,
-        state_slots=(0, num_swap_slots),
+        num_swap_state_slots=num_swap_slots,
         cache_groups=model.cache_groups,
         kv_cache_bytes=0,
         weight_bytes=model.weight_bytes,
@@ -210,8 +211,9 @@ def _with_kv_cache_size(
     """
     num_blocks, num_slots = _kv_cache_size(args, config, model, on_cpu, free_bytes)
     num_bytes = num_blocks * model.block_bytes + num_slots * model.state_bytes
-    slots = num_slots, config.state_slots[1]
-    config = dataclasses.replace(config, num_blocks=num_blocks, kv_cache_bytes=num_bytes, state_slots=slots)
+    config = dataclasses.replace(
+        config, num_blocks=num_blocks, kv_cache_bytes=num_bytes, num_state_slots=num_slots
+    )
     is_default = args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None
     return _reduce_max_model_len(config, model) if is_default else config
 
@@ -243,7 +245,7 @@ def _speculation(
         return None
     check_int("max_num_batched_tokens", max_num_batched_tokens, 2, condition="with speculative_config")
     return Speculation(
-        method=given.kind,
+        method=given.resolved_method,
         num_tokens=min(given.num_tokens, max_num_batched_tokens - 1),
         min_match=given.prompt_lookup_min,
         max_match=given.prompt_lookup_max,

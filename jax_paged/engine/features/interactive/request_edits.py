@@ -54,7 +54,7 @@ def only_sequence(core: EngineCore, state: RequestState) -> Sequence:
         ValueError: If the request has several samples or beams, or uses a stateful logits processor.
     """
     group = state.group
-    stateful = core.config.stateful.intersection(group.sampling_params.extra_args or ())
+    stateful = core.config.stateful_processors.intersection(group.sampling_params.extra_args or ())
     allowed = f"that of a request without {', '.join(sorted(stateful))}, which keep a state"
     check(not stateful, "request_id", group.request_id, allowed)
     check(not group.beam_params, "request_id", group.request_id, "that of a request without beam search")

@@ -44,7 +44,7 @@ def pooling_of(args: EngineArgs, loaded: LoadedModel, *, is_from_checkpoint: boo
         loaded.config.hidden_size,
         pools={"pooling": True, "generate": False}.get(args.runner),
         pooling_type=pooler.pooling_type,
-        normalize=pooler.normalize if pooler.use_activation is None else pooler.use_activation,
+        normalize=pooler.use_activation if pooler.normalize is None else pooler.normalize,
     )
 
 

@@ -47,7 +47,7 @@ def load_drafter(
     """
     name = speculative.model
     assert name is not None, "n-gram drafts are found on the host, without a drafter"
-    if speculative.kind == "eagle3":
+    if speculative.resolved_method == "eagle3":
         head = load_head(resolve_model_dir(name), loaded, grid)
         window, group = _widest(layout)
         # An entry is stored one position before its token. With the full window, it would attend to one
