@@ -78,11 +78,11 @@ class Executors:
 
             replica, follower = divmod(engine, num_stages)
             first_device = replica * num_stages * args.tensor_parallel_size
-            shared_with = self._pipeline_leader if follower else None
+            leader = self._pipeline_leader if follower else None
             executor = LocalExecutor(
-                args, **self._custom_parts, first_device=first_device, shared_with=shared_with
+                args, **self._custom_parts, first_device=first_device, shared_with=leader
             )
-            self._pipeline_leader = shared_with or executor
+            self._pipeline_leader = leader or executor
             return executor
         if engine == 0:
             self._pipeline_leader = make_executor(args)

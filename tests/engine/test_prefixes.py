@@ -140,7 +140,7 @@ def test_prefix_that_does_not_fit(shared_engine: LLMEngine) -> None:
     assert list(manager.pinned) == [name]
     assert manager.num_free_blocks == 5
     assert not shared_engine.has_unfinished_requests()
-    # A request that doesn't fit shared_with it ends at once, another runs; and with the prefix all of it fits.
+    # A request that doesn't fit beside it ends at once, another runs; and with the prefix all of it fits.
     outputs = run_unchecked(shared_engine, [Request(p, GREEDY) for p in (other, other[:10], [*PREFIX, 7])])
     assert [len(o.outputs[0].token_ids) for o in outputs] == [0, 6, 6]
     assert (outputs[0].outputs[0].finish_reason, outputs[0].outputs[0].stop_reason) == (

@@ -47,9 +47,8 @@ def start_with_passing_backends(
     if args.distributed_executor_backend == "external_launcher":
         # The other processes of the launcher ended with the executor and can't be restarted from here.
         raise failure
-    used = _format_args(
-        {"attention_backend": config.attention_backend, "matmul_backend": config.matmul_backend}
-    )
+    backends = {"attention_backend": config.attention_backend, "matmul_backend": config.matmul_backend}
+    used = _format_args(backends)
     others = list(_others(config))
     allowed = [other for other in others if all(getattr(args, name) == "auto" for name in other)]
     for other in allowed:
