@@ -133,7 +133,7 @@ def rotated_dim(read: ConfigReader, head_dim: int) -> int:
     dim = int(head_dim * part)
     ok, allowed = (
         dim % 2 == 0 and 0 < dim <= head_dim,
-        "a fraction of head_dim that is an even number of dimensions",
+        "a fraction of head_dim that gives an even number of dimensions",
     )
     return dim if read.check(ok, "partial_rotary_factor", part, allowed) else 2
 
@@ -239,7 +239,7 @@ def _dynamic(read: ConfigReader, base: tuple[float, ...], theta: float, ratio: f
     if ratio <= 1:
         return Rope(base)
     if not read.check(
-        dim > 2, "rope_type", "dynamic", "another type than 'dynamic' for heads of 2 dimensions"
+        dim > 2, "rope_type", "dynamic", "a type other than 'dynamic' because heads have 2 dimensions"
     ):
         return Rope(base)
     return Rope(base_frequencies(dim, theta * (factor * ratio - (factor - 1)) ** (dim / (dim - 2))))

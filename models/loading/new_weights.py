@@ -115,7 +115,7 @@ def _check_same_schemes(served: LanguageModel, new: LanguageModel) -> None:
     other = [path for path, form in forms(new).items() if form != ours[path]]
     if other:
         raise ValueError(
-            "the weights must be quantized as in the served model, got other formats of "
+            "the weights must be quantized like those of the served model, got another format for "
             f"{', '.join(other[:3])}{' ...' * (len(other) > 3)}"
         )
 

@@ -123,8 +123,8 @@ def test_dynamic_frequencies() -> None:
         (
             {"factor": 4.0},
             {"head_dim": 2},
-            "`rope_parameters.rope_type` must be another type than 'dynamic' for heads of 2 "
-            "dimensions, got 'dynamic'",
+            "`rope_parameters.rope_type` must be a type other than 'dynamic' because heads "
+            "have 2 dimensions, got 'dynamic'",
         ),
     ],
 )
