@@ -5,10 +5,10 @@
 64 greedy requests are submitted at once. Their prompts have a common prefix of random tokens and a tail each;
 each request gets the same number of output tokens. Two engines alternate within each round. They differ only
 in `disable_cascade_attn`. One warm-up round does not count. In each round, the engine with cascade attention
-also runs the tails without the prefix. That rate is an upper bound: attention to the prefix cannot cost less
-than nothing. The output is one table row: tokens per second without and with cascade attention (medians), the
-median ratio of the two, the median ratio of the bound to the rate without cascade attention, and the number
-of equal outputs. The model is the one of throughput.py (40M parameters, 8 heads, 4 KV heads).
+also runs the tails without the prefix. That rate is an upper bound for the rate with the prefix. The output
+is one table row: tokens per second without and with cascade attention (medians), the median ratio of the two,
+the median ratio of the bound to the rate without cascade attention, and the number of equal outputs. The
+model is the one of throughput.py (40M parameters, 8 heads, 4 KV heads).
 """
 
 import argparse

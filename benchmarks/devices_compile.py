@@ -133,7 +133,7 @@ def run_apart(check: Check) -> dict[str, Any]:
 
 
 def problems(check: Check, found: dict[str, Any], alone: dict[str, Any], num_layers: int) -> list[str]:
-    """Returns messages about what is wrong with a step.
+    """Returns messages about the problems of a step; empty if there are none.
 
     Args:
         check: The step.

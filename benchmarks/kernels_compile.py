@@ -382,7 +382,7 @@ def worse_loops(
 
 
 def problems(check: Check, found: dict[str, Any]) -> list[str]:
-    """Returns messages about what is wrong with the result of a check, except its inner loops."""
+    """Returns messages about the problems of a check, except its inner loops; empty if there are none."""
     if "error" in found:
         return [found["error"]]
     out = [f"{name} spills" for name, kernel in found["kernels"].items() if kernel["spill_bytes"]]

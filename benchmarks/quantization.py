@@ -3,7 +3,7 @@
     python benchmarks/quantization.py [--out FILE] [--texts N]
     python benchmarks/quantization.py --products
 
-Texts, answers and columns are those of kv_cache_dtype.py; they are compared with the float32 model. The
+The texts, questions and columns are the same as in kv_cache_dtype.py; the reference is the float32 model. The
 quantized checkpoints are the built-in model with its linear maps rounded to nearest: fp8 with one scale per
 matrix or per block, and int4 in the format of compressed-tensors, with a scale and a zero point for each
 output and group of inputs. Methods that use activations, such as AWQ and GPTQ, are designed to lose less.

@@ -92,7 +92,7 @@ def make_users(num: int, period_s: float) -> Users:
 
 
 def _array(kind: str, values: np.ndarray) -> array:
-    """Returns values as an array.array, whose elements are read faster than those of a NumPy array."""
+    """Returns values as an array.array, because reading single elements of a NumPy array is slower."""
     return array(kind, values.astype(kind).tobytes())
 
 

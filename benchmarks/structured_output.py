@@ -2,8 +2,8 @@
 
     python benchmarks/structured_output.py
 
-The tokenizer is synthetic: all single bytes, and random words, of which one in twenty is punctuation. The
-tokens of each row are drawn at random from those that its schema allows. Two times per step are printed:
+The tokenizer is synthetic: all single bytes, and random words, of which one in twenty is punctuation. Each
+row draws its tokens at random from all tokens that its schema allows. Two times per step are printed:
 "matchers" is the time to advance the matchers by the new tokens and to write the masks; "input" is the time
 to copy the masks into the input array of the step.
 """

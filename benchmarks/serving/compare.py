@@ -154,7 +154,7 @@ class Comparison:
         """Measures every engine once, and repeats measurements that other processes disturbed.
 
         If the requests share prefixes, the whole round is repeated. The second attempt needs new prefixes,
-        because those of the first one are cached, and all engines must receive the same requests.
+        because the first ones are cached, and all engines must receive the same requests.
         """
         found: dict[str, tuple[list[Answer], Figures]] = {}
         labels = list(processes)

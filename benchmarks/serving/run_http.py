@@ -124,7 +124,7 @@ class _Reader(asyncio.BufferedProtocol):
 
 
 def _answer_of(parts: list[tuple[float, bytes]]) -> Answer:
-    """Returns the answer in the parts of a stream. The time of an event is that of the end of its line."""
+    """Returns the answer in the parts of a stream. An event has the time of the part that ends its line."""
     answer, pieces, line = Answer("", 0, []), [], b""
     for seconds, part in parts:
         *ended, line = (line + part).split(b"\n")

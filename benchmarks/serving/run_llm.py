@@ -28,7 +28,7 @@ class Script:
     def __call__(self, requests: list[Request], prefix_caching: bool) -> list[Answer]:
         """Runs requests that all arrive at once. Only the times of their first and last tokens are known.
 
-        A cache salt separates their prefixes from those of other calls.
+        A cache salt prevents them from using prefixes that earlier calls have cached.
 
         Raises:
             ValueError: If a request has a later arrival time.

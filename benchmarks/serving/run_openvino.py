@@ -23,7 +23,7 @@ class Engine:
         self._caches_prefixes = False
 
     def __call__(self, requests: list[Request], prefix_caching: bool) -> list[Answer]:
-        """Runs requests. With prefix caching, their prompts must differ from those of earlier calls."""
+        """Runs requests. With prefix caching, their prompts must differ from the prompts of earlier calls."""
         if self._pipeline is None or self._caches_prefixes != prefix_caching:
             self._pipeline = None
             self._pipeline = self._make(prefix_caching)

@@ -28,7 +28,7 @@ class Engine:
         self._runs = itertools.count()
 
     def __call__(self, requests: list[Request], prefix_caching: bool) -> list[Answer]:
-        """Runs requests. A cache salt separates their prefixes from those of other calls."""
+        """Runs requests. A cache salt prevents them from using prefixes that earlier calls have cached."""
         salt = str(next(self._runs))
 
         def add(i: int, request: Request) -> None:
