@@ -79,7 +79,7 @@ class Host:
         for i in range(NUM_RUNNING + setting.num_waiting):
             # Lengths differ, so that the requests do not all need a new block in the same step.
             prompt = [i, *range(setting.prompt_len - 1 - i % BLOCK_SIZE)]
-            self.scheduler.add(SequenceGroup.of(Request(str(i), prompt, params), 0.0))
+            self.scheduler.add(SequenceGroup.from_request(Request(str(i), prompt, params), 0.0))
         for _ in range(2):
             self.step()
 

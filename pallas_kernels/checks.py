@@ -21,7 +21,7 @@ def check_shape(name: str, shape: tuple[int, ...], allowed: tuple[int, ...]) -> 
     """Raises ValueError if `shape` is not `allowed`, the shape implied by the other arguments."""
     if tuple(shape) != tuple(allowed):
         raise ValueError(
-            f"the shape of `{name}` must be {tuple(allowed)} with the other arguments, got {tuple(shape)}"
+            f"the shape of `{name}` must be {tuple(allowed)} to match the other arguments, got {tuple(shape)}"
         )
 
 
@@ -36,8 +36,8 @@ def check_pool(kv_pages: Array) -> None:
     """Raises ValueError unless the shape and dtype of `kv_pages` are valid for the pool of a layer."""
     if kv_pages.ndim != 5 or kv_pages.shape[1] not in (1, 2) or 0 in kv_pages.shape:
         raise ValueError(
-            "the shape of `kv_pages` must be [pages, 2, kv_heads, page_size, head_dim], with 1 in place of 2 "
-            f"for latents and no dimension 0, got {kv_pages.shape}"
+            "the shape of `kv_pages` must be [pages, 2, kv_heads, page_size, head_dim], or [pages, 1, "
+            f"kv_heads, page_size, head_dim] for latents, without dimensions of size 0, got {kv_pages.shape}"
         )
     if str(kv_pages.dtype) not in _DTYPES:
         raise ValueError(f"the dtype of `kv_pages` must be one of {', '.join(_DTYPES)}, got {kv_pages.dtype}")
@@ -65,7 +65,9 @@ def check_value_dim(kv_pages: Array, value_dim: int | None) -> None:
     head_dim, is_latent = head_dim_of(kv_pages), kv_pages.shape[1] == 1
     if (value_dim is not None) != is_latent or (value_dim is not None and not 1 <= value_dim <= head_dim):
         allowed = f"an integer in [1, {head_dim}]" if is_latent else "None"
-        raise ValueError(f"`value_dim` must be {allowed} with `kv_pages` {kv_pages.shape}, got {value_dim}")
+        raise ValueError(
+            f"`value_dim` must be {allowed} with `kv_pages` of shape {kv_pages.shape}, got {value_dim}"
+        )
 
 
 def check_not_latent(backend: str, kv_pages: Array) -> None:
@@ -73,7 +75,7 @@ def check_not_latent(backend: str, kv_pages: Array) -> None:
     if kv_pages.shape[1] == 1:
         raise ValueError(
             f"the shape of `kv_pages` must be [pages, 2, ...] with backend {backend!r}, got {kv_pages.shape} "
-            "of latents; backends 'xla' and 'native' support latents"
+            "of a pool of latents; backends 'xla' and 'native' support latents"
         )
 
 
@@ -94,7 +96,8 @@ def check_attention(q: Array, kv_pages: Array, block_tables: Array, context_lens
         )
     if block_tables.ndim != 2 or 0 in block_tables.shape:
         raise ValueError(
-            f"the shape of `block_tables` must be [sequences, pages], neither 0, got {block_tables.shape}"
+            f"the shape of `block_tables` must be [sequences, pages] with at least one of each, "
+            f"got {block_tables.shape}"
         )
     check_shape("context_lens", context_lens.shape, block_tables.shape[:1])
     check_int32(block_tables=block_tables, context_lens=context_lens)
@@ -120,7 +123,7 @@ def check_options(
     if distance_bias is not None:
         if distance_bias.ndim != 2 or distance_bias.shape[0] != q.shape[1] or distance_bias.shape[1] < 1:
             raise ValueError(
-                f"the shape of `distance_bias` must be ({q.shape[1]}, 1 or more) with `q`, got "
+                f"the shape of `distance_bias` must be [{q.shape[1]}, at least 1] to match `q`, got "
                 f"{distance_bias.shape}"
             )
         if soft_cap is not None:
@@ -210,7 +213,7 @@ def check_slots(kv_pages: Array, slot_mapping: Array) -> None:
     if (known := _known(slot_mapping)) is not None:
         (slots,) = known
         _check_range("slot_mapping", slots, 0, None)
-        _check_different("slot_mapping", slots[slots < kv_pages.shape[0] * kv_pages.shape[3]])
+        _check_unique("slot_mapping", slots[slots < kv_pages.shape[0] * kv_pages.shape[3]])
 
 
 def check_copies(kv_pages: Array, src: Array, dst: Array, *, may_overlap: bool) -> None:
@@ -228,12 +231,12 @@ def check_copies(kv_pages: Array, src: Array, dst: Array, *, may_overlap: bool) 
     _check_range("dst", known[1], 0, None)
     is_copied = (known[0] < kv_pages.shape[0]) & (known[1] < kv_pages.shape[0])
     read, written = (pages[is_copied] for pages in known)
-    _check_different("dst", written)
+    _check_unique("dst", written)
     both = np.intersect1d(read, written)
     if len(both) and not may_overlap:
         raise ValueError(
-            f"`dst` must have no page of `src` with the Pallas backends, got {both[0]}; backends 'xla' and "
-            "'native' support it"
+            f"`dst` must contain no page of `src` with the Pallas backends, got page {both[0]} in both; "
+            "backends 'xla' and 'native' support it"
         )
 
 
@@ -253,7 +256,7 @@ def _check_range(name: str, values: np.ndarray, low: int, high: int | None) -> N
         raise ValueError(f"`{name}[{index}]` must be {allowed}, got {values[tuple(where)]}")
 
 
-def _check_different(name: str, values: np.ndarray) -> None:
+def _check_unique(name: str, values: np.ndarray) -> None:
     found, counts = np.unique(values, return_counts=True)
     if (counts > 1).any():
-        raise ValueError(f"the numbers in `{name}` must differ, got {found[counts.argmax()]} twice")
+        raise ValueError(f"the values of `{name}` must be unique, got {found[counts.argmax()]} twice")

@@ -39,7 +39,7 @@ def grouped_matmul(
         ValueError: If shapes or dtypes are not valid, or the backend does not support them.
     """
     if x.ndim != 2 or not x.shape[0]:
-        raise ValueError(f"the shape of `x` must be [1 row or more, columns], got {x.shape}")
+        raise ValueError(f"the shape of `x` must be [rows, columns] with at least one row, got {x.shape}")
     if kernels.ndim != 3 or kernels.shape[1] != x.shape[1]:
         raise ValueError(
             f"the shape of `kernels` must be [groups, {x.shape[1]}, columns] with `x`, got {kernels.shape}"

@@ -341,8 +341,8 @@ def check_inputs(
     copied = (src < num_pages) & (dst < num_pages)
     src, dst = src[copied], dst[copied]
     for ok, message in (
-        ((block_tables >= 0) & (block_tables < num_pages), "a page of a block table is out of the pool"),
-        (context_lens <= block_tables.shape[1] * page_size, "a context is longer than its table"),
+        ((block_tables >= 0) & (block_tables < num_pages), "a page in a block table is outside of the pool"),
+        (context_lens <= block_tables.shape[1] * page_size, "a context is longer than its block table"),
         (np.append(query_lens, query_start_loc[0]) >= 0, "query_start_loc decreases"),
         (query_lens <= context_lens, "a sequence has more queries than tokens"),
         (slots >= 0, "a slot is negative"),

@@ -146,14 +146,14 @@ def paged_decode(
     tiles = Tiles(queries, positions, context_lens, jnp.arange(num_seqs), first)
     sums = _attend(tiles, kv_pages, block_tables, DECODE_ITEMS_PER_SEQ * num_seqs, window=window, **options)
     if prefixes is not None:
-        together = functools.partial(_attend_together, prefixes=prefixes, **options)
+        together = functools.partial(_attend_shared, prefixes=prefixes, **options)
         sums = lax.cond(
             jnp.any(prefixes.num_tokens > 0),
-            lambda own: _joined(own, together(q, kv_pages, block_tables, context_lens)),
+            lambda own: _merge_sums(own, together(q, kv_pages, block_tables, context_lens)),
             lambda own: own,
             sums,
         )
-    return _finished(sums, sinks).reshape(*q.shape[:2], -1).astype(q.dtype)
+    return _normalize(sums, sinks).reshape(*q.shape[:2], -1).astype(q.dtype)
 
 
 def ragged_attention(
@@ -188,7 +188,7 @@ def ragged_attention(
     num_tiles = num_tokens // rows + min(num_seqs, num_tokens // 2) + 1
     tile_counts = jnp.where(is_decode, 0, -(-query_lens // rows))
     tile_ends = jnp.cumsum(tile_counts)
-    seq, index, is_used = _spread(tile_ends, tile_counts, num_tiles)
+    seq, index, is_used = _expand_counts(tile_ends, tile_counts, num_tiles)
     offset = index * rows
     row = (query_start_loc[seq] + offset)[:, None] + jnp.arange(rows)
     queries = q.at[row].get(mode="clip").reshape(num_tiles, rows, kv_heads, -1, head_dim)
@@ -197,7 +197,7 @@ def ragged_attention(
     seen = jnp.where(is_used, jnp.minimum(positions[:, -1] + 1, context_lens[seq]), 0)
     positions = jnp.tile(positions, (1, num_heads // kv_heads))
     tiles = Tiles(queries, positions, seen, seq, _before_window(positions, window))
-    out = _finished(_attend(tiles, kv_pages, block_tables, num_tiles, window=window, **options), sinks)
+    out = _normalize(_attend(tiles, kv_pages, block_tables, num_tiles, window=window, **options), sinks)
     out = out.reshape(num_tiles, kv_heads, -1, rows, out.shape[-1]).transpose(0, 3, 1, 2, 4)
     out = out.reshape(num_tiles * rows, num_heads, -1).astype(q.dtype)
 
@@ -216,7 +216,7 @@ def _before_window(positions: Int[Array, "n r"], window: int | None) -> Int[Arra
     return None if window is None else jnp.maximum(positions[:, 0] - window + 1, 0)
 
 
-def _attend_together(
+def _attend_shared(
     q: Float[Array, "b h d"],
     kv_pages: Float[Array, "p n k s d"],
     block_tables: Int[Array, "b m"],
@@ -232,13 +232,13 @@ def _attend_together(
     rows = prefixes.members.shape[1]
     queries = prefixes.queries(q, kv_pages.shape[2])
     positions = jnp.tile(context_lens[prefixes.members] - 1, (1, queries.shape[2] // rows))
-    tiles = Tiles(queries, positions, prefixes.lens, prefixes.members[:, 0], None)
+    tiles = Tiles(queries, positions, prefixes.context_lens, prefixes.members[:, 0], None)
     sums = _attend(tiles, kv_pages, block_tables, 2 * (len(q) // rows + 1), **options)
     nothing = (0, MASKED_EXPONENT, 0)
-    return Sums(*(prefixes.of_seqs(x, fill) for x, fill in zip(sums, nothing, strict=True)))
+    return Sums(*(prefixes.gather_results(x, fill) for x, fill in zip(sums, nothing, strict=True)))
 
 
-def _spread(ends: Int[Array, " b"], counts: Int[Array, " b"], size: int) -> tuple[Array, Array, Array]:
+def _expand_counts(ends: Int[Array, " b"], counts: Int[Array, " b"], size: int) -> tuple[Array, Array, Array]:
     """Lists counts[b] entries for each b, one b after the other.
 
     Args:
@@ -293,7 +293,7 @@ def _attend(
     items, num_items = _list_items(shape, tiles, tables, page_start)
     attention = _ChunkAttention(
         shape=shape, tiles=tiles, items=items, page_tiles=page_tiles, page_start=page_start, token=token,
-        bias=None if distance_bias is None else _of_rows(distance_bias, kv_heads, rows), scale=scale,
+        bias=None if distance_bias is None else _repeat_heads(distance_bias, kv_heads, rows), scale=scale,
         window=window, soft_cap=soft_cap, value_dim=value_dim,
     )  # fmt: skip
     zero = jnp.zeros(tiles.queries[..., :value_dim].shape)
@@ -384,7 +384,7 @@ def _list_items(
     item_counts = -(-tiles.context_lens // tokens)
     item_counts = jnp.maximum(item_counts - first_token // tokens, 0)
     item_ends = jnp.cumsum(item_counts)
-    tile, index, is_used = _spread(item_ends, item_counts, shape.num_chunks * shape.size)
+    tile, index, is_used = _expand_counts(item_ends, item_counts, shape.num_chunks * shape.size)
     start = (index + first_token[tile] // tokens) * tokens
     low, high = first_token[tile] - start, jnp.where(is_used, tiles.context_lens[tile] - start, 0)
     page_is_there = (page_start < high[:, None]) & (page_start + shape.page_size > low[:, None])
@@ -451,9 +451,9 @@ class _ChunkAttention:
         probs = lax.optimization_barrier(probs).reshape(scores.shape)
         # The values in dead slots are replaced by 0 because they may be NaN, and 0 * NaN is NaN.
         slot = jnp.arange(shape.page_size * shape.head_dim) // shape.head_dim
-        is_there = slot < self.of_page_tiles(high[:, None, None] - self.page_start)[:, None]
+        is_there = slot < self.broadcast_to_tiles(high[:, None, None] - self.page_start)[:, None]
         if tiles.first is not None:
-            is_there &= slot >= self.of_page_tiles(low[:, None, None] - self.page_start)[:, None]
+            is_there &= slot >= self.broadcast_to_tiles(low[:, None, None] - self.page_start)[:, None]
         values = keys if shape.parts == 1 else self.load(pages, 1)
         values = self.as_tokens(jnp.where(is_there, values, 0))[..., : self.value_dim]
         weighted = jnp.einsum(
@@ -484,13 +484,13 @@ class _ChunkAttention:
         """
         shape = self.shape
         row = (pages[:, None] * shape.parts + part) * shape.kv_heads + jnp.arange(shape.kv_heads)[:, None]
-        loaded = self.page_tiles.at[self.of_page_tiles(row)].get(mode="promise_in_bounds")
+        loaded = self.page_tiles.at[self.broadcast_to_tiles(row)].get(mode="promise_in_bounds")
         if not shape.is_quantized:
             return loaded.astype(shape.dtype)
         stored = lax.optimization_barrier(loaded).reshape(-1, shape.page_size, shape.head_dim + 1)
         return dequantize(rows_of(stored), shape.dtype).reshape(len(loaded), -1)
 
-    def of_page_tiles(self, values: Array) -> Array:
+    def broadcast_to_tiles(self, values: Array) -> Array:
         """Broadcasts values to [I, K, pages] and flattens them: one value per page tile of a chunk."""
         shape = self.shape
         values = jnp.broadcast_to(values, (shape.size, shape.kv_heads, shape.pages))
@@ -519,13 +519,13 @@ def _with_items(sums: Sums, segment: Int[Array, " i"], items: Sums) -> Sums:
     return Sums(values, exponents, totals)
 
 
-def _of_rows(of_heads: Array, kv_heads: int, rows: int) -> Array:
+def _repeat_heads(of_heads: Array, kv_heads: int, rows: int) -> Array:
     """Repeats values of query heads [H, ...] for each of their rows: float32 [K, R, ...]."""
     of_heads = of_heads.astype(jnp.float32).reshape(kv_heads, -1, *of_heads.shape[1:])
     return jnp.repeat(of_heads, rows // of_heads.shape[1], axis=1)
 
 
-def _joined(sums: Sums, others: Sums) -> Sums:
+def _merge_sums(sums: Sums, others: Sums) -> Sums:
     """Returns the sums over the tokens of both arguments."""
     exponents = jnp.maximum(sums.exponents, others.exponents)
     factors = [_power_of_two(x.exponents - exponents) for x in (sums, others)]
@@ -533,11 +533,11 @@ def _joined(sums: Sums, others: Sums) -> Sums:
     return Sums(values, exponents, sums.totals * factors[0] + others.totals * factors[1])
 
 
-def _finished(sums: Sums, sinks: Float[Array, " h"] | None) -> Float[Array, "n k r v"]:
+def _normalize(sums: Sums, sinks: Float[Array, " h"] | None) -> Float[Array, "n k r v"]:
     """Returns the values divided by the softmax denominators, including sinks; 0 for rows without tokens."""
     values, exponents, totals = sums
     if sinks is not None:
-        sink = _of_rows(sinks, *totals.shape[1:]) * LOG2_E
+        sink = _repeat_heads(sinks, *totals.shape[1:]) * LOG2_E
         new = jnp.maximum(exponents, jnp.ceil(sink))
         decay = _power_of_two(exponents - new)
         values, totals = values * decay[..., None], totals * decay + jnp.exp2(sink - new)

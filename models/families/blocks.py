@@ -95,7 +95,7 @@ class HeadsLayerNorm(UnbiasedLayerNorm):
 
     def __init__(self, heads: tuple[Units, ...], *, epsilon: float, dtype: jnp.dtype) -> None:
         super().__init__(heads[0].size, epsilon=epsilon, dtype=dtype)
-        units = (Units(heads[0].num, kind=heads[0].kind),)
+        units = (Units(heads[0].num, division=heads[0].division),)
         self.scale = parameter(jnp.ones((heads[0].num, heads[0].size), dtype), (units, None))
 
 

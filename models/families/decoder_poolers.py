@@ -24,7 +24,7 @@ from jax_paged.models.layers import Linear
 class LlamaModel(LlamaForCausalLM):
     """A Llama without a language model head."""
 
-    draws: ClassVar[bool] = False
+    has_head: ClassVar[bool] = False
     # Checkpoints that were saved from a causal model contain its head, tied or not. It is not loaded.
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE.with_names(
         (r"score", "score"), tied={}, unused=r"(model\.)?lm_head\.weight"
@@ -52,7 +52,7 @@ class LlamaForSequenceClassification(LlamaModel):
         sizes = config.hidden_size, config.num_labels
         self.score = Linear(*sizes, bias=False, split=split, std=std, dtype=dtype, rngs=rngs)
 
-    def pooled(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
+    def pooled_output(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
         """Returns the float32 logits of the classes."""
         return self.score.logits(hidden.astype(self.norm.scale.dtype))
 

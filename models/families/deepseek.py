@@ -143,13 +143,13 @@ class DeepseekV2Config(MoeConfig):
         allowed = f"a divisor of n_routed_experts, which is {num}"
         if read.check(num % groups == 0, "n_group", groups, allowed, also_needs=("n_routed_experts",)):
             most, least = groups, -(-chosen * groups // num)
-            allowed = f"in [{least}, {most}], at most n_group"
+            allowed = f"in [{least}, {most}] (enough groups for num_experts_per_tok experts, at most n_group)"
             needs = ("n_routed_experts", "num_experts_per_tok", "n_group")
             read.check(least <= best <= most, "topk_group", best, allowed, also_needs=needs)
         return {"n_group": groups, "topk_group": best}
 
 
-class LatentMaps(nnx.Module):
+class LatentProjections(nnx.Module):
     """Projections from a latent to the keys (without rotary embedding) and values of each head: kv_b_proj.
 
     This is not a Module with a context, because neither projection is applied to latents: see the module
@@ -197,7 +197,7 @@ class LatentAttention(Module):
             split=(None, None),
         )
         self.kv_a_layernorm = norm(rank)
-        self.kv_b_proj = LatentMaps(config, dtype=dtype, rngs=rngs)
+        self.kv_b_proj = LatentProjections(config, dtype=dtype, rngs=rngs)
         heads, size = config.num_attention_heads, config.v_head_dim
         self.o_proj = make(
             heads * size, config.hidden_size, bias=config.output_bias, split=(even(heads, size), None)
@@ -210,9 +210,9 @@ class LatentAttention(Module):
             make: Creates a linear layer.
             norm: Creates a norm of a given size.
         """
-        self.q_proj = self.query_map(make, self.config.hidden_size)
+        self.q_proj = self.make_query_projection(make, self.config.hidden_size)
 
-    def query_map(self, make: Callable[..., Linear], in_features: int) -> Linear:
+    def make_query_projection(self, make: Callable[..., Linear], in_features: int) -> Linear:
         """Returns the projection to the queries of all heads."""
         heads, size = self.config.num_attention_heads, self.config.head_dim
         return make(in_features, heads * size, bias=False, split=(None, even(heads, size)))
@@ -244,7 +244,7 @@ class LowRankQueryAttention(LatentAttention):
         c = self.config
         self.q_a_proj = make(c.hidden_size, c.q_lora_rank, bias=c.attention_bias, split=(None, None))
         self.q_a_layernorm = norm(self.q_a_proj.out_features)
-        self.q_b_proj = self.query_map(make, self.q_a_proj.out_features)
+        self.q_b_proj = self.make_query_projection(make, self.q_a_proj.out_features)
 
     def queries(self, x: Float[Array, "*t e"], context: ForwardContext) -> Array:
         """Returns the queries, with their heads concatenated."""
@@ -282,12 +282,12 @@ class DeepseekMoE(Module):
     def choose(self, logits: Float[Array, "*t g"]) -> tuple[Float[Array, "*t k"], Int[Array, "*t k"]]:
         """Returns the weights of the chosen experts of each token, and their indices."""
         c = self.config
-        scores = of_best_groups(jax.nn.softmax(logits), c.n_group, c.topk_group, num_ranked=1)
+        scores = mask_other_groups(jax.nn.softmax(logits), c.n_group, c.topk_group, num_ranked=1)
         weights, chosen = jax.lax.top_k(scores, c.num_experts_per_tok)
         return weights, chosen
 
 
-def of_best_groups(
+def mask_other_groups(
     scores: Float[Array, "*t g"], num_groups: int, num_best: int, *, num_ranked: int
 ) -> Float[Array, "*t g"]:
     """Returns the scores with -inf for all experts outside of the best groups.

@@ -20,7 +20,7 @@ from jax_paged.models.families.deepseek import (
     DeepseekMoE,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
-    of_best_groups,
+    mask_other_groups,
 )
 from jax_paged.models.families.llama import LlamaConfig
 from jax_paged.models.forward_context import Module
@@ -80,7 +80,7 @@ class DeepseekV3MoE(DeepseekMoE):
         """Returns the weights of the chosen experts of each token, and their indices."""
         c, scores = self.config, jax.nn.sigmoid(logits)
         corrected = scores + self.gate.e_score_correction_bias[...]
-        best = of_best_groups(corrected, c.n_group, c.topk_group, num_ranked=2)
+        best = mask_other_groups(corrected, c.n_group, c.topk_group, num_ranked=2)
         _, chosen = jax.lax.top_k(best, c.num_experts_per_tok)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if c.norm_topk_prob:

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.models.attention import FullAttentionSpec, SlidingWindowSpec
 from jax_paged.models.families.llama import LlamaAttention, LlamaConfig, LlamaMLP
-from jax_paged.models.forward_context import Attend, ForwardContext, Module
+from jax_paged.models.forward_context import ForwardContext, Module, SelfAttention
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import Embedding, Linear, RMSNorm
 from jax_paged.models.parallel.sharding import DeviceGrid, padded, whole_logits
@@ -37,7 +37,7 @@ NUM_FEATURES = 3
 WEIGHT_TABLE = WeightTable(names=(), tied={}, ignored=r"t2d|midlayer\.self_attn\.rotary_emb\.inv_freq")
 
 
-def usual_key(key: str) -> str:
+def canonical_key(key: str) -> str:
     """Returns the name of a tensor as in the weight table.
 
     Some checkpoints name the tensors like a model with one layer: layers.0 instead of midlayer.
@@ -95,11 +95,14 @@ class EagleConfig(LlamaConfig):
             ids = reader.get(name, [])
             is_list = isinstance(ids, list) and len(ids) in (0, NUM_FEATURES)
             ok = is_list and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
-            if reader.check(ok, name, ids, f"{NUM_FEATURES} indices of layers, or none") and ids:
+            if (
+                reader.check(ok, name, ids, f"a list of {NUM_FEATURES} layer indices, or an empty list")
+                and ids
+            ):
                 found = tuple(i + shift for i in ids)
         return found
 
-    def features_of(self, num_layers: int) -> tuple[str, ...]:
+    def feature_paths(self, num_layers: int) -> tuple[str, ...]:
         """Returns the paths of the target model's modules whose outputs are read.
 
         By default these are the inputs of layers 2, n // 2 and n - 3, limited to the range [1, n].
@@ -118,10 +121,10 @@ class EagleAttention(LlamaAttention):
     def make_projections(self, make: Callable[..., Linear]) -> None:
         """Creates the projections to queries, keys and values."""
 
-        def of_pairs(in_features: int, out_features: int, **how: Any) -> Linear:
+        def project_pairs(in_features: int, out_features: int, **how: Any) -> Linear:
             return make(2 * in_features, out_features, **how)
 
-        super().make_projections(of_pairs)
+        super().make_projections(project_pairs)
 
     def key_and_value(self, x: Float[Array, "*t e2"], context: ForwardContext) -> tuple[Array, Array]:
         """Returns the keys and values that are cached."""
@@ -158,7 +161,7 @@ class EagleLayer(Module):
         return jnp.concatenate([self.input_layernorm(embedded, context), normed], axis=-1), normed
 
 
-class DraftColumns(nnx.Variable[Array]):
+class DraftLogitIndex(nnx.Variable[Array]):
     """int32 [V], the column of the head's logits for each token of the target model.
 
     Tokens that the head cannot draft have the value draft_vocab_size.
@@ -191,10 +194,10 @@ class EagleHead(nnx.Module):
         self.lm_head = Linear(
             c.hidden_size, c.draft_vocab_size, split=(None, padded(c.draft_vocab_size)), **make
         )
-        self.columns = DraftColumns(jnp.arange(c.vocab_size, dtype=jnp.int32))
+        self.columns = DraftLogitIndex(jnp.arange(c.vocab_size, dtype=jnp.int32))
 
     def context(
-        self, positions: Int[Array, "*t"], attend: Attend, grid: DeviceGrid | None = None
+        self, positions: Int[Array, "*t"], attend: SelfAttention, grid: DeviceGrid | None = None
     ) -> ForwardContext:
         """Returns the context of a forward pass.
 

@@ -271,7 +271,7 @@ class EncoderModel(LanguageModel):
         types = (positions >= second_texts[:, None]).astype(jnp.int32)
         return self.hidden(tokens, ForwardContext(self, positions, attend), types)
 
-    def pooled(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
+    def pooled_output(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
         """Returns the float32 logits of the classes; `hidden` itself for models without classes."""
         if self.dense is None or self.classifier is None:
             return hidden
@@ -282,7 +282,7 @@ class EncoderModel(LanguageModel):
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
         """Raises AssertionError, because an encoder generates no tokens."""
-        raise AssertionError("an encoder draws no tokens")
+        raise AssertionError("an encoder generates no tokens and has no logits")
 
     @property
     def head(self) -> None:
@@ -295,7 +295,7 @@ class EncoderModel(LanguageModel):
 
 
 def _no_attention(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
-    raise AssertionError("the head of a classifier does not attend")
+    raise AssertionError("the classification head has no attention")
 
 
 def _bert_table(prefix: str, dense: str, classifier: str) -> WeightTable:

@@ -27,7 +27,7 @@ from jax_paged.models.families.llama import (
     LlamaMLP,
 )
 from jax_paged.models.forward_context import ForwardContext, Module
-from jax_paged.models.hf_format import ConfigReader, WeightTable, of_text_model, text_values
+from jax_paged.models.hf_format import ConfigReader, WeightTable, multimodal_table, text_values
 from jax_paged.models.layers import RMSNorm
 from jax_paged.models.rope import Rope, read_rope
 
@@ -238,6 +238,6 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
     """The text model of a Gemma 3 checkpoint with image input. The weights for images are not loaded."""
 
     config_class: ClassVar[type[LlamaConfig]] = Gemma3ConditionalConfig
-    weight_table: ClassVar[WeightTable] = of_text_model(
+    weight_table: ClassVar[WeightTable] = multimodal_table(
         WEIGHT_TABLE, ("vision_tower", "multi_modal_projector")
     )

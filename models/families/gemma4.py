@@ -35,7 +35,7 @@ from jax_paged.models.families.gemma import Gemma2ForCausalLM
 from jax_paged.models.families.gemma4_config import Gemma4ConditionalConfig, Gemma4Config
 from jax_paged.models.families.llama import WEIGHT_TABLE, LlamaConfig, LlamaMLP
 from jax_paged.models.forward_context import ForwardContext, Module
-from jax_paged.models.hf_format import WeightTable, of_text_model
+from jax_paged.models.hf_format import WeightTable, multimodal_table
 from jax_paged.models.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, parameter
 from jax_paged.models.moe import FusedExperts, RoutedTokens, Router
 from jax_paged.models.parallel.sharding import even, repeated
@@ -133,15 +133,15 @@ class Gemma4DecoderLayer(Module):
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
         attention = Gemma4Attention if config.kv_source(layer) == layer else SharingAttention
         self.self_attn = attention(config, layer, dtype=dtype, rngs=rngs)
-        own = dataclasses.replace(config, intermediate_size=config.mlp_widths[layer])
-        self.mlp = LlamaMLP(own, layer, dtype=dtype, rngs=rngs)
+        mlp_config = dataclasses.replace(config, intermediate_size=config.mlp_widths[layer])
+        self.mlp = LlamaMLP(mlp_config, layer, dtype=dtype, rngs=rngs)
         self.layer_scalar = parameter(jnp.ones(1, dtype), (None,))
 
     def feed_forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the output of the MLP, before the norm that follows it."""
         return self.mlp(self.pre_feedforward_layernorm(x, context), context)
 
-    def unscaled(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+    def attention_and_mlp(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the residual stream after attention and MLP, without the trained scalar."""
         attended = self.self_attn(self.input_layernorm(x, context), context)
         x = x + self.post_attention_layernorm(attended, context)
@@ -149,7 +149,7 @@ class Gemma4DecoderLayer(Module):
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the residual stream after the layer."""
-        return self.unscaled(x, context) * self.layer_scalar[...]
+        return self.attention_and_mlp(x, context) * self.layer_scalar[...]
 
 
 class LayerInput(NamedTuple):
@@ -157,11 +157,11 @@ class LayerInput(NamedTuple):
 
     Args:
         hidden: [*t, E], the residual stream.
-        own: [*t, P], the layer's embeddings of the tokens.
+        per_layer: [*t, P], the layer's embeddings of the tokens.
     """
 
     hidden: Float[Array, "*t e"]
-    own: Float[Array, "*t p"]
+    per_layer: Float[Array, "*t p"]
 
 
 class PerLayerDecoderLayer(Gemma4DecoderLayer):
@@ -170,17 +170,17 @@ class PerLayerDecoderLayer(Gemma4DecoderLayer):
     def __init__(self, config: Gemma4Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
         self.activation = ACTIVATIONS[config.hidden_act]
-        size, own = config.hidden_size, config.hidden_size_per_layer_input
+        size, per_layer = config.hidden_size, config.hidden_size_per_layer_input
         make = functools.partial(Linear, bias=False, std=config.initializer_range, dtype=dtype, rngs=rngs)
-        self.per_layer_input_gate = make(size, own, split=(None, even(own)))
-        self.per_layer_projection = make(own, size, split=(even(own), None))
+        self.per_layer_input_gate = make(size, per_layer, split=(None, even(per_layer)))
+        self.per_layer_projection = make(per_layer, size, split=(even(per_layer), None))
         self.post_per_layer_input_norm = Gemma4RMSNorm(size, epsilon=config.rms_norm_eps, dtype=dtype)
 
     def forward(self, x: Any, context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the residual stream after the layer."""
-        hidden = self.unscaled(x.hidden, context)
-        own = self.activation(self.per_layer_input_gate(hidden, context)) * x.own
-        added = self.post_per_layer_input_norm(self.per_layer_projection(own, context), context)
+        hidden = self.attention_and_mlp(x.hidden, context)
+        per_layer = self.activation(self.per_layer_input_gate(hidden, context)) * x.per_layer
+        added = self.post_per_layer_input_norm(self.per_layer_projection(per_layer, context), context)
         return (hidden + added) * self.layer_scalar[...]
 
 
@@ -262,8 +262,8 @@ def make_layer(config: Gemma4Config, layer: int, **options: Any) -> Gemma4Decode
     """Returns a layer of the class that the config requires."""
     if config.num_experts:
         return MoeGemma4DecoderLayer(config, layer, **options)
-    has_own = config.hidden_size_per_layer_input > 0
-    return (PerLayerDecoderLayer if has_own else Gemma4DecoderLayer)(config, layer, **options)
+    has_per_layer = config.hidden_size_per_layer_input > 0
+    return (PerLayerDecoderLayer if has_per_layer else Gemma4DecoderLayer)(config, layer, **options)
 
 
 class Gemma4ForCausalLM(Gemma2ForCausalLM):
@@ -278,15 +278,19 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
 
     def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         super().__init__(config, dtype=dtype, rngs=rngs)
-        has_own = config.hidden_size_per_layer_input > 0
-        self.per_layer_inputs = PerLayerInputs(config, dtype=dtype, rngs=rngs) if has_own else None
+        has_per_layer = config.hidden_size_per_layer_input > 0
+        self.per_layer_inputs = PerLayerInputs(config, dtype=dtype, rngs=rngs) if has_per_layer else None
 
     @property
     def pp_unsupported_reason(self) -> str:
         """The reason why the model cannot be divided into pipeline stages; empty if it can."""
         if self.config.num_kv_shared_layers:
-            return "its last layers attend to the keys and values of earlier ones"
-        return "its layers have vectors of their own for each token" if self.per_layer_inputs else ""
+            return "its last layers share the keys and values of earlier layers"
+        return (
+            "its layers have per-layer embeddings, which are computed from the token ids"
+            if self.per_layer_inputs
+            else ""
+        )
 
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the token embeddings, followed by the per-layer embeddings of all layers, if any."""
@@ -299,9 +303,9 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         """Returns the residual stream after the last layer."""
         if self.per_layer_inputs is None:
             return super().apply_layers(x, context)
-        hidden, own = jnp.split(x, [self.config.hidden_size], axis=-1)
+        hidden, per_layer = jnp.split(x, [self.config.hidden_size], axis=-1)
         context, layers = self.with_rotations(context), self.own_layers
-        for layer, vectors in zip(layers, jnp.split(own, len(layers), axis=-1), strict=True):
+        for layer, vectors in zip(layers, jnp.split(per_layer, len(layers), axis=-1), strict=True):
             hidden = layer(LayerInput(hidden, vectors), context)
         return hidden
 
@@ -319,6 +323,6 @@ class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
     """The text model of a Gemma 4 checkpoint with image and audio input, whose weights are not loaded."""
 
     config_class: ClassVar[type[LlamaConfig]] = Gemma4ConditionalConfig
-    weight_table: ClassVar[WeightTable] = of_text_model(
+    weight_table: ClassVar[WeightTable] = multimodal_table(
         GEMMA4_TABLE, ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
     )

@@ -78,7 +78,9 @@ class Gemma4Config(GemmaConfig):
         # In transformers the last layer always has full attention, whatever config.json says.
         windows = (*read.windows(num_layers, types, read.integer("sliding_window"))[:-1], None)
         own = windows[: max(0, num_layers - num_shared)]
-        allowed = f"so small that the first {num_layers} - num_kv_shared_layers layers have all types"
+        allowed = (
+            f"small enough that the first {num_layers} - num_kv_shared_layers layers include every layer type"
+        )
         needs = ("num_hidden_layers", "layer_types", "sliding_window")
         ok = set(own) == set(windows)
         read.check(ok, "num_kv_shared_layers", num_shared, allowed, also_needs=needs)
@@ -165,7 +167,7 @@ class Gemma4Config(GemmaConfig):
         names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
         if not read.choice("enable_moe_block", False, (False, True)):
             return dict.fromkeys(names, 0)
-        allowed = "0 with enable_moe_block"
+        allowed = "0 because enable_moe_block is true"
         read.check(per_layer_size == 0, "hidden_size_per_layer_input", per_layer_size, allowed)
         num, chosen = read.integer("num_experts"), read.integer("top_k_experts")
         allowed = f"at most num_experts, which is {num}"
@@ -198,7 +200,7 @@ def _rope(read: ConfigReader, layer_type: str, head_dim: int) -> Rope:
         return read_rope(values, head_dim, read.integer("max_position_embeddings"))
     theta, factor = values.number("rope_theta", low=1.0), values.number("factor", 1.0)
     share = values.number("partial_rotary_factor", 1.0)
-    values.check(share <= 1, "partial_rotary_factor", share, "a number above 0, at most 1")
+    values.check(share <= 1, "partial_rotary_factor", share, "a number above 0 and at most 1")
     num_pairs, num_rotated = head_dim // 2, int(share * head_dim // 2)
     rotated = base_frequencies(head_dim, theta)[:num_rotated]
     return Rope(tuple(f / factor for f in rotated) + (0.0,) * (num_pairs - num_rotated))

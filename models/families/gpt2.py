@@ -104,7 +104,7 @@ class GPT2Attention(Module):
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the output of the attention block."""
         heads = (*x.shape[:-1], self.num_heads, -1)
-        parts = context.parts(self.c_attn(x, context), 3 * self.units)
+        parts = context.split_output(self.c_attn(x, context), 3 * self.units)
         q, k, v = (y.reshape(heads) for y in parts)
         out = context.attend(self.layer, q, k, v, scale=self.scale)
         return self.c_proj(out.reshape(x.shape), context)
@@ -149,7 +149,7 @@ class GPT2LMHeadModel(CausalLM):
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
     embed_path: ClassVar[str] = "wte"
     layers_name: ClassVar[str] = "h"
-    first_names: ClassVar[tuple[str, ...]] = ("wte", "wpe")
+    pre_layer_names: ClassVar[tuple[str, ...]] = ("wte", "wpe")
 
     def __init__(self, config: GPT2Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config

@@ -129,10 +129,10 @@ class GptOssExperts(Experts):
         inner = (up + 1) * gate * jax.nn.sigmoid(self.config.swiglu_alpha * gate)
         return multiply(inner.astype(rows.dtype), down_proj)
 
-    def mixed(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
+    def weighted_sum(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the weighted sum of the experts' outputs, with their last biases."""
-        biases = self.down_proj_bias[...][x.chosen] * x.weights[..., None]
-        return super().mixed(x, context) + jnp.sum(biases, axis=-2)
+        biases = self.down_proj_bias[...][x.expert_ids] * x.weights[..., None]
+        return super().weighted_sum(x, context) + jnp.sum(biases, axis=-2)
 
 
 class GptOssMLP(MoeMLP):

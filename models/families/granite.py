@@ -57,12 +57,12 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
 
     def __init__(self, config: GraniteConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
-        self.factor = config.residual_multiplier
+        self.residual_multiplier = config.residual_multiplier
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the residual stream after the layer."""
-        x = x + self.factor * self.self_attn(self.input_layernorm(x, context), context)
-        return x + self.factor * self.mlp(self.post_attention_layernorm(x, context), context)
+        x = x + self.residual_multiplier * self.self_attn(self.input_layernorm(x, context), context)
+        return x + self.residual_multiplier * self.mlp(self.post_attention_layernorm(x, context), context)
 
 
 class GraniteForCausalLM(LlamaForCausalLM):

@@ -47,7 +47,7 @@ class HunYuanDenseV1Config(LlamaConfig):
         if not cls._has_alpha(read, max_position_embeddings):
             return super().read_rope(read, head_dim, max_position_embeddings)
         values = rope_values(read, max_position_embeddings)
-        if not read.check(head_dim > 2, "head_dim", head_dim, "more than 2 with dynamic rotary positions"):
+        if not read.check(head_dim > 2, "head_dim", head_dim, "more than 2 with rope_type 'dynamic'"):
             return Rope(())
         theta = values.number("rope_theta", 10000.0, low=1.0)
         return Rope(base_frequencies(head_dim, theta * values.number("alpha") ** (head_dim / (head_dim - 2))))
@@ -63,12 +63,12 @@ class HunYuanDenseV1Config(LlamaConfig):
 class HunYuanAttention(LlamaAttention):
     """Llama's attention with the rotary embedding before the normalization of queries and keys."""
 
-    def norm_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
+    def normalize_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
         """Returns queries and keys after the rotary embedding and the normalization."""
-        return super().norm_qk(*super().rotated(q, k, context), context)
+        return super().normalize_qk(*super().rotate_qk(q, k, context), context)
 
-    def rotated(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
-        """Returns queries and keys unchanged, because norm_qk has already rotated them."""
+    def rotate_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
+        """Returns queries and keys unchanged, because normalize_qk has already rotated them."""
         return q, k
 
 

@@ -47,12 +47,12 @@ class Lfm2Config(LlamaConfig):
     """Configuration of an LFM2.
 
     Args:
-        attending: Whether each layer has attention; the other layers have a convolution.
+        has_attention: Whether each layer has attention; the other layers have a convolution.
         kernel_size: Number of tokens that a convolution covers.
         conv_bias: Whether the convolutions and their projections have biases.
     """
 
-    attending: tuple[bool, ...]
+    has_attention: tuple[bool, ...]
     kernel_size: int
     conv_bias: bool
 
@@ -71,7 +71,7 @@ class Lfm2Config(LlamaConfig):
         num_layers = fields["num_hidden_layers"]
         places = read.get("full_attn_idxs", list(range(num_layers)))
         ok = isinstance(places, list) and all(isinstance(i, int) for i in places)
-        places = places if read.check(ok, "full_attn_idxs", places, "a list of layers") else []
+        places = places if read.check(ok, "full_attn_idxs", places, "a list of layer indices") else []
         types = ["full_attention" if i in places else "conv" for i in range(num_layers)]
         types = read.layer_types(num_layers, types, "conv")
         return fields | {
@@ -83,7 +83,7 @@ class Lfm2Config(LlamaConfig):
             "mlp_bias": False,
             "hidden_act": "silu",
             "qk_norm": True,
-            "attending": tuple(kind == "full_attention" for kind in types),
+            "has_attention": tuple(kind == "full_attention" for kind in types),
             "kernel_size": read.integer("conv_L_cache", 3, low=2),
             "conv_bias": read.choice("conv_bias", False, (False, True)),
         }
@@ -114,7 +114,7 @@ class ShortConvolution(Module):
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the output of the convolution block."""
-        b, c, x = context.parts(self.in_proj(x, context), self.units * 3)
+        b, c, x = context.split_output(self.in_proj(x, context), self.units * 3)
         y = context.recur(Convolution(self.weight[...][:, 0].T), self.layer, 0, b * x)
         return self.out_proj(c * (y if self.bias is None else y + self.bias[...]), context)
 
@@ -125,16 +125,16 @@ class Lfm2DecoderLayer(Module):
     def __init__(self, config: Lfm2Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         norm = functools.partial(RMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
         self.operator_norm, self.ffn_norm = norm(), norm()
-        if config.attending[layer]:
+        if config.has_attention[layer]:
             self.self_attn = LlamaAttention(config, layer, dtype=dtype, rngs=rngs)
         else:
             self.conv = ShortConvolution(config, layer, dtype=dtype, rngs=rngs)
-        self.attends = config.attending[layer]
+        self.has_attention = config.has_attention[layer]
         self.feed_forward = LlamaMLP(config, layer, dtype=dtype, rngs=rngs)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the residual stream after the layer."""
-        operator = self.self_attn if self.attends else self.conv
+        operator = self.self_attn if self.has_attention else self.conv
         x = x + operator(self.operator_norm(x, context), context)
         return x + self.feed_forward(self.ffn_norm(x, context), context)
 
@@ -151,4 +151,4 @@ class Lfm2ForCausalLM(LlamaForCausalLM):
         c = self.config
         attention = FullAttentionSpec(c.num_key_value_heads, c.head_dim)
         state = StateSpec((StateArray((c.kernel_size - 1, c.hidden_size)),))
-        return [attention if attends else state for attends in c.attending]
+        return [attention if x else state for x in c.has_attention]

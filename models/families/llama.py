@@ -230,7 +230,7 @@ class LlamaAttention(Module):
         """Returns queries, keys and values, each with its heads concatenated: [*t, heads * head_dim]."""
         return self.q_proj(x, context), self.k_proj(x, context), self.v_proj(x, context)
 
-    def norm_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
+    def normalize_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
         """Returns queries and keys [*t, heads, head_dim], normalized if the model normalizes them.
 
         The rotary embedding follows.
@@ -239,7 +239,7 @@ class LlamaAttention(Module):
             return q, k
         return self.q_norm(q, context), self.k_norm(k, context)
 
-    def rotated(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
+    def rotate_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
         """Returns queries and keys [*t, heads, head_dim] after the rotary embedding."""
         rotate = context.rotations[self.rope]
         return rotate(q), rotate(k)
@@ -248,8 +248,8 @@ class LlamaAttention(Module):
         """Returns the output of the attention block."""
         heads = (*x.shape[:-1], -1, self.config.head_dim)
         q, k, v = (y.reshape(heads) for y in self.project(x, context))
-        q, k = self.norm_qk(q, k, context)
-        q, k = self.rotated(q, k, context)
+        q, k = self.normalize_qk(q, k, context)
+        q, k = self.rotate_qk(q, k, context)
         out = self.attend(q, k, v, context)
         return self.o_proj(out.reshape(*x.shape[:-1], -1), context)
 
@@ -315,7 +315,7 @@ class LlamaForCausalLM(CausalLM):
     layer_class: ClassVar[Callable[..., Module]] = LlamaDecoderLayer
     norm_class: ClassVar[Callable[..., Any]] = RMSNorm
     has_head_bias: ClassVar[bool] = False
-    draws: ClassVar[bool] = True  # False for models without a language model head
+    has_head: ClassVar[bool] = True  # False for models without a language model head
 
     def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -327,7 +327,7 @@ class LlamaForCausalLM(CausalLM):
         )
         self.norm = self.norm_class(hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
         head = functools.partial(Linear, bias=self.has_head_bias, std=std, dtype=dtype, rngs=rngs)
-        is_tied = config.tie_word_embeddings or not self.draws
+        is_tied = config.tie_word_embeddings or not self.has_head
         self.lm_head = None if is_tied else head(hidden_size, vocab_size, split=(None, padded(vocab_size)))
 
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
@@ -364,7 +364,7 @@ class LlamaForCausalLM(CausalLM):
     @property
     def head(self) -> Linear | Embedding | None:
         """The language model head; None for models without one."""
-        if not self.draws:
+        if not self.has_head:
             return None
         return self.embed_tokens if self.lm_head is None else self.lm_head
 

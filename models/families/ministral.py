@@ -92,9 +92,9 @@ class Ministral3Config(LlamaConfig):
 class Ministral3Attention(LlamaAttention):
     """Llama's attention with queries that are scaled by their position."""
 
-    def rotated(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
+    def rotate_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
         """Returns queries and keys after the rotary embedding, with the queries scaled."""
-        q, k = super().rotated(q, k, context)
+        q, k = super().rotate_qk(q, k, context)
         c = self.config
         growth = c.query_growth * jnp.log1p((context.positions // c.original_positions).astype(jnp.float32))
         return q * (1 + growth)[..., None, None].astype(q.dtype), k

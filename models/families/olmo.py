@@ -77,7 +77,7 @@ class Olmo3Config(Olmo2Config):
         name = "rope_parameters"
         table = read.table(name)
         ok = table.keys() <= {"full_attention", "sliding_attention"}
-        read.check(ok, name, table, "an object with full_attention and sliding_attention")
+        read.check(ok, name, table, "an object whose keys are full_attention and sliding_attention")
         values = {"original_max_position_embeddings": max_position_embeddings}
         nested = read.nested(name, table).table(kind)
         if kind == "full_attention":

@@ -158,7 +158,7 @@ class OPTForCausalLM(CausalLM):
 
     config_class: ClassVar[type[OPTConfig]] = OPTConfig
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
-    first_names: ClassVar[tuple[str, ...]] = ("embed_tokens", "embed_positions", "project_in")
+    pre_layer_names: ClassVar[tuple[str, ...]] = ("embed_tokens", "embed_positions", "project_in")
 
     def __init__(self, config: OPTConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config

@@ -85,7 +85,7 @@ class Phi3Attention(LlamaAttention):
 
     def project(self, x: Float[Array, "*t e"], context: ForwardContext) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values, each with its heads concatenated."""
-        q, k, v = context.parts(self.qkv_proj(x, context), self.units)
+        q, k, v = context.split_output(self.qkv_proj(x, context), self.units)
         return q, k, v
 
 
@@ -102,7 +102,7 @@ class Phi3MLP(Module):
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the output of the MLP."""
-        gate, up = context.parts(self.gate_up_proj(x, context), self.units)
+        gate, up = context.split_output(self.gate_up_proj(x, context), self.units)
         return self.down_proj(self.activation(gate) * up, context)
 
 

@@ -97,7 +97,7 @@ class Qwen3MoeConfig(MoeConfig):
         has_window = read.choice("use_sliding_window", False, (False, True))
         dense = read.get("mlp_only_layers", [])
         ok = isinstance(dense, list) and all(isinstance(i, int) for i in dense)
-        dense = dense if read.check(ok, "mlp_only_layers", dense, "a list of layers") else []
+        dense = dense if read.check(ok, "mlp_only_layers", dense, "a list of layer indices") else []
         step = read.integer("decoder_sparse_step", 1)
         return (
             fields

@@ -23,7 +23,7 @@ from jax_paged.models.families.gemma import GemmaRMSNorm
 from jax_paged.models.families.llama import WEIGHT_TABLE as LLAMA_TABLE
 from jax_paged.models.families.llama import LlamaAttention, LlamaConfig, LlamaForCausalLM, LlamaMLP
 from jax_paged.models.forward_context import ForwardContext, Module
-from jax_paged.models.hf_format import ConfigReader, WeightTable, of_text_model, text_values
+from jax_paged.models.hf_format import ConfigReader, WeightTable, multimodal_table, text_values
 from jax_paged.models.layers import ACTIVATIONS, Linear, RMSNorm, normal, parameter
 from jax_paged.models.parallel.sharding import even, repeated
 from jax_paged.models.recurrent.delta_rule import GatedDeltaRule
@@ -39,7 +39,7 @@ class Qwen3_5Config(LlamaConfig):
     """Configuration of a Qwen3.5.
 
     Args:
-        attending: Whether each layer has attention; the other layers have a delta rule.
+        has_attention: Whether each layer has attention; the other layers have a delta rule.
         num_key_heads: Number of key heads of the delta rule.
         num_value_heads: Number of value heads of the delta rule, a multiple of num_key_heads.
         key_dim: Size of a key head of the delta rule.
@@ -47,7 +47,7 @@ class Qwen3_5Config(LlamaConfig):
         kernel_size: Number of tokens that the convolution before the delta rule covers.
     """
 
-    attending: tuple[bool, ...]
+    has_attention: tuple[bool, ...]
     num_key_heads: int
     num_value_heads: int
     key_dim: int
@@ -80,7 +80,7 @@ class Qwen3_5Config(LlamaConfig):
         return fields | {
             "mlp_bias": False,
             "qk_norm": True,
-            "attending": tuple(kind == "full_attention" for kind in types),
+            "has_attention": tuple(kind == "full_attention" for kind in types),
             "num_key_heads": key_heads,
             "num_value_heads": value_heads,
             "key_dim": read.integer("linear_key_head_dim", 128),
@@ -118,7 +118,7 @@ class GatedAttention(LlamaAttention):
         size, (q, k, v) = self.config.head_dim, self.project(x, context)
         q, gate = jnp.split(q.reshape(*x.shape[:-1], -1, 2 * size), 2, axis=-1)
         k, v = (y.reshape(*x.shape[:-1], -1, size) for y in (k, v))
-        q, k = self.rotated(*self.norm_qk(q, k, context), context)
+        q, k = self.rotate_qk(*self.normalize_qk(q, k, context), context)
         out = self.attend(q, k, v, context) * jax.nn.sigmoid(gate)
         return self.o_proj(out.reshape(*x.shape[:-1], -1), context)
 
@@ -153,7 +153,7 @@ class GatedDeltaNet(Module):
         b, a = self.in_proj_b(x, context), self.in_proj_a(x, context)
         mixed = context.recur(Convolution(self.conv1d[...][:, 0].T), self.layer, 0, mixed)
         key_dim, value_dim = self.dims
-        q, k, v = context.parts(self.activation(mixed), self.units)
+        q, k, v = context.split_output(self.activation(mixed), self.units)
         q, k = (y.reshape(*x.shape[:-1], -1, key_dim) for y in (q, k))
         v, z = (y.reshape(*x.shape[:-1], -1, value_dim) for y in (v, z))
         step = jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
@@ -169,8 +169,8 @@ class Qwen3_5DecoderLayer(Module):
     def __init__(self, config: Qwen3_5Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         norm = functools.partial(GemmaRMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
-        self.attends = config.attending[layer]
-        if self.attends:
+        self.has_attention = config.has_attention[layer]
+        if self.has_attention:
             self.self_attn = GatedAttention(config, layer, dtype=dtype, rngs=rngs)
         else:
             self.linear_attn = GatedDeltaNet(config, layer, dtype=dtype, rngs=rngs)
@@ -178,7 +178,7 @@ class Qwen3_5DecoderLayer(Module):
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the residual stream after the layer."""
-        mixer = self.self_attn if self.attends else self.linear_attn
+        mixer = self.self_attn if self.has_attention else self.linear_attn
         x = x + mixer(self.input_layernorm(x, context), context)
         return x + self.mlp(self.post_attention_layernorm(x, context), context)
 
@@ -197,7 +197,7 @@ class Qwen3_5ForCausalLM(LlamaForCausalLM):
         attention = FullAttentionSpec(c.num_key_value_heads, c.head_dim)
         inputs = StateArray((c.kernel_size - 1, conv_width(c)))
         state = StateArray((1, c.num_value_heads, c.key_dim, c.value_dim), "float32")
-        return [attention if attends else StateSpec((inputs, state)) for attends in c.attending]
+        return [attention if x else StateSpec((inputs, state)) for x in c.has_attention]
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
@@ -207,7 +207,7 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
     """
 
     config_class: ClassVar[type[LlamaConfig]] = Qwen3_5ConditionalConfig
-    weight_table: ClassVar[WeightTable] = of_text_model(WEIGHT_TABLE, ("visual", "mtp"))
+    weight_table: ClassVar[WeightTable] = multimodal_table(WEIGHT_TABLE, ("visual", "mtp"))
 
 
 def conv_width(config: Qwen3_5Config) -> int:

@@ -61,7 +61,7 @@ class Qwen3VisionConfig:
         layers = read.get("deepstack_visual_indexes", list(cls.deepstack_visual_indexes))
         ok = isinstance(layers, list | tuple) and all(type(i) is int and 0 <= i < depth for i in layers)
         ok = ok and sorted(set(layers)) == list(layers)
-        allowed = f"an ascending list of different layers below depth, which is {depth}"
+        allowed = f"an ascending list of distinct layer indices below depth, which is {depth}"
         ok = read.check(ok, "deepstack_visual_indexes", layers, allowed, also_needs=("depth",))
         rope = read.nested("rope_parameters", read.table("rope_parameters"))
         rope.choice("rope_type", "axial", ("axial",))

@@ -23,13 +23,13 @@ from jaxtyping import Array, Float, Int, UInt8
 from jax_paged.models.families.llama import WEIGHT_TABLE as LLAMA_TABLE
 from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
 from jax_paged.models.families.qwen3_vision import Qwen3VisionConfig, Qwen3VisionEncoder
-from jax_paged.models.forward_context import Attend, ForwardContext
-from jax_paged.models.hf_format import ConfigReader, WeightTable, of_text_model
+from jax_paged.models.forward_context import ForwardContext, SelfAttention
+from jax_paged.models.hf_format import ConfigReader, WeightTable, multimodal_table
 from jax_paged.models.image_inputs import PatchSpec
 from jax_paged.models.quantization.config import read_quantization
 from jax_paged.models.rope import rope_values
 
-WEIGHT_TABLE = of_text_model(LLAMA_TABLE, ()).with_names(
+WEIGHT_TABLE = multimodal_table(LLAMA_TABLE, ()).with_names(
     (r"visual\.patch_embed", "model.visual.patch_embed.proj"),
     (r"visual\.(blocks\.\d+)\.(qkv|proj)", r"model.visual.\1.attn.\2"),
     (r"visual\.(blocks\.\d+)\.(linear_fc\d)", r"model.visual.\1.mlp.\2"),
@@ -69,23 +69,28 @@ class Qwen3VLConfig(LlamaConfig):
         sections, num_pairs = rope.get("mrope_section", list(cls.sections)), fields["head_dim"] // 2
         ok = isinstance(sections, list) and len(sections) == 3 and all(type(n) is int for n in sections)
         ok = ok and min(sections) >= 0 and sum(sections) == num_pairs
-        allowed = f"three numbers of pairs, {num_pairs} in total"
+        allowed = f"a list of three integers of at least 0 with the sum {num_pairs}, half of head_dim"
         ok = rope.check(ok, "mrope_section", sections, allowed, also_needs=("head_dim",))
         vision = Qwen3VisionConfig.read(read.nested("vision_config", read.table("vision_config")))
         token_id = read.integer("image_token_id", cls.image_token_id, 0)
         for name, value, is_right, limit in (
-            ("image_token_id", token_id, token_id < fields["vocab_size"], "below vocab_size of text_config"),
+            (
+                "image_token_id",
+                token_id,
+                token_id < fields["vocab_size"],
+                "below vocab_size of text_config",
+            ),
             (
                 "vision_config.out_hidden_size",
                 vision.out_hidden_size,
                 vision.out_hidden_size == fields["hidden_size"],
-                "hidden_size of text_config",
+                "equal to hidden_size of text_config",
             ),
             (
                 "vision_config.deepstack_visual_indexes",
                 vision.deepstack_visual_indexes,
                 len(vision.deepstack_visual_indexes) <= fields["num_hidden_layers"],
-                "at most as many layers as text_config has",
+                "a list of at most num_hidden_layers (of text_config) items",
             ),
         ):
             read.check(is_right, name, value, limit)
@@ -133,7 +138,7 @@ class Qwen3VLForConditionalGeneration(LlamaForCausalLM):
             return super().with_rotations(context)
         each = jnp.moveaxis(context.mrope_positions[jnp.array(self.config.axes)], 0, -1)
         rope = self.config.rope
-        return dataclasses.replace(context, rotations={rope: rope.of_pairs(each[..., None, :])})
+        return dataclasses.replace(context, rotations={rope: rope.at_pair_positions(each[..., None, :])})
 
     def encode_images(
         self,
@@ -159,14 +164,14 @@ class Qwen3VLForConditionalGeneration(LlamaForCausalLM):
         sizes = merge * grid[:, None]
         places = at.astype(jnp.float32) * (vision.num_positions_per_side - 1) / jnp.maximum(sizes - 1, 1)
         num_pairs = len(vision.rope.frequencies) // 2
-        rotation = vision.rope.of_pairs(jnp.repeat(at.T, num_pairs, axis=1)[:, None])
+        rotation = vision.rope.at_pair_positions(jnp.repeat(at.T, num_pairs, axis=1)[:, None])
         attend, positions = _attend_to_first(sizes.prod()), jnp.arange(len(patches))
         context = ForwardContext(self, positions, attend, rotations={vision.rope: rotation})
         pixels = patches.reshape(len(patches), 3, -1) * scale[:, None] + offset[:, None]
         return self.visual((pixels.astype(self.embed_tokens.embedding.dtype), places), context)
 
 
-def _attend_to_first(num_keys: Int[Array, ""]) -> Attend:
+def _attend_to_first(num_keys: Int[Array, ""]) -> SelfAttention:
     """Returns an attention function in which all tokens attend to the first `num_keys` tokens.
 
     There is no causal mask.
@@ -175,8 +180,8 @@ def _attend_to_first(num_keys: Int[Array, ""]) -> Attend:
     def attend(
         layer: int, q: Array, k: Array | None, v: Array | None, *, scale: float, **_: Any
     ) -> Float[Array, "n h d"]:
-        assert k is not None, "every layer has keys"
-        assert v is not None, "every layer has values"
+        assert k is not None, "a layer of the image encoder has no keys"
+        assert v is not None, "a layer of the image encoder has no values"
 
         def part(q: Array) -> Array:
             how = {"scale": scale, "key_value_seq_lengths": num_keys[None]}

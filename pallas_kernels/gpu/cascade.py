@@ -50,7 +50,7 @@ def paged_decode(
         queries.reshape(len(queries), -1, head_dim),
         kv_pages,
         block_tables[tiles.members[:, 0]],
-        tiles.lens,
+        tiles.context_lens,
         **options,
     )
     shared, denominators = (x.reshape(*queries.shape[:3], *x.shape[2:]) for x in found)
@@ -58,8 +58,8 @@ def paged_decode(
     tables = jnp.take_along_axis(block_tables, jnp.minimum(column, block_tables.shape[1] - 1), axis=1)
     own, own_denominators = with_denominators(q, kv_pages, tables, context_lens - tiles.num_tokens, **options)
 
-    values = [own, tiles.of_seqs(shared, 0).reshape(q.shape)]
-    logarithms = [own_denominators, tiles.of_seqs(denominators, -jnp.inf).reshape(q.shape[:2])]
+    values = [own, tiles.gather_results(shared, 0).reshape(q.shape)]
+    logarithms = [own_denominators, tiles.gather_results(denominators, -jnp.inf).reshape(q.shape[:2])]
     if sinks is not None:
         logarithms.append(jnp.broadcast_to(sinks.astype(jnp.float32) * tuning.LOG2E, q.shape[:2]))
     top = functools.reduce(jnp.maximum, logarithms)
@@ -84,7 +84,7 @@ def with_denominators(
     shape = decode_shape(q, kv_pages, scale=scale, window=None, soft_cap=soft_cap, interpret=interpret)
     work = work_list(context_lens, shape.config.num_parts, shape.tokens, None)
     out, stats = attend_with_stats(shape, q, kv_pages, block_tables, context_lens, work)
-    item, (first, count) = jnp.arange(len(stats)), work.spans.T
+    item, (first, count) = jnp.arange(len(stats)), work.item_ranges.T
     is_its = (item >= first[:, None]) & (item < (first + count)[:, None])
     seq = jnp.where(is_its.any(0), is_its.argmax(0), len(q))
     group = q.shape[1] // kv_pages.shape[2]

@@ -31,9 +31,9 @@ UNROLL = 4
 
 
 def combine(
-    averages: Float[Array, "w k g d"],
+    partial_outputs: Float[Array, "w k g d"],
     stats: Float[Array, "w k 2 r"],
-    spans: Int[Array, "b 2"],
+    item_ranges: Int[Array, "b 2"],
     sinks: Float[Array, " h"] | None,
     out_ref: Any,
     *,
@@ -42,22 +42,22 @@ def combine(
     """Merges the items of every sequence that does not have exactly one item; writes the result to `out_ref`.
 
     Args:
-        averages: float32, the normalized result of each item. The last three rows are padding.
+        partial_outputs: float32, the normalized result of each item. The last three rows are padding.
         stats: float32, for each item the largest score, in base 2, and the sum of exp2(score - largest). R is
             at least the number of query heads per kv head.
-        spans: int32, the first item and the number of items of each sequence.
+        item_ranges: int32, the first item and the number of items of each sequence.
         sinks: One logit per head, in base 2, that is added to the denominator; -inf for no sink.
         out_ref: [B, H, D], receives the attention of these sequences; exactly 0 for a sequence without items.
         interpret: Whether to run in the interpreter.
     """
     num_seqs, num_heads, head_dim = out_ref.shape
-    group = num_heads // averages.shape[1]
+    group = num_heads // partial_outputs.shape[1]
     layout = _item_per_warp(head_dim)
 
-    def body(averages_ref, stats_ref, spans_ref, *sinks_ref):
+    def body(partial_outputs_ref, stats_ref, item_ranges_ref, *sinks_ref):
         head, seq = lax.axis_index("head"), lax.axis_index("seq")
         kv_head, row = lax.div(head, jnp.int32(group)), lax.rem(head, jnp.int32(group))
-        first, count = spans_ref[seq, 0], spans_ref[seq, 1]
+        first, count = item_ranges_ref[seq, 0], item_ranges_ref[seq, 1]
 
         def load(ref, layout):
             return plgpu.load(ref, layout=layout, optimized=False)
@@ -71,7 +71,7 @@ def combine(
             for u in range(UNROLL):
                 index = jnp.minimum((step * UNROLL + u) * tuning.WARPS, count - 1)
                 items = pl.ds(first + index, tuning.WARPS)
-                tiles.append(load(averages_ref.at[items, kv_head, row], layout))
+                tiles.append(load(partial_outputs_ref.at[items, kv_head, row], layout))
                 tops.append(load(stats_ref.at[items, kv_head, 0, row], layout.reduce(1)))
                 sums.append(load(stats_ref.at[items, kv_head, 1, row], layout.reduce(1)))
             warp = plgpu.broadcasted_iota(jnp.int32, (tuning.WARPS,), 0, layout=layout.reduce(1))
@@ -114,7 +114,7 @@ def combine(
         grid_names=("seq", "head"),
         kernel_name="combine",
         interpret=tuning.interpret_params(interpret),
-    )(averages, stats, spans, *([] if sinks is None else [sinks]))
+    )(partial_outputs, stats, item_ranges, *([] if sinks is None else [sinks]))
 
 
 def _item_per_warp(head_dim: int) -> Any:

@@ -35,14 +35,15 @@ def copy_blocks(
         ValueError: If the S * D elements of a tile cannot be divided evenly among 128 threads.
     """
     num_pages, _, kv_heads, page_size, row_size = kv_pages.shape
-    is_bytes = is_quantized(kv_pages)
-    head_dim = row_size - is_bytes
-    if page_size * head_dim % 128 or head_dim % (16 if is_bytes else 1):
+    is_quantized_pool = is_quantized(kv_pages)
+    head_dim = row_size - is_quantized_pool
+    if page_size * head_dim % 128 or head_dim % (16 if is_quantized_pool else 1):
         raise ValueError(
             "page_size times head_dim of `kv_pages` must be a multiple of 128 with backend 'pallas', and "
-            f"head_dim one of 16 in a pool of bytes, got {page_size} and {head_dim}. Backend 'xla' takes any"
+            f"head_dim a multiple of 16 if the pool is quantized, got page_size {page_size} and "
+            f"head_dim {head_dim}. Backend 'xla' has no such limit"
         )
-    pool_ref = jax.new_ref(quantized_tile.flat(kv_pages) if is_bytes else kv_pages)
+    pool_ref = jax.new_ref(quantized_tile.flat(kv_pages) if is_quantized_pool else kv_pages)
 
     def body(src_ref, dst_ref):
         pair, which, head = (lax.axis_index(name) for name in ("pair", "which", "head"))
@@ -50,7 +51,7 @@ def copy_blocks(
 
         @pl.when((source < num_pages) & (target < num_pages))
         def _():
-            if not is_bytes:
+            if not is_quantized_pool:
                 pool_ref[target, which, head] = pool_ref[source, which, head]
                 return
             numbers, scales = pl.ds(0, page_size * head_dim), pl.ds(page_size * head_dim, page_size)

@@ -80,7 +80,7 @@ class DecodeShape:
         return self.config.has_tma and not self.is_quantized
 
     @property
-    def columns(self) -> list[tuple[int, int]]:
+    def column_ranges(self) -> list[tuple[int, int]]:
         """The (start, width) of the column ranges in which values are multiplied.
 
         The width is a multiple of 32 because each of the four warps computes 8 columns at a time. If head_dim
@@ -96,7 +96,7 @@ class DecodeShape:
         stages = (
             2 * self.num_stages * self.tokens * self.head_dim + ROWS * self.tokens
         ) * self.dtype.itemsize
-        return stages + sum(ROWS * width * 4 for _, width in self.columns)
+        return stages + sum(ROWS * width * 4 for _, width in self.column_ranges)
 
     @property
     def lhs(self) -> Any:
@@ -129,13 +129,13 @@ class Work(NamedTuple):
 
     Args:
         parts: Per part: first sequence, end sequence (exclusive), first and end block (global indices).
-        runs: Per sequence: first and end block (global indices), and global index minus local index.
-        spans: Per sequence: first item and number of items.
+        seq_ranges: Per sequence: first and end block (global indices), and global index minus local index.
+        item_ranges: Per sequence: first item and number of items.
     """
 
     parts: Int[Array, "n 4"]
-    runs: Int[Array, "b 3"]
-    spans: Int[Array, "b 2"]
+    seq_ranges: Int[Array, "b 3"]
+    item_ranges: Int[Array, "b 2"]
 
 
 class Refs(NamedTuple):
@@ -150,12 +150,12 @@ class Refs(NamedTuple):
         sinks: float32 [K, ROWS] in base 2; None without sinks.
         bias: float32 [H * n] in base 2; None without a distance bias.
         out: [B, H, D], the results of sequences with a single item.
-        averages: float32 [items, K, G, D], the normalized results of the other items.
+        partial_outputs: float32 [items, K, G, D], the normalized results of the other items.
         stats: float32 [items, K, 2, ROWS], the maximum score (base 2) and the denominator of each item.
         keys: [stages, tokens, D] in shared memory.
         values: [stages, tokens, D] in shared memory.
         probs: [ROWS, tokens] in shared memory.
-        results: [ROWS, width] in shared memory, for each range of DecodeShape.columns.
+        results: [ROWS, width] in shared memory, for each range of DecodeShape.column_ranges.
         barriers: Two barriers per stage, for keys and values; empty without TMA.
     """
 
@@ -167,7 +167,7 @@ class Refs(NamedTuple):
     sinks: Any
     bias: Any
     out: Any
-    averages: Any
+    partial_outputs: Any
     stats: Any
     keys: Any
     values: Any
@@ -180,7 +180,8 @@ class Softmax(NamedTuple):
     """State of the online softmax of an item, in registers.
 
     Args:
-        accs: float32 [ROWS, width] for each range of DecodeShape.columns: sum of probabilities times values.
+        accs: float32 [ROWS, width] for each range of DecodeShape.column_ranges: sum of probabilities times
+            values.
         largest: float32 [ROWS], the largest score so far, in base 2.
         total: float32 [ROWS, tokens], the probabilities summed over the blocks, but not yet over the tokens.
         loaded: Pages that quantized_tile.Pages has loaded ahead; None unless the pool is quantized.
@@ -242,7 +243,7 @@ class Item:
         largest = jnp.full((ROWS,), tuning.MASKED_SCORE, jnp.float32)
         largest = plgpu.layout_cast(largest, shape.acc.reduce(1))
         softmax = Softmax(
-            [shape.zeros(width) for _, width in shape.columns], largest, shape.zeros(shape.tokens), None
+            [shape.zeros(width) for _, width in shape.column_ranges], largest, shape.zeros(shape.tokens), None
         )
         if shape.is_quantized:
             loaded = self.quantized_pages.begin(self.page_ids(first), self.page_ids(first + 1))
@@ -349,7 +350,7 @@ class Item:
         for which, ref in ((KEYS, self.refs.keys), (VALUES, self.refs.values)):
             tiles[which] = self.quantized_pages.advance(ref.at[0], which, tiles[which], page_ids)
             if which == KEYS:
-                tuning.meet(self.shape.config.has_tma)
+                tuning.sync_warps(self.shape.config.has_tma)
         return self.page_ids(block + 2), *tiles
 
     def wait(self, block: Array, which: int) -> None:
@@ -357,7 +358,7 @@ class Item:
         shape = self.shape
         if shape.is_quantized:
             if which == VALUES and not shape.config.has_tma:
-                tuning.meet(shape.config.has_tma)
+                tuning.sync_warps(shape.config.has_tma)
         elif self.refs.barriers:
             plgpu.barrier_wait(self.refs.barriers[which].at[shape.stage(block)])
         else:
@@ -400,7 +401,7 @@ class Item:
         row += self.head * shape.group
         token = tuning.iota((ROWS, shape.tokens), 1, shape.acc) + block * shape.tokens
         index = row * bias_len + jnp.clip(self.length - 1 - token, 0, bias_len - 1)
-        return tuning.look_up(table, index, shape.acc, interpret=shape.interpret)
+        return tuning.gather_table(table, index, shape.acc, interpret=shape.interpret)
 
     def accumulate(
         self, accs: list[Array], decay: Array, block: Array, stage: Array, *, is_full: bool
@@ -408,7 +409,7 @@ class Item:
         """Returns the accumulators, rescaled by `decay`, plus a block's probabilities times its values."""
         shape, new_accs = self.shape, []
         probs = plgpu.load(self.refs.probs, layout=shape.lhs, optimized=False)
-        for acc, (start, width) in zip(accs, shape.columns, strict=True):
+        for acc, (start, width) in zip(accs, shape.column_ranges, strict=True):
             part = self.refs.values.at[stage, :, pl.ds(start, width)]
             values = plgpu.load(part, layout=shape.rhs, optimized=False)
             # The values in dead slots are replaced by 0 because they may be NaN, and 0 * NaN is NaN.
@@ -422,10 +423,10 @@ class Item:
     def write(self, softmax: Softmax) -> None:
         """Writes the normalized result and the statistics of the item.
 
-        The result goes to `out` if it is the only item of the sequence, otherwise to `averages`.
+        The result goes to `out` if it is the only item of the sequence, otherwise to `partial_outputs`.
         """
         shape, refs = self.shape, self.refs
-        is_only_item = refs.work.spans[self.seq, 1] == 1
+        is_only_item = refs.work.item_ranges[self.seq, 1] == 1
         total = softmax.total.sum(axis=1)
         # If the sequence has several items, `combine` adds the sink, and here exp2(-inf) adds 0.
         if refs.sinks is not None:
@@ -437,16 +438,16 @@ class Item:
         # pattern, JAX writes to wrong addresses.
         for acc, result in zip(softmax.accs, refs.results, strict=True):
             tuning.store(result, acc * lax.broadcast_in_dim(factor, acc.shape, [0]))
-        tuning.meet(shape.config.has_tma)
+        tuning.sync_warps(shape.config.has_tma)
         item, head, group = self.part + self.seq, self.head, shape.group
         pl.when(is_only_item)(lambda: self.write_rows(refs.out.at[self.seq, pl.ds(head * group, group)]))
-        pl.when(jnp.logical_not(is_only_item))(lambda: self.write_rows(refs.averages.at[item, head]))
+        pl.when(jnp.logical_not(is_only_item))(lambda: self.write_rows(refs.partial_outputs.at[item, head]))
         tuning.store(refs.stats.at[item, head, 0], softmax.largest)
         tuning.store(refs.stats.at[item, head, 1], total)
 
     def write_rows(self, target: Any) -> None:
         """Copies the rows of the query heads from shared memory to `target`, [G, D]."""
         group = self.shape.group
-        for result, (start, width) in zip(self.refs.results, self.shape.columns, strict=True):
+        for result, (start, width) in zip(self.refs.results, self.shape.column_ranges, strict=True):
             rows = plgpu.load(result.at[:group], layout=tuning.row_layout(group * width), optimized=False)
             tuning.store(target.at[:, pl.ds(start, width)], rows.astype(target.dtype))

@@ -140,13 +140,13 @@ def check_shape(x: Array, kernels: Array, *, interpret: bool) -> None:
     if x.dtype.name not in dtypes:
         raise ValueError(
             f"the dtype of `x` must be one of {', '.join(dtypes)} for grouped_matmul with backend 'pallas', "
-            f"got {x.dtype}. Backend 'xla' supports any"
+            f"got {x.dtype}. Backend 'xla' has no such limit"
         )
     for name, number in (("columns", kernels.shape[2]), ("rows", kernels.shape[1])):
         if number % LINE or not number:
             raise ValueError(
                 f"the number of {name} of `kernels` must be a multiple of {LINE} for grouped_matmul with "
-                f"backend 'pallas', got {number}. Backend 'xla' supports any"
+                f"backend 'pallas', got {number}. Backend 'xla' has no such limit"
             )
 
 

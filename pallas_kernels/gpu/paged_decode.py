@@ -140,9 +140,9 @@ def decode_config(gpu: tuning.Target, pool_shape: tuple[int, ...], dtype: Any) -
         dtype: Dtype of the pool.
     """
     _, _, kv_heads, page_size, head_dim = pool_shape
-    is_bytes = jnp.dtype(dtype).itemsize == 1
-    head_dim -= is_bytes
-    token_bytes = 2 * head_dim * (2 if is_bytes else jnp.dtype(dtype).itemsize)
+    is_quantized_pool = jnp.dtype(dtype).itemsize == 1
+    head_dim -= is_quantized_pool
+    token_bytes = 2 * head_dim * (2 if is_quantized_pool else jnp.dtype(dtype).itemsize)
     block_tokens = max(32, page_size, 1 << int(math.log2(32 * 1024 / token_bytes)))
     num_stages = min(
         4, max(2, (gpu.smem_bytes // 2 - 4096 - ROWS * head_dim * 4) // (block_tokens * token_bytes))
@@ -176,14 +176,14 @@ def work_list(context_lens: Int[Array, " b"], num_parts: int, block_tokens: int,
     first_seq = (ends <= cuts[:-1, None]).sum(1)
     end_seq = (ends < cuts[1:, None]).sum(1) + 1
     parts = jnp.stack([first_seq, end_seq, cuts[:-1], cuts[1:]], axis=1)
-    runs = jnp.stack([begins, ends, begins - start], axis=1)
+    seq_ranges = jnp.stack([begins, ends, begins - start], axis=1)
 
     def part_of(block):  # the last part that begins at or before the block
         return ((block + 1) * used - 1) // jnp.maximum(total, 1)
 
     counts = jnp.where(num_blocks > 0, part_of(ends - 1) - part_of(begins) + 1, 0)
-    spans = jnp.stack([part_of(begins) + seqs, counts], axis=1)
-    return Work(*(x.astype(jnp.int32) for x in (parts, runs, spans)))
+    item_ranges = jnp.stack([part_of(begins) + seqs, counts], axis=1)
+    return Work(*(x.astype(jnp.int32) for x in (parts, seq_ranges, item_ranges)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -237,7 +237,7 @@ def attend_with_stats(
         rows, quantized_tile.flat(kv_pages) if shape.is_quantized else kv_pages, block_tables, context_lens,
         work, padded_sinks, bias,
     )  # fmt: skip
-    combine(*items, work.spans, sinks, out_ref, interpret=shape.interpret)
+    combine(*items, work.item_ranges, sinks, out_ref, interpret=shape.interpret)
     return jax.freeze(out_ref), items[1]
 
 
@@ -248,7 +248,7 @@ def _scratch_types(shape: DecodeShape) -> list[Any]:
     stages = plgpu.SMEM((shape.num_stages, shape.tokens, shape.head_dim), shape.dtype, transforms=transforms)
     transforms = tuning.smem_transforms(shape.tokens, shape.dtype)
     probs = plgpu.SMEM((ROWS, shape.tokens), shape.dtype, transforms=transforms)
-    results = tuple(plgpu.SMEM((ROWS, width), jnp.float32) for _, width in shape.columns)
+    results = tuple(plgpu.SMEM((ROWS, width), jnp.float32) for _, width in shape.column_ranges)
     barrier = plgpu.Barrier(num_arrivals=shape.pages, num_barriers=shape.num_stages)
     return [stages, stages, probs, results, (barrier, barrier) if shape.has_barriers else ()]
 
@@ -260,9 +260,9 @@ def _attend_part(shape: DecodeShape, refs: Refs) -> None:
 
     @pl.loop(first_seq, end_seq)
     def _(seq):
-        run_begin, run_end, offset = (refs.work.runs[seq, column] for column in range(3))
-        first = jnp.maximum(part_begin, run_begin) - offset
-        last = jnp.minimum(part_end, run_end) - offset
+        seq_begin, seq_end, offset = (refs.work.seq_ranges[seq, column] for column in range(3))
+        first = jnp.maximum(part_begin, seq_begin) - offset
+        last = jnp.minimum(part_end, seq_end) - offset
 
         @pl.when(first < last)
         def _():

@@ -49,8 +49,8 @@ def mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
     mma = functools.partial(tuning.mma, interpret=shape.interpret)
 
     def body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, bias_ref, out_ref, k_s, v_s, p_s, k_bar, v_bar):
-        head, index, tile = ragged_tile.of_block(shape, tiles_ref)
-        begin, *_middle, end = ragged_tile.spans(shape, tile)
+        head, index, tile = ragged_tile.current_tile(shape, tiles_ref)
+        begin, *_middle, end = ragged_tile.step_ranges(shape, tile)
 
         def copy(step: Array) -> None:
             slot = shape.stage(step)
@@ -86,8 +86,8 @@ def mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
         def _():
             for stage in range(num_stages - 1):
                 pl.when(begin + stage < end)(functools.partial(copy, begin + stage))
-            carry = ragged_tile.start(shape, out, sinks_ref.at[head] if shape.has_sinks else None)
-            tuning.store(out_ref.at[index, head], ragged_tile.walk(shape, tile, attend, carry))
+            carry = ragged_tile.initial_carry(shape, out, sinks_ref.at[head] if shape.has_sinks else None)
+            tuning.store(out_ref.at[index, head], ragged_tile.run_steps(shape, tile, attend, carry))
 
     transforms = tuning.smem_transforms(shape.head_dim, shape.dtype)
     stages = plgpu.SMEM((num_stages, tokens, shape.head_dim), shape.dtype, transforms=transforms)
@@ -95,4 +95,4 @@ def mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
         (shape.rows, tokens), shape.dtype, transforms=tuning.smem_transforms(tokens, shape.dtype)
     )
     loaded = plgpu.Barrier(num_arrivals=pages, num_barriers=num_stages)
-    return ragged_tile.make(shape, body, [stages, stages, probs, loaded, loaded])
+    return ragged_tile.make_kernel(shape, body, [stages, stages, probs, loaded, loaded])

@@ -111,8 +111,8 @@ def wgmma_kernel(shape: PrefillShape) -> Callable[..., Array]:
 
     def body(*args):
         refs = Refs(*args)
-        head, index, tile = ragged_tile.of_block(shape, refs.tiles)
-        begin, *_middle, end = ragged_tile.spans(shape, tile)
+        head, index, tile = ragged_tile.current_tile(shape, refs.tiles)
+        begin, *_middle, end = ragged_tile.step_ranges(shape, tile)
         copier = Copier(shape, refs, head, index, tile, begin, end, jnp.minimum(begin + 1, end - 1))
         warpgroup = lax.axis_index("warpgroup")
         pl.when((warpgroup == num_computing) & (end > begin))(copier.copy)
@@ -133,7 +133,7 @@ def wgmma_kernel(shape: PrefillShape) -> Callable[..., Array]:
         *(loaded, loaded, free, free),
         plgpu.Barrier(num_arrivals=num_computing) if num_computing > 1 else None,
     ]
-    return ragged_tile.make(
+    return ragged_tile.make_kernel(
         shape, body, scratch_types, num_threads=num_computing + 1, thread_name="warpgroup"
     )
 
@@ -257,13 +257,15 @@ class Multiplier:
         shape, refs = self.shape, self.refs
         queries, first_row = refs.queries.at[self.warpgroup], self.warpgroup * WGMMA_ROWS
         rows = pl.ds(first_row, WGMMA_ROWS)
-        carry = ragged_tile.start(shape, WGMMA, refs.sinks.at[self.head, rows] if shape.has_sinks else None)
+        carry = ragged_tile.initial_carry(
+            shape, WGMMA, refs.sinks.at[self.head, rows] if shape.has_sinks else None
+        )
         plgpu.barrier_wait(refs.queries_loaded)
 
         def attend_step(step: Array, carry: Carry, *, is_full: bool) -> Carry:
             return self.attend_step(queries, first_row, step, carry, is_full=is_full)
 
-        result = ragged_tile.walk(shape, self.tile, attend_step, carry)
+        result = ragged_tile.run_steps(shape, self.tile, attend_step, carry)
         # After this barrier all warps have multiplied their queries, which the result overwrites.
         plgpu.commit_smem()
         queries[...] = result

@@ -102,17 +102,22 @@ def ragged_attention(
     tuning.check_shape(q, kv_pages, interpret=interpret)
     gpu = tuning.target(interpret=interpret)
     (num_tokens, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
-    num_seqs, group, is_bytes = context_lens.shape[0], num_heads // kv_heads, is_quantized(kv_pages)
-    is_heavy = (window is not None and soft_cap is not None) or distance_bias is not None
-    is_heavy |= is_bytes and (head_dim % 64 > 0 or kv_pages.dtype == jnp.uint8)
+    num_seqs, group, is_quantized_pool = context_lens.shape[0], num_heads // kv_heads, is_quantized(kv_pages)
+    needs_more_registers = (window is not None and soft_cap is not None) or distance_bias is not None
+    needs_more_registers |= is_quantized_pool and (head_dim % 64 > 0 or kv_pages.dtype == jnp.uint8)
     config = config or ragged_tile.prefill_config(
-        gpu, head_dim, page_size, q.dtype.itemsize, is_heavy=is_heavy, is_bytes=is_bytes
+        gpu,
+        head_dim,
+        page_size,
+        q.dtype.itemsize,
+        needs_more_registers=needs_more_registers,
+        is_quantized=is_quantized_pool,
     )
     shape = PrefillShape(
         config=config, num_tiles=num_tokens // (config.block_rows // group) + num_seqs, kv_heads=kv_heads,
         group=group, page_size=page_size, head_dim=head_dim, dtype=q.dtype, scale=scale, window=window,
         soft_cap=soft_cap, has_sinks=sinks is not None, has_bias=distance_bias is not None,
-        is_quantized=is_bytes, interpret=interpret,
+        is_quantized=is_quantized_pool, interpret=interpret,
     )  # fmt: skip
     tuning.check_smem(shape.smem_bytes, gpu, f"ragged_attention with head_dim {head_dim} and {config}")
 
@@ -174,7 +179,7 @@ def _attend(
     else:
         kernel = _mma_kernel
     out = kernel(shape)(tiles, q_tiles, pool, tables, sink_rows, bias)
-    return _of_tokens(shape, out, context_lens, query_start_loc, len(q))
+    return _gather_outputs(shape, out, context_lens, query_start_loc, len(q))
 
 
 def _live_tables(
@@ -198,7 +203,7 @@ def _live_tables(
     return jnp.where(is_live, tables, 0)
 
 
-def _of_tokens(
+def _gather_outputs(
     shape: PrefillShape,
     out: Float[Array, "n k r d"],
     context_lens: Int[Array, " b"],
@@ -229,8 +234,8 @@ def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
     pages = tokens // page_size
 
     def body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, bias_ref, out_ref, k_s, v_s, p_s):
-        head, index, tile = ragged_tile.of_block(shape, tiles_ref)
-        begin, *_middle, end = ragged_tile.spans(shape, tile)
+        head, index, tile = ragged_tile.current_tile(shape, tiles_ref)
+        begin, *_middle, end = ragged_tile.step_ranges(shape, tile)
         bytes_of = quantized_tile.Pages(kv_ref, head, page_size, shape.head_dim, shape.interpret)
         pages_of = functools.partial(ragged_tile.pages_of, shape, tile, tables_ref)
         second = jnp.minimum(begin + 1, end - 1)
@@ -252,7 +257,7 @@ def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
             for which, ref in enumerate((k_s, v_s)):
                 tiles[which] = bytes_of.advance(ref.at[0], which, tiles[which], page_ids)
                 if which == 0:
-                    tuning.meet(config.has_tma)
+                    tuning.sync_warps(config.has_tma)
             return pages_of(jnp.minimum(step + 2, end - 1)), *tiles
 
         def attend(step: Array, carry: Any, *, is_full: bool) -> Any:
@@ -276,7 +281,7 @@ def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
             )
             p_s[...] = probs
             if shape.is_quantized:
-                tuning.meet(config.has_tma)
+                tuning.sync_warps(config.has_tma)
             else:
                 # This wait for the values is also the barrier after which all probabilities are visible.
                 tuning.wait_cp_async(step + 1 >= end, 0, 2 * pages)
@@ -288,16 +293,18 @@ def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
 
         @pl.when(end > begin)
         def _():
-            carry: Any = ragged_tile.start(shape, out, sinks_ref.at[head] if shape.has_sinks else None)
+            carry: Any = ragged_tile.initial_carry(
+                shape, out, sinks_ref.at[head] if shape.has_sinks else None
+            )
             if shape.is_quantized:
                 carry += (bytes_of.begin(pages_of(begin), pages_of(second)),)
             else:
                 copy(begin)
-            tuning.store(out_ref.at[index, head], ragged_tile.walk(shape, tile, attend, carry))
+            tuning.store(out_ref.at[index, head], ragged_tile.run_steps(shape, tile, attend, carry))
 
     transforms = tuning.smem_transforms(shape.head_dim, shape.dtype, 32 if shape.is_quantized else page_size)
     stages = plgpu.SMEM((config.num_stages, tokens, shape.head_dim), shape.dtype, transforms=transforms)
     probs = plgpu.SMEM(
         (shape.rows, tokens), shape.dtype, transforms=tuning.smem_transforms(tokens, shape.dtype)
     )
-    return ragged_tile.make(shape, body, [stages, stages, probs])
+    return ragged_tile.make_kernel(shape, body, [stages, stages, probs])

@@ -115,8 +115,8 @@ def prefill_config(
     page_size: int,
     itemsize: int,
     *,
-    is_heavy: bool = False,
-    is_bytes: bool = False,
+    needs_more_registers: bool = False,
+    is_quantized: bool = False,
 ) -> KernelConfig:
     """Returns the largest tile sizes that spill no registers, with up to four stages.
 
@@ -131,16 +131,16 @@ def prefill_config(
         head_dim: Elements of a head.
         page_size: Tokens per page.
         itemsize: Bytes per element of the queries.
-        is_heavy: Whether the options of the kernel need additional registers.
-        is_bytes: Whether the pool is quantized.
+        needs_more_registers: Whether the options of the kernel need additional registers.
+        is_quantized: Whether the pool is quantized.
     """
     is_wide = head_dim > 128
-    rows = (64 if is_wide else 128) if gpu.has_wgmma else (32 if is_wide or is_bytes else 64)
-    tokens = max(page_size, 64 if gpu.has_wgmma and is_heavy else rows)
+    rows = (64 if is_wide else 128) if gpu.has_wgmma else (32 if is_wide or is_quantized else 64)
+    tokens = max(page_size, 64 if gpu.has_wgmma and needs_more_registers else rows)
     rest = gpu.smem_bytes // (1 if gpu.has_wgmma else 2) - 1024 - rows * max(head_dim, tokens) * itemsize
     num_stages = max(2, min(4, rest // (2 * tokens * head_dim * itemsize)))
-    if not gpu.has_wgmma and (is_bytes or not gpu.has_tma):
-        num_stages = 2 - is_bytes
+    if not gpu.has_wgmma and (is_quantized or not gpu.has_tma):
+        num_stages = 2 - is_quantized
     return KernelConfig(rows, tokens, num_stages, 0, gpu.has_tma, gpu.has_wgmma)
 
 
@@ -169,7 +169,7 @@ def plan_tiles(
     return jnp.stack(Tile(seq, first, last, context_len), axis=1).astype(jnp.int32), row
 
 
-def of_block(shape: PrefillShape, tiles_ref: Any) -> tuple[Array, Array, Tile]:
+def current_tile(shape: PrefillShape, tiles_ref: Any) -> tuple[Array, Array, Tile]:
     """Returns the kv head, the tile index and the tile of the current thread block.
 
     The last tiles of a prompt attend to the most tokens, so they are started first, for all heads. The last
@@ -180,7 +180,9 @@ def of_block(shape: PrefillShape, tiles_ref: Any) -> tuple[Array, Array, Tile]:
     return lax.axis_index("head"), index, tile
 
 
-def make(shape: PrefillShape, body: Callable[..., None], scratch_types: list[Any], **threads: Any) -> Any:
+def make_kernel(
+    shape: PrefillShape, body: Callable[..., None], scratch_types: list[Any], **threads: Any
+) -> Any:
     """Returns the kernel with this body, for a grid with one thread block per tile and kv head."""
     out_shape = (shape.num_tiles, shape.kv_heads, shape.config.block_rows, shape.head_dim)
     return plgpu.kernel(
@@ -196,7 +198,7 @@ def make(shape: PrefillShape, body: Callable[..., None], scratch_types: list[Any
     )
 
 
-def spans(shape: PrefillShape, tile: Tile) -> tuple[Array, Array, Array, Array]:
+def step_ranges(shape: PrefillShape, tile: Tile) -> tuple[Array, Array, Array, Array]:
     """Returns the steps begin, full_begin, full_end and end of a tile.
 
     The tile attends to the steps [begin, end). Every row attends to all tokens of the steps [full_begin,
@@ -212,7 +214,7 @@ def spans(shape: PrefillShape, tile: Tile) -> tuple[Array, Array, Array, Array]:
     return begin, full_begin, jnp.clip(lax.div(tile.first + 1, tokens), full_begin, end), end
 
 
-def walk(shape: PrefillShape, tile: Tile, attend: Callable[..., Carry], carry: Carry) -> Array:
+def run_steps(shape: PrefillShape, tile: Tile, attend: Callable[..., Carry], carry: Carry) -> Array:
     """Runs the steps of a tile, with masks only where necessary.
 
     Args:
@@ -224,7 +226,7 @@ def walk(shape: PrefillShape, tile: Tile, attend: Callable[..., Carry], carry: C
     Returns:
         The normalized attention; 0 in rows that attend to nothing.
     """
-    begin, full_begin, full_end, end = spans(shape, tile)
+    begin, full_begin, full_end, end = step_ranges(shape, tile)
     masked = functools.partial(attend, is_full=False)
     if shape.window is not None:
         carry = lax.fori_loop(begin, full_begin, masked, carry)
@@ -234,7 +236,7 @@ def walk(shape: PrefillShape, tile: Tile, attend: Callable[..., Carry], carry: C
     return (acc * lax.broadcast_in_dim(factor, acc.shape, [0])).astype(shape.dtype)
 
 
-def start(shape: PrefillShape, layout: Any, sinks_ref: Any) -> Carry:
+def initial_carry(shape: PrefillShape, layout: Any, sinks_ref: Any) -> Carry:
     """Returns the carry before the first step. A sink contributes a score and no value."""
     acc = plgpu.layout_cast(jnp.zeros((shape.rows, shape.head_dim), jnp.float32), layout)
     largest = jnp.full((shape.rows,), MASKED_SCORE, jnp.float32)
@@ -335,7 +337,7 @@ def bias(
     bias_len = table_ref.shape[0] // (shape.kv_heads * shape.group)
     first = lax.broadcast_in_dim((head * shape.group + own) * bias_len, distance.shape, [0])
     index = first + jnp.clip(distance, 0, bias_len - 1)
-    return tuning.look_up(table_ref, index, layout, interpret=shape.interpret)
+    return tuning.gather_table(table_ref, index, layout, interpret=shape.interpret)
 
 
 def live(shape: PrefillShape, tile: Tile, first_row: Array | int, step: Array, layout: Any) -> Array:

@@ -5,7 +5,7 @@ Example: sequences a, c and d share three pages, sequences b and e share two oth
     sequence        a  b  c  d  e
     shared_blocks   3  2  3  3  2
     tiles           (a c) (d -) (b e)      each attends to the shared pages of its first sequence
-    places          0  4  1  2  5          index of the sequence's row among the rows of all tiles
+    row_index       0  4  1  2  5          index of the sequence's row among the rows of all tiles
 """
 
 from typing import NamedTuple
@@ -19,16 +19,16 @@ class SharedTiles(NamedTuple):
 
     Args:
         num_tokens: int32 [B], number of tokens in the pages that each sequence shares; 0 for none.
-        places: int32 [B], row index of each sequence in the flattened tiles; N * R for sequences without
+        row_index: int32 [B], row index of each sequence in the flattened tiles; N * R for sequences without
             shared pages.
         members: int32 [N, R], the sequence of each row; arbitrary for unused rows.
-        lens: int32 [N], number of tokens that the rows of each tile attend to; 0 for an unused tile.
+        context_lens: int32 [N], number of tokens that the rows of each tile attend to; 0 for an unused tile.
     """
 
     num_tokens: Int[Array, " b"]
-    places: Int[Array, " b"]
+    row_index: Int[Array, " b"]
     members: Int[Array, "n r"]
-    lens: Int[Array, " n"]
+    context_lens: Int[Array, " n"]
 
     def queries(self, q: Float[Array, "b h d"], kv_heads: int) -> Float[Array, "n k gr d"]:
         """Returns the queries of the tiles: per kv head, G query heads with R rows each."""
@@ -36,7 +36,7 @@ class SharedTiles(NamedTuple):
         split = q[self.members].reshape(num_tiles, rows, kv_heads, num_heads // kv_heads, head_dim)
         return split.transpose(0, 2, 3, 1, 4).reshape(num_tiles, kv_heads, -1, head_dim)
 
-    def of_seqs(self, of_rows: Float[Array, "n k gr *d"], nothing: float) -> Float[Array, "b k g *d"]:
+    def gather_results(self, of_rows: Float[Array, "n k gr *d"], nothing: float) -> Float[Array, "b k g *d"]:
         """Gathers the results of each sequence from the tiles.
 
         Args:
@@ -46,7 +46,7 @@ class SharedTiles(NamedTuple):
         (num_tiles, rows), (_, kv_heads, _, *rest) = self.members.shape, of_rows.shape
         split = jnp.moveaxis(of_rows.reshape(num_tiles, kv_heads, -1, rows, *rest), 3, 1)
         split = split.reshape(num_tiles * rows, kv_heads, -1, *rest)
-        return split.at[self.places].get(mode="fill", fill_value=nothing)
+        return split.at[self.row_index].get(mode="fill", fill_value=nothing)
 
 
 def shared_tiles(
@@ -78,8 +78,8 @@ def shared_tiles(
     # Upper bound: each prefix has at least two rows and leaves at most one tile partly filled.
     num_tiles = num_seqs // rows + num_seqs // 2 + 1
     rank = jnp.sum(together & (seq < seq[:, None]), axis=1)
-    places = jnp.where(is_shared, first_tile * rows + rank, num_tiles * rows)
+    row_index = jnp.where(is_shared, first_tile * rows + rank, num_tiles * rows)
     num_tokens = jnp.where(is_shared, shared_blocks * page_size, 0)
-    members = jnp.zeros(num_tiles * rows, jnp.int32).at[places].set(seq, mode="drop")
-    lens = jnp.zeros(num_tiles, jnp.int32).at[places // rows].max(num_tokens, mode="drop")
-    return SharedTiles(num_tokens, places, members.reshape(num_tiles, rows), lens)
+    members = jnp.zeros(num_tiles * rows, jnp.int32).at[row_index].set(seq, mode="drop")
+    lens = jnp.zeros(num_tiles, jnp.int32).at[row_index // rows].max(num_tokens, mode="drop")
+    return SharedTiles(num_tokens, row_index, members.reshape(num_tiles, rows), lens)

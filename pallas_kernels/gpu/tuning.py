@@ -141,12 +141,12 @@ def check_shape(q: Array, kv_pages: Array, *, interpret: bool) -> None:
         ("dtype", q.dtype.name, dtypes),
         ("head_dim", head_dim, HEAD_DIMS),
         ("page_size", page_size, PAGE_SIZES),
-        ("query heads per kv head", q.shape[1] // kv_heads, range(1, MAX_GROUP_SIZE + 1)),
+        ("the number of query heads per kv head", q.shape[1] // kv_heads, range(1, MAX_GROUP_SIZE + 1)),
     ):
         if value not in allowed:
             raise ValueError(
                 f"{name} of `kv_pages` and `q` must be one of {', '.join(map(str, allowed))} with backend "
-                f"'pallas', got {value}. Backend 'xla' supports any"
+                f"'pallas', got {value}. Backend 'xla' has no such limit"
             )
 
 
@@ -176,8 +176,8 @@ def smem_transforms(head_dim: int, dtype: jnp.dtype, cp_async_rows: int = 32) ->
         if row_bytes % swizzle == 0 and cp_async_rows // 8 * (row_bytes // swizzle) % 4 == 0:
             return gpu.TilingTransform((8, swizzle // dtype.itemsize)), gpu.SwizzleTransform(swizzle)
     raise ValueError(
-        f"page_size must be 32 or 64 with backend 'pallas' and head_dim {head_dim} below compute capability "
-        f"9.0, got {cp_async_rows}. Backend 'xla' supports any"
+        f"page_size must be 32 or 64 with backend 'pallas' and head_dim {head_dim} on a GPU of compute "
+        f"capability below 9.0, got {cp_async_rows}. Backend 'xla' has no such limit"
     )
 
 
@@ -200,7 +200,9 @@ def iota(shape: tuple[int, ...], dimension: int, layout: Any) -> Int[Array, "m n
     return jax.lax.broadcast_in_dim(line, shape, [dimension])
 
 
-def look_up(table_ref: Any, index: Int[Array, "m n"], layout: Any, *, interpret: bool) -> Float[Array, "m n"]:
+def gather_table(
+    table_ref: Any, index: Int[Array, "m n"], layout: Any, *, interpret: bool
+) -> Float[Array, "m n"]:
     """Returns elements of a float32 table in global memory (a gather, which Mosaic does not offer).
 
     Args:
@@ -284,7 +286,7 @@ def wait_cp_async(is_last: Array, last_in_flight: int, in_flight: int) -> None:
     pl.when(jnp.logical_not(is_last))(functools.partial(plgpu.wait_gmem_to_smem, in_flight))
 
 
-def meet(has_tma: bool) -> None:
+def sync_warps(has_tma: bool) -> None:
     """Synchronizes the warps of a warpgroup, so that each can read what the others wrote to shared memory.
 
     On sm_90 and later this also fences the async proxy. Before sm_90 there is no such proxy, and the barrier

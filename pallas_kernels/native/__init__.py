@@ -68,11 +68,11 @@ def _load() -> ctypes.CDLL | str:
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
-        return f"its library does not load ({error}); {INSTALL_HINT}"
+        return f"its library can't be loaded ({error}); {INSTALL_HINT}"
     # Handlers compiled from other sources may take other arguments. Calling them could give wrong results or
     # crash.
     if (now := digest(path.parent)) is not None and now != _compiled_from(loaded):
-        what = "its library was compiled from other sources than those beside it"
+        what = "its library is out of date because the C++ sources have changed since it was compiled"
         return f"{what}; install jax-paged again (in a clone: make setup)"
     return loaded
 

@@ -19,34 +19,37 @@ from jaxtyping import Array, Float, UInt8
 
 from jax_paged.pallas_kernels import native
 
-Products = Literal["auto", "onednn", "xla"]
+MatmulBackend = Literal["auto", "onednn", "xla"]
 
 # The package that the extra `onednn` installs, and the file name of the library in any package. The file name
 # contains the version of the interface.
 PACKAGE, LIBRARY = "onednn-cpu-gomp", "libdnnl.so.3"
 
 
-def resolve_products(products: str, dtype: jnp.dtype, *, name: str = "products") -> Literal["onednn", "xla"]:
+def resolve_matmul_backend(
+    matmul_backend: str, dtype: jnp.dtype, *, name: str = "matmul_backend"
+) -> Literal["onednn", "xla"]:
     """Returns the library that multiplies matrices on this machine.
 
     Args:
-        products: "onednn", "xla", or "auto". "auto" means oneDNN on a CPU if it can be used, otherwise XLA.
+        matmul_backend: "onednn", "xla", or "auto". "auto" means oneDNN on a CPU if it can be used, otherwise
+            XLA.
         dtype: Dtype of weights and activations.
         name: Name of the caller's argument, for error messages.
 
     Raises:
         ValueError: If the value is unknown, or is "onednn" and oneDNN cannot be used.
     """
-    if products not in get_args(Products):
+    if matmul_backend not in get_args(MatmulBackend):
         raise ValueError(
-            f"`{name}` must be one of {', '.join(map(repr, get_args(Products)))}, got {products!r}"
+            f"`{name}` must be one of {', '.join(map(repr, get_args(MatmulBackend)))}, got {matmul_backend!r}"
         )
-    if products == "xla":
+    if matmul_backend == "xla":
         return "xla"
     reason = problem(dtype)
     if reason is None:
         return "onednn"
-    if products == "onednn":
+    if matmul_backend == "onednn":
         raise ValueError(
             f"`{name}` must be 'auto' or 'xla' because oneDNN can't be used ({reason}), got 'onednn'"
         )
@@ -60,14 +63,14 @@ def problem(dtype: jnp.dtype) -> str | None:
     """
     platform = jax.devices()[0].platform
     if platform != "cpu":
-        return f"it multiplies on a CPU, and the device is a {platform}"
+        return f"it needs a CPU, and the device is a {platform}"
     if not native.is_built():
         return f"the native backend can't be used: {native.problem()}"
     reason = _load()
     if reason is not None:
         return reason
     if not _packed_bytes(1, 1, dtype):
-        return f"it has no packed products of {dtype} for this processor"
+        return f"it does not support packed weights of {dtype} on this processor"
     return None
 
 
@@ -88,7 +91,7 @@ def pack(
     """
     reason = problem(kernel.dtype)
     if reason is not None:
-        raise ValueError(f"kernel can't be packed: {reason}")
+        raise ValueError(f"the weights can't be packed for oneDNN: {reason}")
     rows, columns = kernel.shape[::-1] if transposed else kernel.shape
     return _pack(kernel, transposed, _packed_bytes(rows, columns, kernel.dtype))
 
@@ -157,7 +160,7 @@ def _load() -> str | None:
     reason = load(path.encode())
     if reason is None:
         return None
-    return f"{path} can't be used ({reason.decode()}): pip install 'jax-paged[onednn]'"
+    return f"{path} can't be loaded ({reason.decode()}); run pip install 'jax-paged[onednn]'"
 
 
 def _find() -> str:

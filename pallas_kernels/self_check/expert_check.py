@@ -16,7 +16,7 @@ _ROUND_S, _MAX_CALLS = 0.05, 40
 
 
 @dataclasses.dataclass(frozen=True)
-class Experts:
+class ExpertShape:
     """Shape of a grouped_matmul in a model.
 
     Args:
@@ -43,7 +43,7 @@ class Experts:
 
 
 def batches(
-    experts: tuple[Experts, ...], dtype: str, *, is_timed: bool
+    experts: tuple[ExpertShape, ...], dtype: str, *, is_timed: bool
 ) -> Iterator[tuple[str, tuple[Array, ...]]]:
     """Yields a name and arguments of grouped_matmul for each shape and number of tokens.
 
@@ -73,7 +73,7 @@ def batches(
             yield name, (rows, values, jnp.asarray(sizes, jnp.int32))
 
 
-class Timed:
+class Timer:
     """Measures the time of some work on a device.
 
     Args:
@@ -95,7 +95,7 @@ class Timed:
         return (time.perf_counter() - start) / (self.calls * self._num_per_call)
 
 
-def timed_products(kernels: Any, case: Any) -> Timed:
+def timed_products(kernels: Any, case: Any) -> Timer:
     """Returns a timer for the grouped_matmul of a case with these kernels."""
     run = jax.jit(kernels.grouped_matmul)
-    return Timed(lambda: run(*case.args))
+    return Timer(lambda: run(*case.args))

@@ -5,7 +5,7 @@ worker/loading/kernel_check.py starts the process and derives a verdict from the
 file, one JSON object per line:
 
     {"begin": case}                              the candidate starts to run; null: it has returned
-    {"row": {"case", "what", "value", "limit"}}  "error": error and bound; "us": time and rival's time
+    {"row": {"case", "what", "value", "limit"}}  "error": error and bound; "us": time and baseline's time
     {"end": outcome, "reason": text}             "done", "unsupported", "crashed" or "not run"
 """
 
@@ -34,12 +34,12 @@ from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul, implementati
 from jax_paged.pallas_kernels.jax_settings import apply_to_process
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, tiles_of
 from jax_paged.pallas_kernels.self_check import expert_check
-from jax_paged.pallas_kernels.self_check.expert_check import Experts, Timed
+from jax_paged.pallas_kernels.self_check.expert_check import ExpertShape, Timer
 
 OPS = ("write_kv", "copy_blocks", "paged_decode", "ragged_attention")
 # The longest context in a batch of decodes, so that an item of the work list has many blocks, and the longest
 # context in a batch with prefill chunks (tokens).
-LONGEST, LONGEST_OF_PROMPTS = 4096, 700
+LONGEST, LONGEST_MIXED = 4096, 700
 # Sizes of the timed batches: a decode step with contexts of very different lengths, and a prefill chunk
 # beside decodes.
 TIMED_LEN, TIMED_SEQS, TIMED_CHUNK = 2048, 32, 512
@@ -97,13 +97,13 @@ class Suite:
     dtype: str
     max_len: int
     kv_cache_dtype: str = "auto"
-    experts: tuple[Experts, ...] = ()
+    experts: tuple[ExpertShape, ...] = ()
     value_dim: int | None = None
 
     @classmethod
     def of_values(cls, values: dict[str, Any]) -> "Suite":
         """Returns a suite from the output of dataclasses.asdict."""
-        kinds = {"variants": Variant, "experts": Experts}
+        kinds = {"variants": Variant, "experts": ExpertShape}
         made: dict[str, Any] = {k: tuple(kind(**v) for v in values[k]) for k, kind in kinds.items()}
         return cls(**values | made)
 
@@ -221,7 +221,7 @@ def attention_cases(suite: Suite, *, is_timed: bool) -> Iterator[Case]:
     else:
         decodes = [longest, 1, size - 1, size, 0, size + 1, 3 * size + 5, longest // 2 + 1, longest - 1]
         # A chunk, a whole prompt, two decodes, an empty sequence, and a small chunk.
-        mixed = [(300, 200), (40, 40), (LONGEST_OF_PROMPTS, 1), (1, 1), (0, 0), (129, 17)]
+        mixed = [(300, 200), (40, 40), (LONGEST_MIXED, 1), (1, 1), (0, 0), (129, 17)]
     for op, pairs in (("paged_decode", [(n, 1) for n in decodes]), ("ragged_attention", mixed)):
         pairs = [(min(n, longest), min(n, m, longest) if op == "ragged_attention" else 1) for n, m in pairs]
         for variant in suite.variants:
@@ -294,7 +294,7 @@ def error_of(got: Array, want: Array, *, is_move: bool) -> float:
     return float(np.max(np.nan_to_num(share, nan=math.inf, posinf=math.inf)))
 
 
-def timed_layer(kernels: Any, case: Case) -> Timed:
+def timed_layer(kernels: Any, case: Case) -> Timer:
     """Returns a timer for write_kv and attention, alternating several times in one program.
 
     The program is similar to consecutive layers of a model.
@@ -320,27 +320,27 @@ def timed_layer(kernels: Any, case: Case) -> Timed:
         pool, out = run(pool, *arguments)
         return out
 
-    return Timed(call, _STEPS)
+    return Timer(call, _STEPS)
 
 
-class _Ended(Exception):
+class _CheckEnded(Exception):
     """Raised to end the check; its arguments are (outcome, reason)."""
 
 
-def _in_a_line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]], None]) -> None:
+def run(suite: Suite, candidate: str, baseline: str, note: Callable[[dict[str, Any]], None]) -> None:
     """Checks the results of the candidate's operations and, if all are correct, compares their speed.
 
     Args:
         suite: The shapes.
         candidate: Backend to check, or a module with the operations.
-        rival: Backend to compare the speed with.
+        baseline: Backend to compare the speed with.
         note: Receives the events described in the module docstring, except the last.
     """
-    other = kernels_of(rival)
+    other = kernels_of(baseline)
     cases = [*move_cases(suite), *attention_cases(suite, is_timed=False)]
 
     def attempt[T](case: Case, call: Callable[..., T], *args: Any) -> T:
@@ -350,13 +350,13 @@ def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]
         except Exception as error:
             # A lack of memory is not the fault of the kernels: other processes may use it.
             outcome = "not run" if "RESOURCE_EXHAUSTED" in str(error) else "crashed"
-            raise _Ended(outcome, f"{case.name}: {_in_a_line(error)}") from error
+            raise _CheckEnded(outcome, f"{case.name}: {_first_line(error)}") from error
         note({"begin": None})
         return result
 
     try:
         ours = kernels_of(candidate)
-        # grouped_matmul is not checked if the backend uses the loop in plain JAX, as the rival does.
+        # grouped_matmul is not checked if the backend uses the loop in plain JAX, as the baseline does.
         has_loop = candidate in get_args(ops.Implementation) and implementation_of(candidate) == "loop"
         experts = () if has_loop else suite.experts
         calls = [jax.jit(functools.partial(getattr(ours, case.op), **case.options)) for case in cases]
@@ -366,7 +366,7 @@ def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]
         for one in experts:
             jax.eval_shape(ours.grouped_matmul, *one.shapes(1, suite.dtype))
     except ValueError as error:
-        raise _Ended("unsupported", str(error)) from error
+        raise _CheckEnded("unsupported", str(error)) from error
 
     def products(*, is_timed: bool) -> Iterator[Case]:
         for name, args in expert_check.batches(experts, suite.dtype, is_timed=is_timed):
@@ -389,15 +389,15 @@ def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]
             name, timed = case.name, expert_check.timed_products
         theirs, mine = timed(other, case), attempt(case, timed, ours, case)
         times = [(attempt(case, mine.seconds), theirs.seconds()) for _ in range(_ROUNDS)]
-        best, rivals = (min(column) * 1e6 for column in zip(*times, strict=True))
-        note({"row": {"case": name, "what": "us", "value": best, "limit": rivals}})
+        best, baseline_us = (min(column) * 1e6 for column in zip(*times, strict=True))
+        note({"row": {"case": name, "what": "us", "value": best, "limit": baseline_us}})
 
 
 def main(task: dict[str, Any]) -> None:
     """Runs a check in a process that does nothing else, and writes its events to a file.
 
     Args:
-        task: A dict with "suite", "candidate" and "rival" (the arguments of `run`), "events" (path of the
+        task: A dict with "suite", "candidate" and "baseline" (the arguments of `run`), "events" (path of the
             file), "platforms" and "device_kind" (the JAX platforms and the kind of the device that are
             expected), and "limit_s" (time after which the parent kills this process, in seconds).
     """
@@ -417,9 +417,11 @@ def main(task: dict[str, Any]) -> None:
         end = "done", ""
         try:
             if (kind := jax.devices()[0].device_kind) != task["device_kind"]:
-                raise _Ended("not run", f"the device is {kind} and not {task['device_kind']}")
-            run(Suite.of_values(task["suite"]), task["candidate"], task["rival"], note)
+                raise _CheckEnded(
+                    "not run", f"the device of the check is {kind}, but the engine uses {task['device_kind']}"
+                )
+            run(Suite.of_values(task["suite"]), task["candidate"], task["baseline"], note)
         except Exception as error:
-            end = error.args if isinstance(error, _Ended) else ("not run", _in_a_line(error))
+            end = error.args if isinstance(error, _CheckEnded) else ("not run", _first_line(error))
             traceback.print_exc()
         note({"end": end[0], "reason": end[1]})
