@@ -260,7 +260,10 @@ def measured(steps: dict[str, Step], x: Any, num_bytes: float, amount: float, un
 
 
 def skewed(backends: list[str], is_tiny: bool) -> Report:
-    """Compares decode of one long and many short sequences with equally long ones, with as many tokens."""
+    """Compares decode of one long and many short sequences with decode of equally long sequences.
+
+    The number of tokens is the same in both cases, except for rounding.
+    """
     batch, total = (3, 90) if is_tiny else (32, 32 * 8192)
     long = total // 2
     lens = [long] + [(total - long) // (batch - 1)] * (batch - 1)

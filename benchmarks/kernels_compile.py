@@ -6,8 +6,9 @@
     ... ARGS=--accept                                   writes the reference for later runs
 
 XLA and ptxas do the same work as on a machine with a GPU, except autotuning. Nothing is run, so no times of
-kernels are measured. Each check runs in a new process, because the compiler may abort. The exit status is 1
-if
+kernels are measured. Each check runs in a new process, because the compiler may abort.
+
+The exit status is 1 if
 
 - a kernel does not compile, spills registers, or lacks the instructions that it should contain,
 - ptxas serializes the wgmma instructions of a kernel,

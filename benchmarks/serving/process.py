@@ -153,7 +153,10 @@ class Turn:
         self._since = 0.0
 
     def begin(self) -> None:
-        """Acquires the lock. After 30 seconds, the lock is released first, so that others can get it."""
+        """Acquires the lock, unless it is already held.
+
+        If it has been held for 30 seconds, it is released and acquired again, so that others can get it.
+        """
         if not self._command or (self._holder and time.monotonic() - self._since < 30):
             return
         self.end()
