@@ -72,12 +72,7 @@ def _compressed(read: ConfigReader) -> WeightFormat:
         blocks.add(_block(own, "block_structure") if strategy == "block" else None)
         for end in ("output_activations",):
             read.check(not held.get(end), end, held.get(end), "null")
-    read.check(
-        len(blocks) < 2,
-        "config_groups",
-        groups,
-        "groups that all have the same block structure, or all have none",
-    )
+    read.check(len(blocks) < 2, "config_groups", groups, "groups with the same block structure")
     return CompressedFormat(next(iter(blocks), None))
 
 
