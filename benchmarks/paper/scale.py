@@ -42,7 +42,7 @@ class Timed(Scheduler):
 def replicas(num_replicas: int, first: int, last: int, per_replica: int) -> dict[str, Any]:
     """Simulates some of the replicas that share RATE requests per second (Alpaca lengths, OPT-13B).
 
-    A balancer in front of the replicas gives each an equal share, so each replica has its own Poisson arrivals.
+    A balancer gives each replica an equal share, so each replica has its own Poisson arrivals.
 
     Args:
         num_replicas: Number of replicas that share the rate.
