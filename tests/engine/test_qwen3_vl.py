@@ -179,12 +179,12 @@ def test_placeholders_and_positions_equal_transformers(folder: Path) -> None:
     reader, tokenizer = reader_of(folder)
     for case in cases_of(folder):
         pictures = [drawn(*p) for p in case["pictures"]]
-        token_ids, stand_ins = reader.read(tokenizer.encode(case["text"]), {"image": pictures})
+        token_ids, placeholder_data = reader.read(tokenizer.encode(case["text"]), {"image": pictures})
         assert token_ids == case["prompt_token_ids"]
-        covered = [i for s in stand_ins for i in range(s.start, s.stop)]
+        covered = [i for s in placeholder_data for i in range(s.start, s.stop)]
         assert covered == [i for i, token in enumerate(token_ids) if token == spec_of(folder).token_id]
-        if stand_ins:
-            known, offset = mrope_positions(stand_ins)
+        if placeholder_data:
+            known, offset = mrope_positions(placeholder_data)
             behind = np.arange(known.shape[1], len(case["positions"][0])) + offset
             positions = np.concatenate([known, np.tile(behind, (3, 1))], axis=1)
             assert positions.tolist() == case["positions"]
@@ -481,7 +481,9 @@ def test_arguments_of_another_processor() -> None:
         ValueError, match="must be a dict with some of the keys min_pixels, max_pixels for this model"
     ):
         ImageSettings.of(args, spec_of(FOLDER))
-    with pytest.raises(ValueError, match=r"`mm_processor_kwargs` must be None because Llama\w* reads no im"):
+    with pytest.raises(
+        ValueError, match=r"`mm_processor_kwargs` must be None because Llama\w* does not accept im"
+    ):
         LLMEngine(EngineArgs("pagelet", mm_processor_kwargs={"max_pixels": 512}))
 
 
