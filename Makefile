@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup serve test test-all test-slow test-browser test-server test-ray lint format bench bench-peers bench-server paper gpu-check \
+.PHONY: setup serve test test-all test-slow test-browser test-server test-ray lint format bench bench-peers bench-server paper options gpu-check \
 	kernels-compile devices-compile devices-check kernels-emulate native-sanitize clean
 
 setup: $(READY)
@@ -101,6 +101,10 @@ $(PEERS)/openvino/.ready:
 # benchmarks/results/paper/ is not run again.
 paper: setup
 	PYTHONPATH=benchmarks $(BIN)/python -m paper --all $(ARGS)
+
+# Writes docs/server-options.md from the options in the code.
+options: setup
+	$(BIN)/python docs/options.py
 
 # A GPU machine may have its own environment: make gpu-check PYTHON=python3
 gpu-check:

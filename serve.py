@@ -1,4 +1,4 @@
-"""Serves a model with the OpenAI API, as the command `jax-paged` does; see `python serve.py --help`."""
+"""Starts the OpenAI-compatible server, like the command `jax-paged`; see `python serve.py --help`."""
 
 from jax_paged.server.launch.cli import main
 

@@ -1,6 +1,7 @@
-"""What pyproject.toml can't say of the build: the native CPU backend, and the compiler for it.
+"""Build of the native CPU backend; everything else of the build is configured in pyproject.toml.
 
-It is optional: if its build fails, the package installs without it, and the ops run in XLA.
+The native backend is an optional C++ extension. If its build fails, the package installs without it and the
+operations run in XLA.
 """
 
 import os
@@ -18,12 +19,12 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = "jax_paged/pallas_kernels/native"
 
-# What jax.ffi.include_dir() returns.
+# Equal to jax.ffi.include_dir(), without importing jax.
 HEADERS = Path(jaxlib.__file__).parent / "include"
 
-# Where no compiler is installed, pip brings Zig for the time of the build, which has Clang and the C++
-# library in it. A target that is named keeps to the instructions that all processors of its kind have; the
-# rest brings decode attention from 0.7 to 0.8 up to 0.8 to 1 times the speed of GCC's.
+# Zig contains Clang and a C++ library, and pip can install it for the duration of the build. A fixed target
+# restricts the code to instructions that all x86-64 processors have. The tuning options speed up decode
+# attention from 0.7-0.8 to 0.8-1 times the speed of a GCC build.
 ZIG = (
     *(sys.executable, "-m", "ziglang", "c++", "-target", "x86_64-linux-gnu.2.27", "-fPIC", "-DNDEBUG"),
     *("-mtune=sapphirerapids", "-fomit-frame-pointer"),
@@ -31,17 +32,17 @@ ZIG = (
 
 
 def needs_zig() -> bool:
-    """Returns whether there is no C++ compiler, and Zig can take its place."""
+    """Returns True if no C++ compiler is installed and Zig supports this platform."""
     compiler = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++"
     is_installed = any(shutil.which(name) for name in (compiler.split()[0], "c++", "g++", "clang++"))
     return not is_installed and sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 class BuildNative(build_ext):
-    """Builds with the machine's compiler, or else with Zig."""
+    """Build command that uses the machine's C++ compiler, or Zig if there is none."""
 
     def build_extensions(self) -> None:
-        """Compiles and links the library."""
+        """Compiles and links the extension."""
         if needs_zig():
             zig, link = list(ZIG), [*ZIG, "-shared", "-s"]
             self.compiler.set_executables(
@@ -59,12 +60,13 @@ class BuildNative(build_ext):
 
 sources = runpy.run_path(f"{FOLDER}/sources.py")
 native = Extension(
-    # A plain shared library, which native/__init__.py loads; it has no functions of Python's.
+    # A plain shared library without Python functions. native/__init__.py loads it.
     "jax_paged.pallas_kernels.native._library",
     sources=sorted(glob(f"{FOLDER}/*.cc")),
     depends=sorted(glob(f"{FOLDER}/*.h")),
-    # The instructions of newer processors are chosen when the library runs: no -march here. Vectors are only
-    # passed between functions that are inlined (-Wno-psabi). Products and sums are fused, as GCC does anyway.
+    # No -march here: the library selects newer instructions at run time. -Wno-psabi: vectors are only passed
+    # between inlined functions, so the ABI warning does not apply. -ffp-contract=fast fuses multiply and add,
+    # which is GCC's default.
     extra_compile_args=[
         *("-std=c++17", "-O3", "-g0", "-Wno-psabi", "-ffp-contract=fast"),
         *("-isystem", str(HEADERS)),

@@ -7,7 +7,8 @@
 XLA does all that it does on a GPU machine but autotuning; nothing is run, and no time is known. The exit
 status is not 0 if a step has other collectives than two sums per layer, one for the embeddings and one
 gathering of the logits, if it gathers or copies an array of the pool, or if its temporaries are more than 10%
-above those of the step of one device. The table of all checks goes to docs/several-devices.md.
+above those of the step of one device. The table of all checks goes to
+benchmarks/results/devices-compile.md.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-DOC = ROOT / "docs" / "several-devices.md"
+DOC = ROOT / "benchmarks" / "results" / "devices-compile.md"
 BEGIN, END = "<!-- devices-compile: begin -->", "<!-- devices-compile: end -->"
 MARK = "RESULT "
 NUM_BLOCKS = 4096

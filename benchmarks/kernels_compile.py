@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DOC = ROOT / "docs" / "kernels.md"
+DOC = ROOT / "benchmarks" / "results" / "kernels-compile.md"
 ACCEPTED = ROOT / "benchmarks" / "results" / "kernel-loops.json"
 COUNTS = ("instructions", "barriers", "waits", "memory", "tensor", "cycles")
 MAX_RATIO = 1.05
@@ -373,7 +373,7 @@ def problems(check: Check, found: dict[str, Any]) -> list[str]:
 
 
 def table(results: list[tuple[Check, dict[str, Any]]]) -> str:
-    """Returns the tables of docs/kernels.md."""
+    """Returns the tables of results/kernels-compile.md."""
     lines = [
         "| op | GPU | heads | head_dim | page | | kernel | registers | spills | shared memory | has |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -478,7 +478,7 @@ def main() -> int:
     parser.add_argument(
         "--accept", action="store_true", help="write results/kernel-loops.json, compare nothing"
     )
-    parser.add_argument("--dry", action="store_true", help="don't write docs/kernels.md")
+    parser.add_argument("--dry", action="store_true", help="don't write results/kernels-compile.md")
     parser.add_argument("--jobs", type=int, default=2, help="checks at a time (default 2)")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--dump", type=Path, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""What smaller weights save and what they change, on the built-in model: the table of docs/quantization.md.
+"""Size and quality of the built-in model with quantized weights: benchmarks/results/quantization-*.md.
 
     python benchmarks/quantization.py [--out FILE] [--texts N]
     python benchmarks/quantization.py --products
@@ -33,7 +33,7 @@ from serving.report import processor
 from transformers import AutoTokenizer
 
 from jax_paged.models.pagelet.evaluate import FOLDER
-from jax_paged.models.quantization.quantized_linear import Parts, dense, multiply, quantize
+from jax_paged.models.quantization.quantized_linear import QuantizedArrays, dense, multiply, quantize
 from jax_paged.pallas_kernels.native import products
 
 ROOT = Path(__file__).parents[1]
@@ -161,7 +161,9 @@ def times() -> str:
     ]
     kernel = jax.random.normal(jax.random.key(0), SHAPE)
     byte = quantize(kernel, "int8")
-    four = Parts(jnp.zeros((SHAPE[0] // 2, SHAPE[1]), jnp.uint8), jnp.ones((SHAPE[0] // 128, SHAPE[1])))
+    four = QuantizedArrays(
+        jnp.zeros((SHAPE[0] // 2, SHAPE[1]), jnp.uint8), jnp.ones((SHAPE[0] // 128, SHAPE[1]))
+    )
     four = four._replace(zeros=jnp.full(four.scales.shape, 8, jnp.uint8))
     assert dense(four, 128, "float32").shape == SHAPE
     for dtype in (jnp.float32, jnp.bfloat16):

@@ -1,4 +1,14 @@
-"""PagedAttention and the serving engine around it, for JAX."""
+"""vLLM's PagedAttention engine for JAX.
+
+The public API has vLLM's names. `LLM` runs lists of prompts in a script or notebook, `LLMEngine` runs
+requests step by step, and `AsyncLLMEngine` streams outputs in an event loop. Names are imported on first use.
+
+Example:
+    >>> from jax_paged import LLM, SamplingParams
+    >>> with LLM() as llm:  # the built-in model
+    ...     outputs = llm.generate("A block table is", SamplingParams(max_tokens=8))
+    >>> print(outputs[0].outputs[0].text)
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -104,14 +114,14 @@ _MODULES = {
     "paged_inputs": "models.paged_inputs",
 }
 
-# vLLM's names for what is not built: the message of an ImportError reaches whoever imports one.
+# vLLM names that are not supported. Importing one raises an ImportError with the reason.
 _NOT_BUILT = {
     "ModelRegistry": "models outside the project",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Names are imported on first use, so that importing a kernel doesn't load the engine.
+    # Names are imported on first use, so that importing only a kernel does not load the engine.
     if name in _NOT_BUILT:
         raise ImportError(f"jax_paged has no {name}: {_NOT_BUILT[name]} are not supported")
     if name not in _MODULES:

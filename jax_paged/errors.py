@@ -1,4 +1,7 @@
-"""Errors about arguments, and the checks that raise them: "`name` must be <allowed>, got <value>"."""
+"""Errors about arguments, and the checks that raise them.
+
+All messages have the form "`name` must be <allowed>, got <value>".
+"""
 
 import functools
 import math
@@ -12,14 +15,17 @@ from jax_paged.arguments.suggestions import suggestion
 
 
 class ArgumentError(ValueError):
-    """An argument with a value that is not allowed: "`name` must be <allowed>, got <value>".
+    """Error about an argument whose value is not allowed.
+
+    The message is "`name` must be <allowed>, got <value>".
 
     Args:
         name: Path of the argument, such as `stop` or `messages[1].content`.
-        value: The value; the message shows a shortened `repr` of it.
+        value: The value; the message shows its `repr`, shortened if it is long.
         allowed: The allowed values as a phrase that follows "must be", such as "an integer in [0, 5]".
-        aspect: What about the argument is wrong if not its value itself, such as "the length of".
-        remedy: What to do about it: text that is appended to the message, with its separator.
+        aspect: The property of the argument that is wrong, such as "the length of"; "" if it is the value
+            itself.
+        remedy: Text appended to the message, including its separator, that says how to fix the problem.
     """
 
     def __init__(self, name: str, value: Any, allowed: str, *, aspect: str = "", remedy: str = "") -> None:
@@ -33,7 +39,10 @@ class ArgumentError(ValueError):
         return f"{subject} must be {self.allowed}, got {shown(self.value)}{self.remedy}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Returns how to copy the error; a value that can't be pickled, such as a lambda, becomes text."""
+        """Returns the values from which pickle and copy restore the error.
+
+        A value that can't be pickled, such as a lambda, is replaced by its shortened `repr`.
+        """
         value = self.value
         try:
             pickle.dumps(value)
@@ -44,13 +53,13 @@ class ArgumentError(ValueError):
 
 
 class TooLongError(ArgumentError):
-    """A prompt that does not fit into max_model_len, alone or together with the requested output.
+    """Error for a prompt that exceeds max_model_len, alone or together with the requested output.
 
     Args:
-        num_tokens: The number of tokens; text if only its lower bound is known.
-        max_model_len: The maximum number of tokens of a prompt and its output.
-        num_reserved: Number of tokens that the output needs.
-        aspect: What of the prompt is counted.
+        num_tokens: Number of tokens of the prompt; a Text if only a lower bound is known.
+        max_model_len: Maximum number of tokens of a prompt and its output together.
+        num_reserved: Number of tokens reserved for the output.
+        aspect: The property of the prompt that is counted.
     """
 
     def __init__(
@@ -66,12 +75,12 @@ class TooLongError(ArgumentError):
         self.max_model_len, self.num_reserved = max_model_len, num_reserved
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Returns how to copy the error."""
+        """Returns the values from which pickle and copy restore the error."""
         return TooLongError, (self.value, self.max_model_len, self.num_reserved, self.aspect)
 
 
 class ArgumentErrors(ValueError):
-    """Several errors about arguments, whose messages are one per line.
+    """Several errors about arguments; the message has one line per error.
 
     Args:
         errors: The errors, at least one.
@@ -87,14 +96,18 @@ class ArgumentErrors(ValueError):
 
 
 def first_argument_error(error: ValueError) -> ArgumentError | None:
-    """Returns the error if it is about an argument, or the first of several such; None if there is none."""
+    """Returns `error` if it is an ArgumentError, or the first one that it contains; None if there is none.
+
+    Args:
+        error: An ArgumentError, ArgumentErrors (searched recursively), or another ValueError.
+    """
     if isinstance(error, ArgumentErrors):
         return next(filter(None, map(first_argument_error, error.errors)), None)
     return error if isinstance(error, ArgumentError) else None
 
 
 def check(ok: bool, name: str, value: Any, allowed: str, *, aspect: str = "", remedy: str = "") -> None:
-    """Raises ArgumentError, which has the same arguments, unless `ok`."""
+    """Raises ArgumentError with the given arguments if `ok` is False."""
     if not ok:
         raise ArgumentError(name, value, allowed, aspect=aspect, remedy=remedy)
 
@@ -102,17 +115,17 @@ def check(ok: bool, name: str, value: Any, allowed: str, *, aspect: str = "", re
 def check_choice(
     name: str, value: Any, choices: tuple[Any, ...], *, condition: str = "", aspect: str = ""
 ) -> Any:
-    """Returns a value in plain Python.
+    """Checks that a value is one of the choices, and returns it as a plain Python value.
 
     Args:
         name: Path of the argument.
         value: The value.
-        choices: The allowed values.
-        condition: When or why only these are allowed, for the message.
-        aspect: What about the argument is checked if not its value itself.
+        choices: The allowed values. The type must match too: True does not match 1.
+        condition: Text for the message that says when or why only these values are allowed.
+        aspect: The property of the argument that is checked; "" if it is the value itself.
 
     Raises:
-        ArgumentError: If the value is not one of `choices` (and of the same type: True is not 1).
+        ArgumentError: If the value is not one of `choices`.
     """
     given, value = value, plain(value)
     ok = any(type(value) is type(c) and value == c for c in choices)
@@ -125,18 +138,18 @@ def check_choice(
 def check_int(
     name: str, value: Any, low: int, high: int | None = None, *, condition: str = "", aspect: str = ""
 ) -> int:
-    """Returns an integer of any library as a Python int.
+    """Checks the range of an integer, and returns it as a Python int.
 
     Args:
         name: Path of the argument.
-        value: The value.
+        value: The value: a Python int, or an integer of NumPy or JAX. A bool is not accepted.
         low: The lowest allowed value.
         high: The highest allowed value; None if there is no limit.
-        condition: When or why only these are allowed, for the message.
-        aspect: What about the argument is checked if not its value itself.
+        condition: Text for the message that says when or why only these values are allowed.
+        aspect: The property of the argument that is checked; "" if it is the value itself.
 
     Raises:
-        ArgumentError: If the value is not an integer (a bool is not one) in [low, high].
+        ArgumentError: If the value is not an integer in [low, high].
     """
     given, value = value, plain(value)
     ok = type(value) is int and value >= low and (high is None or value <= high)
@@ -147,14 +160,21 @@ def check_int(
 
 
 def check_number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> float:
-    """Returns a real number of any library as a Python int or float.
+    """Checks the range of a real number, and returns it as a Python int or float.
+
+    Args:
+        name: Path of the argument.
+        value: The value: a Python number, or one of NumPy or JAX. A bool is not accepted.
+        low: The lower limit.
+        high: The highest allowed value; infinity for no limit.
+        low_open: Whether `low` itself is excluded.
 
     Raises:
-        ArgumentError: If the value is not a finite number in [low, high], or (low, high] if `low_open`.
+        ArgumentError: If the value is not a finite number in [low, high], or in (low, high] with `low_open`.
     """
     given, value = value, plain(value)
     ok = type(value) in (int, float)
-    # NaN fails every comparison; math.isfinite would overflow on a huge int.
+    # NaN fails every comparison. math.isfinite is not used because it overflows for huge ints.
     ok = ok and (value > low if low_open else value >= low) and value <= high and value != math.inf
     if not ok:
         raise ArgumentError(name, given, f"a finite number in {'(' if low_open else '['}{low}, {high}]")
@@ -162,13 +182,19 @@ def check_number(name: str, value: Any, low: float, high: float, *, low_open: bo
 
 
 class Problems:
-    """Collects the errors of several checks, so that a user sees every problem at once."""
+    """Collector for the errors of several checks, so that one exception reports all of them."""
 
     def __init__(self) -> None:
         self._found: list[ValueError] = []
 
     def note[T](self, check: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """Calls a check and returns its result; None if it raises ValueError, which is kept."""
+        """Calls a check and returns its result, or stores its ValueError and returns None.
+
+        Args:
+            check: The function to call.
+            *args: Its positional arguments.
+            **kwargs: Its keyword arguments.
+        """
         try:
             return check(*args, **kwargs)
         except ValueError as error:
@@ -176,7 +202,11 @@ class Problems:
             return None
 
     def raise_if_any(self) -> None:
-        """Raises the error of the only failed check, or ArgumentErrors with those of all."""
+        """Raises the stored errors, if there are any.
+
+        Raises:
+            ValueError: The stored error if there is exactly one; ArgumentErrors if there are several.
+        """
         if len(self._found) == 1:
             raise self._found[0]
         if self._found:

@@ -1,4 +1,4 @@
-"""LLM: prompts in, outputs out, for notebooks and scripts."""
+"""LLM, the class for running lists of prompts in notebooks and scripts."""
 
 import functools
 import inspect
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from jax_paged.engine.features.snapshot import EngineState
-    from jax_paged.models.attention import Attend
+    from jax_paged.models.attention import CustomAttention
     from jax_paged.models.causal_lm import LanguageModel
     from jax_paged.models.features.hooks import Hook
     from jax_paged.models.weights import LoadedModel
@@ -40,18 +40,21 @@ if TYPE_CHECKING:
     from jax_paged.worker.features.user_functions.logits_processors import LogitsProcessor
     from jax_paged.worker.sampling.sampler import Sampler
 
-# Decode steps in one: whoever waits for whole outputs minds neither tokens in bursts nor late newcomers.
-NUM_SCHEDULER_STEPS = 8
+# Default of num_scheduler_steps in LLM. Multi-step decoding delivers tokens in groups and makes new requests
+# wait, which does not matter to a caller that waits for complete outputs.
+DEFAULT_NUM_SCHEDULER_STEPS = 8
 
 
-def _of_the_only_engine[**P, T](
+def _single_engine_method[**P, T](
     method: Callable[Concatenate[LLMEngine, P], T], what: str
 ) -> Callable[Concatenate["LLM", P], T]:
-    """Returns a method of LLM that calls a method of its engine.
+    """Returns a method of LLM that calls a method of its only engine.
+
+    The method raises ValueError if the LLM has several engines.
 
     Args:
-        method: The method of LLMEngine; its signature and its documentation are those of the result.
-        what: What it does, for the error that is raised if there are several engines.
+        method: The method of LLMEngine. The result has the same signature and docstring.
+        what: The action as a phrase for the error message, such as "sleep".
     """
 
     @functools.wraps(method)
@@ -63,27 +66,43 @@ def _of_the_only_engine[**P, T](
 
 
 class LLM(PoolingMethods):
-    """A model with its engine, or several; `close` it, or use it in a `with` block, to free the memory.
+    """A model and its engine, for running lists of prompts.
 
-    Any thread may call any method: a call waits until those of other threads have returned.
+    With data_parallel_size or pipeline_parallel_size above 1 there are several engines, and each list of
+    prompts is distributed among them. Methods that act on a single engine, such as `sleep`, then raise
+    an error.
+
+    Call `close`, or use the LLM in a `with` block, to free the memory of weights and KV cache. Any thread may
+    call any method; a call waits until calls from other threads have returned.
+
+    Example:
+        >>> from jax_paged import LLM, SamplingParams
+        >>> with LLM("pagelet", max_model_len=512) as llm:
+        ...     params = SamplingParams(temperature=0, max_tokens=16)
+        ...     for output in llm.generate(["A block table is", "import os"], params):
+        ...         print(output.outputs[0].text)
 
     Args:
-        model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
-        tokenizer: Folder or hub id of the tokenizer; None takes the model's own.
-        loaded: A model in memory to serve in place of the weights of `model`, such as one in training. They
-            stay the caller's; see from_module.
-        executor: As LLMEngine takes it; only without `loaded` and those of the next ones that change steps.
-        hooks: What requests may ask for by name, with SamplingParams.hook_args.
-        scheduler: One of your own, as LLMEngine takes it.
-        attend: Attention of your own, in JAX, in place of attention_backend: see models/attention.Attend.
-        sampler: A choice of tokens of your own, in JAX: see worker/sampler.Sampler.
-        logits_processors: What requests may ask for by name, with SamplingParams.extra_args.
-        **engine_args: The other fields of EngineArgs; num_scheduler_steps is 8 unless it is given, or
-            batch_invariant is True, or there is a pipeline. With pipeline_parallel_size or data_parallel_size
-            there are several engines, over which lists are spread; what concerns one alone is an error then.
+        model: "pagelet" (built in), a local folder in Hugging Face format, or a model id on the Hugging Face
+            Hub.
+        tokenizer: Local folder or Hub id of the tokenizer; None uses the model's own.
+        loaded: A model in memory to serve instead of the weights of `model`, such as a model in training. The
+            weights are shared with the caller; see `from_module`.
+        executor: A custom executor, as in LLMEngine. It can't be combined with `loaded`, `hooks`, `attend`,
+            `sampler` or `logits_processors`.
+        hooks: Hooks that read or change activations. A request selects them by name with
+            SamplingParams.hook_args.
+        scheduler: A custom scheduler, as in LLMEngine.
+        attend: A custom attention function in JAX, used instead of attention_backend; see
+            models/attention.CustomAttention.
+        sampler: A custom sampler in JAX; see worker/sampling/sampler.Sampler.
+        logits_processors: Functions that change logits. A request selects them by name with
+            SamplingParams.extra_args.
+        **engine_args: Further fields of EngineArgs. The default of num_scheduler_steps is 8, or 1 with
+            batch_invariant or pipeline_parallel_size above 1.
 
     Attributes:
-        llm_engine: The engine, or the first of several.
+        llm_engine: The engine, or the first of several engines.
 
     Raises:
         ValueError: If the model or a setting can't be used.
@@ -98,7 +117,7 @@ class LLM(PoolingMethods):
         executor: "Executor | None" = None,
         hooks: "Sequence[Hook]" = (),
         scheduler: composition.CustomScheduler | None = None,
-        attend: "Attend | None" = None,
+        attend: "CustomAttention | None" = None,
         sampler: "Sampler | None" = None,
         logits_processors: "Sequence[LogitsProcessor]" = (),
         **engine_args: Any,
@@ -107,15 +126,15 @@ class LLM(PoolingMethods):
             "LLM", engine_args, [*inspect.signature(LLM).parameters, *field_names(EngineArgs), *IGNORED]
         )
         is_single = engine_args.get("batch_invariant") or engine_args.get("pipeline_parallel_size", 1) != 1
-        num_steps = 1 if is_single else NUM_SCHEDULER_STEPS
+        num_steps = 1 if is_single else DEFAULT_NUM_SCHEDULER_STEPS
         engine_args = {"num_scheduler_steps": num_steps, **engine_args}
         args = EngineArgs(model=plain(model), tokenizer=plain(tokenizer), **engine_args)
         parts: dict[str, Any] = {"loaded": loaded, "attend": attend, "sampler": sampler}
         parts |= {"hooks": hooks or None, "logits_processors": logits_processors or None}
         custom_parts = {name: part for name, part in parts.items() if part is not None}
         if custom_parts:
-            own = "`loaded`, `hooks`, `attend`, `sampler` and `logits_processors`"
-            check(executor is None, "executor", executor, f"None if {own} are given")
+            allowed = "None with `loaded`, `hooks`, `attend`, `sampler` or `logits_processors`"
+            check(executor is None, "executor", executor, allowed)
         if executor is not None or loaded is not None:
             allowed = "1 with `executor` or `loaded`"
             check_single_engine(args, allowed)
@@ -125,19 +144,31 @@ class LLM(PoolingMethods):
 
     @classmethod
     def restore(cls, state: "EngineState | str | os.PathLike[str]", **changes: Any) -> Self:
-        """Makes an LLM that goes on where the engine of a state was; step its llm_engine.
+        """Creates an LLM from the saved state of an engine.
+
+        If the state contains unfinished requests, call `llm_engine.step()` to continue them.
+
+        Example:
+            >>> llm.llm_engine.state().save("saved-engine")
+            >>> llm = LLM.restore("saved-engine")
 
         Args:
-            state: What LLMEngine.state returned, or the folder that it was saved to.
-            **changes: Arguments in place of those of the state, such as `loaded` or another backend.
+            state: The result of LLMEngine.state, or the folder to which it was saved.
+            **changes: Arguments of LLM that replace those in the state, such as `loaded` or
+                attention_backend.
 
         Raises:
-            ValueError: If the state is of another version, or the model or the pool is another one.
+            ValueError: If the state has another version, or does not fit the model or the KV cache.
         """
         loaded = composition.EngineState.of(state)
         args = loaded.values["args"] | changes
         for name in ("data_parallel_size", "pipeline_parallel_size"):
-            check(args.get(name, 1) == 1, name, args.get(name), "1 to restore the state of one engine")
+            check(
+                args.get(name, 1) == 1,
+                name,
+                args.get(name),
+                "1 because a saved state belongs to a single engine",
+            )
         llm = cls(**args)
         try:
             llm.llm_engine.load_state(loaded)
@@ -148,16 +179,21 @@ class LLM(PoolingMethods):
 
     @classmethod
     def from_module(cls, module: "LanguageModel", tokenizer: str | None = None, **engine_args: Any) -> Self:
-        """Serves a Flax NNX model in memory, such as one in training; its weights are shared, not copied.
+        """Creates an LLM for a Flax NNX model in memory, such as a model in training.
 
-        When the module gets other weights, the next request or step is an error until they are handed over
-        by `update_weights`.
+        The weights are shared with the module, not copied. If the module's weights are replaced, the next
+        request or step raises an error until `update_weights` passes the new weights to the engine.
+
+        Example:
+            >>> llm = LLM.from_module(model, tokenizer="path/to/tokenizer")
+            >>> llm.update_weights(model)  # after each training step
 
         Args:
-            module: One of the families of models/.
-            tokenizer: Folder or hub id of the tokenizer; generation_config.json in a folder names end tokens
-                and sampling defaults. None for token ids only.
-            **engine_args: As LLM takes them.
+            module: A model of one of the families in models/.
+            tokenizer: Local folder or Hub id of the tokenizer. A generation_config.json in the folder sets
+                the end tokens and the default sampling parameters. None means that prompts are token ids
+                only.
+            **engine_args: Other arguments of LLM.
 
         Raises:
             ValueError: If the model or a setting can't be used.
@@ -165,12 +201,12 @@ class LLM(PoolingMethods):
         engine_args = {"skip_tokenizer_init": tokenizer is None, **engine_args}
         return cls(type(module).__name__, tokenizer, loaded=module, **engine_args)
 
-    update_weights = _of_the_only_engine(LLMEngine.update_weights, "update weights")
-    sleep = _of_the_only_engine(LLMEngine.sleep, "sleep")
-    wake_up = _of_the_only_engine(LLMEngine.wake_up, "wake up")
-    pin_prefix = _of_the_only_engine(LLMEngine.pin_prefix, "pin prefixes")
-    unpin_prefix = _of_the_only_engine(LLMEngine.unpin_prefix, "pin prefixes")
-    pool_map = _of_the_only_engine(LLMEngine.pool_map, "draw its pool")
+    update_weights = _single_engine_method(LLMEngine.update_weights, "update weights")
+    sleep = _single_engine_method(LLMEngine.sleep, "sleep")
+    wake_up = _single_engine_method(LLMEngine.wake_up, "wake up")
+    pin_prefix = _single_engine_method(LLMEngine.pin_prefix, "pin prefixes")
+    unpin_prefix = _single_engine_method(LLMEngine.unpin_prefix, "pin prefixes")
+    pool_map = _single_engine_method(LLMEngine.pool_map, "draw the KV cache")
 
     def generate(
         self,
@@ -181,25 +217,31 @@ class LLM(PoolingMethods):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Completes prompts, all of them together.
+        """Generates completions for prompts; all prompts run together in batches.
 
-        Requests that were added to llm_engine by hand go on meanwhile, and the last output of one that ends
-        is lost, as only LLMEngine.step returns it. The same is true of `chat` and `beam_search`.
+        Requests that were added directly to `llm_engine` also advance during this call. If such a request
+        finishes meanwhile, its final output is lost, because only LLMEngine.step returns it. The same applies
+        to `chat` and `beam_search`.
+
+        Example:
+            >>> outputs = llm.generate(["A block table is", [1, 2, 3]], SamplingParams(max_tokens=8))
+            >>> [output.outputs[0].text for output in outputs]
 
         Args:
-            prompts: A prompt or a list of them; each is text, a list or array of token ids, or one of the
-                dicts of inputs.py, such as {"prompt": text} or {"prompt_token_ids": ids}.
-            sampling_params: For all prompts, or a list with one per prompt; None takes the defaults.
-            use_tqdm: Whether to show a progress bar, or what makes one, called as tqdm is.
-            lora_request: The adapter of all prompts, or a list with one, or None, per prompt.
-            priority: One integer per prompt, where lower is served earlier. All are 0, as with None, unless
-                scheduling_policy is "priority".
+            prompts: A prompt or a list of prompts. A prompt is text, a list or array of token ids, or a dict
+                from inputs.py, such as {"prompt": text} or {"prompt_token_ids": ids}.
+            sampling_params: Parameters for all prompts, or a list with one item per prompt. None uses the
+                model's defaults; see `get_default_sampling_params`.
+            use_tqdm: Whether to show a progress bar, or a function that creates one and has tqdm's arguments.
+            lora_request: The adapter for all prompts, or a list with one adapter or None per prompt.
+            priority: One integer per prompt; lower values run earlier. None means 0 for all prompts. Other
+                values than 0 need scheduling_policy="priority".
 
         Returns:
-            One output per prompt, in their order.
+            One output per prompt, in the order of the prompts.
 
         Raises:
-            ValueError: If the engine can't run one of the prompts; then none has run.
+            ValueError: If the engine can't run one of the prompts. No prompt has run then.
         """
         listed = as_prompts(prompts)
         params = self._params_of(sampling_params, len(listed))
@@ -211,7 +253,7 @@ class LLM(PoolingMethods):
             priority,
             f"a list of {len(listed)} integers, one per prompt",
         )
-        adapters = _one_each("lora_request", lora_request, len(listed))
+        adapters = _per_prompt("lora_request", lora_request, len(listed))
         rows = range(len(listed))
         requests = [self._check(i, listed[i], params[i], priorities[i], adapters[i]) for i in rows]
         return self._run(requests, use_tqdm)
@@ -230,31 +272,37 @@ class LLM(PoolingMethods):
         chat_template_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers a conversation, or a list of them, through the tokenizer's chat template.
+        """Generates answers to one or several conversations, using the tokenizer's chat template.
+
+        Example:
+            >>> messages = [{"role": "user", "content": "What is 17 + 25?"}]
+            >>> llm.chat(messages, SamplingParams(temperature=0))[0].outputs[0].text
 
         Args:
-            messages: dicts with "role" and "content", or a list of such lists. Of a model that reads images,
-                content may be a list of parts, some of them images (docs/pictures.md).
-            sampling_params: As `generate` takes them.
-            use_tqdm: As `generate` takes it.
-            lora_request: As `generate` takes it.
-            chat_template: A Jinja template in place of the tokenizer's own.
-            chat_template_content_format: How the template gets "content": as a string ("auto", "string"), or
-                as a list of parts ("openai").
-            add_generation_prompt: Whether to append what an answer starts with.
+            messages: A conversation, which is a list of dicts with "role" and "content", or a list of
+                conversations. For a model that reads images, content may be a list of parts that includes
+                images (docs/pictures.md).
+            sampling_params: Parameters, as in `generate`.
+            use_tqdm: The progress bar, as in `generate`.
+            lora_request: The adapter, as in `generate`.
+            chat_template: A Jinja template that replaces the tokenizer's template.
+            chat_template_content_format: The form in which the template receives "content": "string", or
+                "openai" for a list of parts. "auto" selects "openai" if the template handles images.
+            add_generation_prompt: Whether to append the tokens that start an answer.
             continue_final_message: Whether the answer continues the last message instead of following it;
                 needs add_generation_prompt=False.
-            tools: JSON schemas of functions, for templates that use them.
-            chat_template_kwargs: Further variables of the template. They take precedence over the
-                arguments chat_template, add_generation_prompt, continue_final_message and tools, which they
-                may also name.
-            mm_processor_kwargs: None or empty; EngineArgs has those for all images.
+            tools: JSON schemas of functions, for templates that support tools.
+            chat_template_kwargs: Further variables for the template. They may include chat_template,
+                add_generation_prompt, continue_final_message and tools, and then take precedence over these
+                arguments.
+            mm_processor_kwargs: Must be None or empty; EngineArgs.mm_processor_kwargs applies to all images.
 
         Returns:
-            One output per conversation, in their order.
+            One output per conversation, in the order of the conversations.
 
         Raises:
-            ValueError: As `generate`; also if the tokenizer has no chat template.
+            ValueError: If the engine can't run one of the conversations, or the tokenizer has no chat
+                template.
         """
         allowed = UNSUPPORTED_BY_REQUESTS["mm_processor_kwargs"]
         check(
@@ -267,7 +315,7 @@ class LLM(PoolingMethods):
         if tokenizer is None:
             raise ArgumentError("skip_tokenizer_init", True, "False for chats, which need a tokenizer")
         ok = isinstance(messages, list | tuple) and bool(messages)
-        check(ok, "messages", messages, "a list of messages")
+        check(ok, "messages", messages, "a non-empty list of messages or conversations")
         conversations = [messages] if isinstance(messages[0], dict) else messages
         settings: dict[str, Any] = {
             "chat_template": chat_template,
@@ -288,22 +336,27 @@ class LLM(PoolingMethods):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: UseTqdm = True,
     ) -> list[BeamSearchOutput]:
-        """Searches the likeliest continuations of prompts, all of them together.
+        """Finds the most likely continuations of prompts by beam search; all prompts run together.
+
+        Example:
+            >>> (output,) = llm.beam_search("A block table is", BeamSearchParams(beam_width=4))
+            >>> output.sequences[0].text, output.sequences[0].cum_logprob
 
         Args:
-            prompts: As `generate` takes them.
-            params: What is searched.
-            lora_request: As `generate` takes it.
-            use_tqdm: As `generate` takes it.
+            prompts: A prompt or a list of prompts, as in `generate`.
+            params: Parameters of the beam search.
+            lora_request: The adapter, as in `generate`.
+            use_tqdm: The progress bar, as in `generate`.
 
         Returns:
-            One output per prompt, in their order; its sequences, best first, begin with the prompt.
+            One output per prompt, in the order of the prompts. Its sequences start with the prompt and are
+            sorted from best to worst.
 
         Raises:
-            ValueError: If the engine can't run one of the prompts; then none has run.
+            ValueError: If the engine can't run one of the prompts. No prompt has run then.
         """
         engine, listed = self.llm_engine, as_prompts(prompts)
-        adapters = _one_each("lora_request", lora_request, len(listed))
+        adapters = _per_prompt("lora_request", lora_request, len(listed))
         rows = enumerate(zip(listed, adapters, strict=True))
         requests = [self._check(i, prompt, params, 0, adapter) for i, (prompt, adapter) in rows]
         outputs = []
@@ -319,27 +372,28 @@ class LLM(PoolingMethods):
 
     @any_thread
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Returns the tokenizer as transformers loads it.
+        """Returns the tokenizer as an object of the transformers library.
 
         Raises:
-            ValueError: If the engine has none.
+            ValueError: If the engine has no tokenizer.
         """
         return self.llm_engine.get_tokenizer()
 
     @any_thread
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns a copy of the parameters of prompts that bring none: the model's generation_config.json."""
+        """Returns a copy of the default sampling parameters, from the model's generation_config.json."""
         return self.llm_engine.input_processor.default_params
 
     def compile_plan(self) -> str:
-        """Returns a table of what is compiled, as LLMEngine.compile_plan does."""
+        """Returns a table of the compiled programs, as LLMEngine.compile_plan does."""
         return self.llm_engine.compile_plan()
 
     @any_thread
     def close(self) -> None:
-        """Frees weights and pool; a second call does nothing.
+        """Frees the memory of weights and KV cache; a second call does nothing.
 
-        A call that runs in another thread ends after its step, with EngineDeadError, and is waited for.
+        If a call is running in another thread, it ends after its current step with EngineDeadError, and
+        `close` waits for it.
         """
         for engine in self._replicas:
             engine.close()
@@ -361,8 +415,9 @@ class LLM(PoolingMethods):
         if not isinstance(params, list | tuple):
             return [params] * num_prompts  # pyright: ignore[reportReturnType]
         if len(params) != num_prompts:
-            allowed = f"1 for all prompts, or {num_prompts}"
-            raise ArgumentError("sampling_params", len(params), allowed, aspect="the length of")
+            raise ArgumentError(
+                "sampling_params", len(params), f"{num_prompts}, one per prompt", aspect="the length of"
+            )
         return params
 
     def _check(
@@ -388,26 +443,26 @@ def _make_engines(
     executors: Executors,
     scheduler: composition.CustomScheduler | None,
 ) -> tuple[LLMEngine, ...]:
-    """Makes the engines of an LLM.
+    """Creates the engines of an LLM.
 
     Args:
-        args: Model and limits; say how many.
-        executor: The executor of a single engine; None for those that `executors` makes.
-        executors: Makes the executors.
-        scheduler: As LLMEngine takes it.
+        args: Arguments of the engines, including their number.
+        executor: The executor of a single engine; None if `executors` makes the executors.
+        executors: Factory of executors.
+        scheduler: A custom scheduler, as in LLMEngine.
     """
 
     def make(index: int) -> LLMEngine:
         nonlocal args
         engine = LLMEngine(args, executor or functools.partial(executors.make, index), scheduler=scheduler)
-        args = engine.args  # with the backends that the first engine has chosen
+        args = engine.args  # now with the backends that the first engine selected
         return engine
 
     return make_replicas(args.num_engines, make)
 
 
-def _one_each(name: str, given: Any, num: int) -> Sequence[Any]:
-    """Returns one value per prompt, of one for all or a list of them."""
+def _per_prompt(name: str, given: Any, num: int) -> Sequence[Any]:
+    """Returns one value per prompt, from one value for all prompts or a list of values."""
     given = given if isinstance(given, list | tuple) else [given] * num
     check(len(given) == num, name, len(given), f"{num}, one per prompt", aspect="the length of")
     return given

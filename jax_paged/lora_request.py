@@ -1,4 +1,4 @@
-"""LoRARequest: which adapter a request is computed with; the names are vLLM's."""
+"""LoRARequest: the adapter that a request uses; the names are vLLM's."""
 
 import dataclasses
 
@@ -10,12 +10,17 @@ from jax_paged.errors import Problems, check, check_int
 @suggests_fields
 @dataclasses.dataclass(frozen=True)
 class LoRARequest:
-    """An adapter, as a request names it.
+    """Adapter that a request uses, such as a LoRA adapter saved by PEFT.
+
+    Example:
+        >>> adapter = LoRARequest("sql", 1, "path/to/adapter")
+        >>> llm.generate("SELECT", lora_request=adapter)  # needs LLM(..., enable_lora=True)
 
     Args:
-        lora_name: What it is called.
-        lora_int_id: Its number, at least 1: one number is one adapter, until it is removed.
-        lora_path: The folder that PEFT saved it to.
+        lora_name: Name of the adapter.
+        lora_int_id: Id of the adapter, at least 1. An id refers to the same adapter until that adapter is
+            removed.
+        lora_path: The folder that PEFT saved the adapter to.
 
     Raises:
         ValueError: If a value is out of range.
@@ -36,15 +41,15 @@ class LoRARequest:
 
     @property
     def name(self) -> str:
-        """lora_name."""
+        """The adapter's name, lora_name."""
         return self.lora_name
 
     @property
     def adapter_id(self) -> int:
-        """lora_int_id."""
+        """The adapter's id, lora_int_id."""
         return self.lora_int_id
 
     @property
     def path(self) -> str:
-        """lora_path."""
+        """The adapter's folder, lora_path."""
         return self.lora_path

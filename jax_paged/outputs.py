@@ -1,4 +1,4 @@
-"""What a request returns; the names are vLLM's."""
+"""Outputs of requests; the names are vLLM's."""
 
 import dataclasses
 import itertools
@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 
 class Snapshot[T](Sequence[T]):
-    """A read-only list of the items that a growing list has now; making one copies nothing.
+    """A read-only view of the items that a growing list had when the view was created.
 
-    It equals a list of the same items. Its slices, sums, products, copies and pickles are lists. It is not a
-    list itself: use list(...) before what takes nothing else, such as json.dumps (or pass default=list).
+    Creating a snapshot copies nothing, so each output of a long streaming request costs the same time. A
+    snapshot equals a list of the same items. Slicing, adding, multiplying, copying and pickling return lists.
+    Code that requires a list, such as json.dumps, needs `list(snapshot)` (or json.dumps with default=list).
 
     Args:
-        items: A list to which items may be appended later, but that changes in no other way.
+        items: A list to which items may be appended later. It must not change in any other way.
     """
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
@@ -78,12 +79,15 @@ class Snapshot[T](Sequence[T]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of a token, before penalties, bias and temperature.
+    """Log-probability of a token.
+
+    By default it is computed from the model's logits, before penalties, bias and temperature.
+    EngineArgs.logprobs_mode selects other log-probabilities.
 
     Args:
-        logprob: Natural logarithm of its probability.
-        rank: 1 for the most probable token of the vocabulary.
-        decoded_token: Its text; None without a tokenizer.
+        logprob: Natural logarithm of the token's probability.
+        rank: Rank of the token in the vocabulary; 1 is the most probable token.
+        decoded_token: Text of the token; None without a tokenizer.
     """
 
     logprob: float
@@ -91,27 +95,31 @@ class Logprob:
     decoded_token: str | None
 
 
-# One dict per token: token id -> Logprob, first the sampled (or prompt's) token, then the most probable ones.
+# Log-probabilities at one position, by token id: the sampled token (or the prompt's token) first, then the
+# most probable tokens.
 TokenLogprobDict = dict[int, Logprob]
 
 
 @dataclasses.dataclass(slots=True)
 class CompletionOutput:
-    """One output of a request.
+    """One of the outputs of a request.
 
     Args:
-        index: Which of the request's outputs it is.
-        text: Its text, up to the stop string or stop token that ended it; "" without a tokenizer.
-        token_ids: Its tokens, including the one that ended it. A list once the request has finished, and a
-            Snapshot while it runs (list(...) makes a list of it, as json.dumps needs).
+        index: Index of the output in the request.
+        text: Generated text. It does not include the stop string or stop token that ended it, unless
+            include_stop_str_in_output is set. "" without a tokenizer.
+        token_ids: Generated tokens, including the token that ended the output. A list if the request has
+            finished, else a Snapshot; `list(token_ids)` converts it, for example for json.dumps.
         cumulative_logprob: Sum of the log-probabilities of `token_ids`.
-        logprobs: One dict per token, in a list or Snapshot as token_ids; None if not asked for.
-        finish_reason: "stop", "length", "abort", or "error" for a request that could not run; None while
-            it runs.
-        stop_reason: The stop string or stop token id that ended it, or why it was aborted or could not run.
-        captured: Once the request has finished, what hooks captured, by name: arrays with a row for each
-            token of the prompt and the output that was computed, which is all but the last. Of a pooling
-            request "pooled", what its hidden states were pooled to, or "hidden", all of them.
+        logprobs: One dict per token, in a list or Snapshot like token_ids; None if not requested.
+        finish_reason: "stop", "length", "abort", or "error" if the request could not run; None while the
+            request is running.
+        stop_reason: The stop string or stop token id that ended the output, or the reason of an abort or
+            error.
+        captured: Values captured by hooks, by hook name; filled when the request has finished. Each value is
+            an array with one row per computed token, which are all tokens of prompt and output except the
+            last one. For a pooling request, "pooled" is the pooled array or "hidden" the hidden states of all
+            tokens.
     """
 
     index: int
@@ -124,14 +132,14 @@ class CompletionOutput:
     captured: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def finished(self) -> bool:
-        """Returns whether it has ended."""
+        """Returns True if the output has finished."""
         return self.finish_reason is not None
 
     def extend(self, new: "CompletionOutput") -> None:
-        """Appends, in place, what has come since; its token_ids and logprobs must be lists.
+        """Appends a later part of the output in place; token_ids and logprobs must be lists.
 
         Args:
-            new: Holds the new part only.
+            new: The later part, with new tokens and text only.
         """
         assert isinstance(self.token_ids, list), type(self.token_ids)
         self.text += new.text
@@ -144,10 +152,10 @@ class CompletionOutput:
         self.captured = new.captured
 
     def snapshot(self, *, is_last: bool) -> "CompletionOutput":
-        """Returns it as it stands; what `extend` appends later does not change that.
+        """Returns the current state of the output, which later calls of `extend` do not change.
 
         Args:
-            is_last: Whether nothing will be appended: the result then has lists of its own.
+            is_last: Whether nothing will be appended later. The result then has lists instead of Snapshots.
         """
         token_ids, logprobs = self.token_ids, self.logprobs
         assert isinstance(token_ids, list), type(token_ids)
@@ -169,24 +177,29 @@ class CompletionOutput:
 class RequestOutput:
     """A request and its outputs so far.
 
+    Example:
+        >>> (output,) = llm.generate("A block table is", SamplingParams(n=2))
+        >>> for completion in output.outputs:
+        ...     print(completion.text, completion.finish_reason)
+
     Args:
-        request_id: The id it was added with.
-        prompt: The prompt's text; None if it came as token ids alone. Of an encoder-decoder model, the
-            decoder's prompt; the next one as well.
-        prompt_token_ids: The prompt's tokens, in a list that all outputs of the request share.
-        prompt_logprobs: One dict per prompt token, None for the first, in a list or Snapshot as token_ids;
-            None if not asked for.
-        outputs: Its outputs. With best_of > n, and of a beam search, there are none before the end, because
-            only then the best are known.
-        finished: Whether all outputs have ended.
-        metrics: When it arrived, got its first token and ended, in seconds of time.monotonic(), as far as
-            that has happened; it does not change later.
-        num_cached_tokens: Prompt tokens that were found in the prefix cache.
-        encoder_prompt: The text that an encoder has read; None if it came as token ids, or if there is no
+        request_id: Id of the request.
+        prompt: Text of the prompt; None if the prompt was passed as token ids only. For an encoder-decoder
+            model, this and prompt_token_ids are the decoder's prompt.
+        prompt_token_ids: Tokens of the prompt, in a list that all outputs of the request share.
+        prompt_logprobs: One dict per prompt token, None for the first token, in a list or Snapshot like
+            token_ids; None if not requested.
+        outputs: The outputs. With best_of > n and in a beam search the list is empty until the request
+            finishes, because the best outputs are not known earlier.
+        finished: Whether all outputs have finished.
+        metrics: Times of arrival, first token and end, in seconds of time.monotonic(); None for events that
+            have not happened. The object does not change later.
+        num_cached_tokens: Number of prompt tokens found in the prefix cache.
+        encoder_prompt: Text of the encoder's prompt; None if it was passed as token ids, or without an
             encoder.
-        encoder_prompt_token_ids: The tokens that an encoder has read; None without an encoder.
-        weight_versions: Of the weights that have drawn its tokens, in order, as update_weights names them:
-            several where weights were exchanged meanwhile.
+        encoder_prompt_token_ids: Tokens of the encoder's prompt; None without an encoder.
+        weight_versions: Versions of the weights that generated the tokens, in order, as named by
+            update_weights. There are several if the weights were updated while the request was running.
     """
 
     request_id: str
@@ -203,7 +216,7 @@ class RequestOutput:
 
     @property
     def weight_version(self) -> str | None:
-        """The version of the weights that have drawn its newest tokens; None before the first."""
+        """The version of the weights that generated the newest tokens; None before the first token."""
         return self.weight_versions[-1] if self.weight_versions else None
 
     def __repr__(self) -> str:
@@ -211,10 +224,10 @@ class RequestOutput:
         return f"RequestOutput({self.request_id!r}, {prompt}, outputs={self.outputs})"
 
     def extend(self, delta: "RequestOutput") -> None:
-        """Appends, in place, a later part of the same request.
+        """Appends a later part of the same request in place.
 
         Args:
-            delta: Holds only what has come since.
+            delta: The later part, with new tokens and text only.
         """
         if self.outputs:
             for output, new in zip(self.outputs, delta.outputs, strict=True):
@@ -228,17 +241,18 @@ class RequestOutput:
         self.weight_versions = delta.weight_versions
 
     def snapshot(self) -> "RequestOutput":
-        """Returns it as it stands; what `extend` appends later does not change that."""
+        """Returns the current state of the request, which later calls of `extend` do not change."""
         outputs = [output.snapshot(is_last=self.finished) for output in self.outputs]
         return dataclasses.replace(self, outputs=outputs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """What LLM.encode returns of a text.
+    """Array that LLM.encode returns for a text.
 
     Args:
-        data: float32: an embedding, or the scores of classes; of all tokens, a row for each.
+        data: A float32 array: an embedding [size], class probabilities [classes], or embeddings of all tokens
+            [tokens, size].
     """
 
     data: "np.ndarray"
@@ -246,45 +260,57 @@ class PoolingOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The embedding of a text."""
+    """Embedding of a text.
+
+    Args:
+        embedding: The components of the embedding.
+    """
 
     embedding: list[float]
 
     @property
     def hidden_size(self) -> int:
-        """Its numbers."""
+        """The number of components of the embedding."""
         return len(self.embedding)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClassificationOutput:
-    """The scores of a text, one per class."""
+    """Class probabilities of a text.
+
+    Args:
+        probs: One probability per class.
+    """
 
     probs: list[float]
 
     @property
     def num_classes(self) -> int:
-        """Classes."""
+        """The number of classes."""
         return len(self.probs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """How well two texts fit."""
+    """Similarity or relevance score of two texts.
+
+    Args:
+        score: The score; higher means a better match.
+    """
 
     score: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolingRequestOutput[T]:
-    """A pooling request that has ended.
+    """A finished pooling request.
 
     Args:
-        request_id: The id it was added with.
-        outputs: What it returns.
-        prompt_token_ids: The text's tokens.
-        num_cached_tokens: Those of them that were found in the prefix cache.
-        finished: True.
+        request_id: Id of the request.
+        outputs: The result, such as an EmbeddingOutput.
+        prompt_token_ids: Tokens of the text.
+        num_cached_tokens: Number of tokens found in the prefix cache.
+        finished: Always True.
     """
 
     request_id: str
@@ -295,27 +321,28 @@ class PoolingRequestOutput[T]:
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
-    """What LLM.embed returns."""
+    """Result of LLM.embed for one prompt."""
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
-    """What LLM.classify returns."""
+    """Result of LLM.classify for one prompt."""
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """What LLM.score returns."""
+    """Result of LLM.score for one pair of texts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
-    """A hypothesis of a beam search.
+    """One sequence found by a beam search.
 
     Args:
-        tokens: The tokens of the prompt and its own.
-        cum_logprob: Sum of the log-probabilities of its own tokens.
-        text: The text of `tokens`; None without a tokenizer.
-        finish_reason: "stop" if it ends with an end token, else "length".
-        stop_reason: Why it ended before max_tokens, if the pool had no room for more.
+        tokens: Tokens of the prompt and of the output.
+        cum_logprob: Sum of the log-probabilities of the output tokens.
+        text: Text of `tokens`; None without a tokenizer.
+        finish_reason: "stop" if the sequence ends with an end-of-sequence token, else "length".
+        stop_reason: The reason if the sequence ended before max_tokens because the KV cache had no room; else
+            None.
     """
 
     tokens: list[int]
@@ -327,10 +354,10 @@ class BeamSearchSequence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """What a beam search found.
+    """Result of a beam search for one prompt.
 
     Args:
-        sequences: Best first.
+        sequences: The sequences found, from best to worst.
     """
 
     sequences: list[BeamSearchSequence]

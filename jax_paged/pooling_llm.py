@@ -1,4 +1,4 @@
-"""The methods of LLM that make embeddings, classes and scores of texts."""
+"""Methods of LLM for pooling models: embeddings, classification and scoring."""
 
 import abc
 import dataclasses
@@ -28,18 +28,18 @@ from jax_paged.outputs import (
 )
 from jax_paged.pooling_params import PoolingParams, PoolingTask
 
-# Whether to show a progress bar, or what makes one in tqdm's place.
+# Whether to show a progress bar, or a function that creates one and has tqdm's arguments.
 UseTqdm = bool | Callable[..., tqdm]
 Params = PoolingParams | Sequence[PoolingParams] | None
 
 
 class PoolingMethods(Serialized, abc.ABC):
-    """What LLM makes of texts beside more text. All methods run their texts together.
+    """Methods of LLM for pooling models: embeddings, class probabilities and scores.
 
-    Their arguments are alike: `prompts` as LLM.generate takes them; `truncate_prompt_tokens` as in
-    PoolingParams, of which pooling_params may be one for all prompts or one per prompt; `use_tqdm` as
-    LLM.generate takes it; lora_request None. ValueError is raised if the model can't do it or can't take a
-    prompt, and then none has run.
+    Each call runs all of its texts together in batches.
+
+    Attributes:
+        llm_engine: The engine, or the first of several engines.
     """
 
     llm_engine: LLMEngine
@@ -54,10 +54,28 @@ class PoolingMethods(Serialized, abc.ABC):
         pooling_params: Params = None,
         lora_request: None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Returns an embedding per prompt."""
+        """Returns an embedding for each prompt.
+
+        Example:
+            >>> with LLM(runner="pooling") as llm:
+            ...     len(llm.embed("A block table is")[0].outputs.embedding)
+
+        Args:
+            prompts: One prompt or a list of prompts, as in LLM.generate.
+            truncate_prompt_tokens: Overrides PoolingParams.truncate_prompt_tokens.
+            use_tqdm: The progress bar, as in LLM.generate.
+            pooling_params: Parameters for all prompts, or a list with one item per prompt.
+            lora_request: Must be None; adapters are not supported for pooling.
+
+        Raises:
+            ValueError: If the model does not support the task or can't process a prompt. No prompt has run
+                then.
+        """
         _check_no_adapter(lora_request)
         pooled = self._pool("embed", prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
-        return [_made(EmbeddingRequestOutput, o, EmbeddingOutput(data.tolist())) for o, data in pooled]
+        return [
+            _pooling_output(EmbeddingRequestOutput, o, EmbeddingOutput(data.tolist())) for o, data in pooled
+        ]
 
     def classify(
         self,
@@ -69,11 +87,28 @@ class PoolingMethods(Serialized, abc.ABC):
         lora_request: None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """Returns the scores of a classifier's classes per prompt."""
+        """Returns class probabilities for each prompt.
+
+        Example:
+            >>> with LLM("path/to/classifier") as llm:
+            ...     llm.classify("I like it")[0].outputs.probs
+
+        Args:
+            prompts: One prompt or a list of prompts, as in LLM.generate.
+            truncate_prompt_tokens: Overrides PoolingParams.truncate_prompt_tokens.
+            use_tqdm: The progress bar, as in LLM.generate.
+            pooling_params: Parameters for all prompts, or a list with one item per prompt.
+            lora_request: Must be None; adapters are not supported for pooling.
+
+        Raises:
+            ValueError: If the model does not support the task or can't process a prompt. No prompt has run
+                then.
+        """
         _check_no_adapter(lora_request)
         pooled = self._pool("classify", prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
         return [
-            _made(ClassificationRequestOutput, o, ClassificationOutput(data.tolist())) for o, data in pooled
+            _pooling_output(ClassificationRequestOutput, o, ClassificationOutput(data.tolist()))
+            for o, data in pooled
         ]
 
     def encode(
@@ -86,10 +121,28 @@ class PoolingMethods(Serialized, abc.ABC):
         lora_request: None = None,
         pooling_task: PoolingTask | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Returns an array per prompt, by task: "embed", "classify", or "token_embed" for one per token."""
+        """Returns the array that a pooling task computes for each prompt.
+
+        Example:
+            >>> with LLM(runner="pooling") as llm:
+            ...     llm.encode("A block table is", pooling_task="token_embed")[0].outputs.data.shape
+
+        Args:
+            prompts: One prompt or a list of prompts, as in LLM.generate.
+            truncate_prompt_tokens: Overrides PoolingParams.truncate_prompt_tokens.
+            use_tqdm: The progress bar, as in LLM.generate.
+            pooling_params: Parameters for all prompts, or a list with one item per prompt.
+            lora_request: Must be None; adapters are not supported for pooling.
+            pooling_task: "embed" for an embedding, "classify" for class probabilities, "token_embed" for one
+                embedding per token. None uses the task of the parameters, or the model's first task.
+
+        Raises:
+            ValueError: If the model does not support the task or can't process a prompt. No prompt has run
+                then.
+        """
         _check_no_adapter(lora_request)
         pooled = self._pool(pooling_task, prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
-        return [_made(PoolingRequestOutput, o, PoolingOutput(data)) for o, data in pooled]
+        return [_pooling_output(PoolingRequestOutput, o, PoolingOutput(data)) for o, data in pooled]
 
     def score(
         self,
@@ -102,9 +155,26 @@ class PoolingMethods(Serialized, abc.ABC):
         pooling_params: PoolingParams | None = None,
         lora_request: None = None,
     ) -> list[ScoringRequestOutput]:
-        """Returns how well two texts fit: one with each of several, or pair by pair.
+        """Returns a similarity or relevance score for each pair of texts.
 
-        A classifier of one class reads both in one; of embeddings it is the cosine of their angle.
+        A classifier with one class reads both texts as one prompt and returns its score. An embedding model
+        returns the cosine similarity of the two embeddings.
+
+        Example:
+            >>> with LLM(runner="pooling") as llm:
+            ...     scores = llm.score("a question", ["a document", "another document"])
+            >>> [score.outputs.score for score in scores]
+
+        Args:
+            data_1: One text or a list of texts. One text is paired with each text of `data_2`.
+            data_2: One text or a list of texts; as many as in `data_1`, unless that is a single text.
+            truncate_prompt_tokens: Overrides PoolingParams.truncate_prompt_tokens.
+            use_tqdm: The progress bar, as in LLM.generate.
+            pooling_params: Parameters for all texts.
+            lora_request: Must be None; adapters are not supported for pooling.
+
+        Raises:
+            ValueError: If the model does not support the task or can't process a text. No text has run then.
         """
         pairs = pooling.pairs_of(data_1, data_2)
         _check_no_adapter(lora_request)
@@ -129,7 +199,7 @@ class PoolingMethods(Serialized, abc.ABC):
         prompts = [requests.pair_prompt(pair, params) for pair in pairs]
         texts, each = [text for text, _ in prompts], [params for _, params in prompts]
         found = self._pool("score", texts, each, truncate_prompt_tokens, use_tqdm)
-        return [_made(ScoringRequestOutput, o, ScoringOutput(float(data[0]))) for o, data in found]
+        return [_pooling_output(ScoringRequestOutput, o, ScoringOutput(float(data[0]))) for o, data in found]
 
     def _pool(
         self,
@@ -148,7 +218,7 @@ class PoolingMethods(Serialized, abc.ABC):
         if truncate_prompt_tokens is not None:
             changes = {"truncate_prompt_tokens": truncate_prompt_tokens}
             params = [dataclasses.replace(p, **changes) for p in params]
-        check(bool(listed), "prompts", prompts, "at least one prompt")
+        check(bool(listed), "prompts", prompts, "a prompt or a non-empty list of prompts")
         pairs = enumerate(zip(listed, params, strict=True))
         requests = [self._check(i, prompt, request_params) for i, (prompt, request_params) in pairs]
         outputs = self._run(requests, use_tqdm)
@@ -156,20 +226,25 @@ class PoolingMethods(Serialized, abc.ABC):
 
     @abc.abstractmethod
     def _check(self, index: int, prompt: Prompt, params: Any) -> CheckedRequest:
-        """Checks a prompt of several."""
+        """Checks one prompt of a list; the index is used in error messages."""
 
     @abc.abstractmethod
     def _run(self, requests: list[CheckedRequest], use_tqdm: UseTqdm) -> list[RequestOutput]:
-        """Runs requests to their end."""
+        """Runs requests until they have finished."""
 
 
 def _check_no_adapter(lora_request: Any) -> None:
     """Raises ValueError unless lora_request is None."""
-    check(lora_request is None, "lora_request", lora_request, "None because adapters are not supported")
+    check(
+        lora_request is None,
+        "lora_request",
+        lora_request,
+        "None because adapters are not supported for pooling",
+    )
 
 
-def _made[T: PoolingRequestOutput[Any]](make: type[T], output: RequestOutput, outputs: Any) -> T:
-    """Makes the output of a pooling request from what the engine returned and what was pooled."""
+def _pooling_output[T: PoolingRequestOutput[Any]](make: type[T], output: RequestOutput, outputs: Any) -> T:
+    """Creates the output of a pooling request from the engine's output and the pooled result."""
     return make(
         request_id=output.request_id,
         outputs=outputs,

@@ -1,4 +1,4 @@
-"""What a pooling request returns, and how an engine pools; the names are vLLM's."""
+"""Parameters of pooling requests, and pooling settings of an engine; the names are vLLM's."""
 
 import dataclasses
 from typing import Any, Literal, Self
@@ -14,22 +14,26 @@ PoolingTask = Literal["embed", "classify", "score", "token_embed"]
 @ignores({"output_kind": ANY, "step_tag_id": (None,), "returned_token_ids": (None,)})
 @dataclasses.dataclass
 class PoolingParams:
-    """What a pooling request returns.
+    """Parameters of a pooling request, such as an embedding.
+
+    Example:
+        >>> llm.embed("a long text", pooling_params=PoolingParams(truncate_prompt_tokens=64))
 
     Args:
-        truncate_prompt_tokens: Number of tokens that are kept of a longer text: the last of a decoder, the
-            first of an encoder; -1 keeps as many as the model takes. None keeps all, unless the checkpoint
-            names a number (docs/pooling.md).
-        dimensions: Numbers of an embedding, for models that were trained to be cut (matryoshka); None for
-            all.
-        use_activation: Whether scores are made of logits, and embeddings scaled to length 1; None does what
-            the model does.
-        normalize: Another name of use_activation, for embeddings.
-        skip_reading_prefix_cache: Whether to compute the whole text. None does so for all but the last
-            token's hidden state, as cached tokens have none.
-        task: "embed", "classify", "score" or "token_embed"; None is that of the method that is called.
-        extra_kwargs: {"compressed_token_type_ids": n} says that the second text of a pair begins at token n,
-            for encoders that tell the two apart.
+        truncate_prompt_tokens: Number of tokens to keep of a longer text: the last tokens for a decoder, the
+            first tokens for an encoder. -1 keeps as many tokens as the model accepts. None keeps all tokens,
+            unless the checkpoint defines a limit (docs/pooling.md).
+        dimensions: Number of leading components to keep of an embedding, for models trained for it
+            (Matryoshka embeddings); None keeps all.
+        use_activation: Whether to apply softmax or sigmoid to the logits of a classifier, and to normalize
+            embeddings to length 1. None uses the model's default.
+        normalize: Another name of use_activation; takes precedence if both are set.
+        skip_reading_prefix_cache: Whether to compute the whole text instead of reading cached prefixes. None
+            means True, unless only the hidden state of the last token is pooled: cached tokens have no hidden
+            states.
+        task: "embed", "classify", "score" or "token_embed"; None uses the task of the called method.
+        extra_kwargs: {"compressed_token_type_ids": n} if the second text of a pair starts at token n, for
+            encoders that distinguish the two texts.
 
     Raises:
         ValueError: If a value is out of range; the message names the argument, the value and the range.
@@ -51,7 +55,7 @@ class PoolingParams:
         return dataclasses.replace(self)
 
     def validate(self) -> None:
-        """Converts all values to plain Python values and checks them, as construction does.
+        """Converts all values to plain Python values and checks them, as the constructor does.
 
         Raises:
             ValueError: If a value is out of range; the message lists every problem.
@@ -78,7 +82,7 @@ class PoolingParams:
 
     @property
     def second_text(self) -> int | None:
-        """Where the second text of a pair begins, in tokens; None if there is none."""
+        """Index of the token at which the second text of a pair starts; None for a single text."""
         return (self.extra_kwargs or {}).get("compressed_token_type_ids")
 
     def _check_extra(self) -> None:
@@ -93,12 +97,19 @@ class PoolingParams:
 @suggests_fields
 @dataclasses.dataclass(frozen=True)
 class PoolerConfig:
-    """How an engine pools, in place of what its checkpoint says.
+    """Pooling settings of an engine, which override the checkpoint's settings.
+
+    Example:
+        >>> LLM(runner="pooling", pooler_config=PoolerConfig(pooling_type="MEAN"))
 
     Args:
-        pooling_type: "LAST", "MEAN" or "CLS": of which token the last hidden state is taken, or their mean.
-        use_activation: Whether embeddings are scaled to length 1.
-        normalize: Another name of use_activation.
+        pooling_type: "LAST" or "CLS" for the last hidden state of the last or first token, "MEAN" for the
+            mean over all tokens; None uses the checkpoint's setting.
+        use_activation: Whether to normalize embeddings to length 1; None uses the checkpoint's setting.
+        normalize: Another name of use_activation; takes precedence if both are set.
+
+    Raises:
+        ValueError: If a value is not allowed.
     """
 
     pooling_type: Literal["LAST", "MEAN", "CLS"] | None = None
@@ -113,10 +124,13 @@ class PoolerConfig:
 
     @classmethod
     def of(cls, given: Any) -> Self:
-        """Returns what EngineArgs.pooler_config says.
+        """Returns the PoolerConfig for the value of EngineArgs.pooler_config.
+
+        Args:
+            given: A PoolerConfig, a dict of its fields, or None for the defaults.
 
         Raises:
-            ValueError: If it is none of None, a PoolerConfig, and a dict of its fields.
+            ValueError: If the value has another type or unknown fields.
         """
         if given is None or isinstance(given, cls):
             return given or cls()

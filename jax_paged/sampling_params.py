@@ -1,4 +1,4 @@
-"""How one request's tokens are chosen, and when it stops: by sampling, or by beam search."""
+"""Parameters of a request: sampling, beam search and stop conditions."""
 
 import copy
 import dataclasses
@@ -12,18 +12,20 @@ from jax_paged.arguments.plain_values import make_plain
 from jax_paged.errors import Problems, check, check_choice, check_int, check_number
 from jax_paged.structured_outputs import StructuredOutputsParams
 
-# Token ids per request that something is added to the logits of; any number may be forbidden.
+# Maximum number of logit_bias values other than -100 per request. The number of forbidden tokens is not
+# limited.
 MAX_BIAS_IDS = 512
-# A factor of e**-100. In a longer logit_bias, tokens of this bias are forbidden instead.
+# A bias of -100 multiplies a probability by e**-100. In a logit_bias with more than MAX_BIAS_IDS entries, it
+# forbids the token instead.
 _FORBIDDING_BIAS = -100
-# Per request. The time and memory that stop strings take grow with their characters.
+# Limits per request: the time and memory for matching stop strings grow with their number of characters.
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 256
 MAX_STOP_CHARACTERS = 4096
-# Token sequences per request; vLLM has the same limit.
+# Maximum number of bad-word token sequences per request; the same limit as in vLLM.
 MAX_BAD_WORDS = 128
 
-# Arguments of vLLM's SamplingParams for features that are not built, with the values that leave them off.
+# Arguments of vLLM's SamplingParams for unsupported features, with the values that turn the features off.
 IGNORED: Ignored = {
     "early_stopping": (False,),
     "flat_logprobs": (False,),
@@ -33,7 +35,7 @@ IGNORED: Ignored = {
     "prompt_logprob_start": (None,),
     "prompt_logprob_token_ids": (None,),
     "repetition_detection": (None,),
-    "skip_clone": ANY,  # the engine always works on a copy
+    "skip_clone": ANY,  # the engine always uses a copy
     "spaces_between_special_tokens": ANY,  # the tokenizers library never adds them
     "stream_interval": (None, 1),
     "thinking_token_budget": (None, -1),
@@ -41,95 +43,108 @@ IGNORED: Ignored = {
 }
 
 
-# f(output, logits) or f(prompt, output, logits) -> logits; see SamplingParams.logits_processors.
+# (output_token_ids, logits) -> logits, or (prompt_token_ids, output_token_ids, logits) -> logits; see
+# SamplingParams.logits_processors.
 LogitsFunction = Callable[..., Any]
 
 
 class RequestOutputKind(enum.Enum):
-    """What each output of a running request holds."""
+    """Content of each output of a running request."""
 
-    CUMULATIVE = 0  # everything so far
-    DELTA = 1  # what has come since the last output
-    FINAL_ONLY = 2  # everything, in one output at the end
+    CUMULATIVE = 0  # everything since the start
+    DELTA = 1  # only the tokens and text since the previous output
+    FINAL_ONLY = 2  # everything, in a single output at the end
 
 
 @ignores(IGNORED)
 @dataclasses.dataclass
 class SamplingParams:
-    """Sampling and stopping of one request; the names and defaults are vLLM's.
+    """Sampling parameters and stop conditions of a request; the names and defaults are vLLM's.
 
-    May be changed after construction; setting an attribute that is no field is an AttributeError. The engine
-    checks it again when a request is added and works on a copy, so that a change has no effect on requests
-    that run.
+    Logits are changed in this order: allowed_token_ids, bad_words, logit_bias, repetition_penalty,
+    frequency_penalty, presence_penalty, temperature, min_p, top_k, top_p.
 
-    Logits are changed in this order: allowed_token_ids, bad_words, logit_bias, repetition, frequency and
-    presence penalty, temperature, min_p, top_k, top_p.
+    Attributes may be changed after construction; setting an unknown attribute raises AttributeError. The
+    engine checks the parameters again when a request is added and then uses a copy, so later changes do not
+    affect that request.
+
+    Example:
+        >>> greedy = SamplingParams(temperature=0, max_tokens=32, stop=["."])
+        >>> samples = SamplingParams(n=4, temperature=0.8, top_p=0.95, seed=1, logprobs=5)
+        >>> llm.generate(["A block table is", "import os"], [greedy, samples])
 
     Args:
         n: Number of outputs per prompt.
-        best_of: Number of outputs that are drawn, of which the n with the highest cumulative log-probability
-            are returned; at least n. None draws n.
-        temperature: Divides the logits, in [0, 1e6]; below 1e-5 the most likely token is taken (greedy).
-        top_p: Keeps the fewest most likely tokens whose probabilities sum to at least this, in (0, 1];
-            1 keeps all. Tokens as likely as the last one kept are kept too.
-        top_k: Keeps this many most likely tokens, and those as likely as the last of them; 0 or -1
-            keeps all.
-        min_p: Keeps tokens whose probability is at least this fraction of the highest one, in [0, 1]; 0 keeps
-            all.
-        presence_penalty: Subtracted from the logit of each token of the output so far, in [-2, 2].
-        frequency_penalty: Subtracted from the logit of each token once per time that the token occurs in the
-            output so far, in [-2, 2].
-        repetition_penalty: Divides the logit of each token of prompt and output if it is positive,
-            multiplies it if negative, in [1e-6, 1e6]; 1 changes nothing.
-        seed: Makes the random choices repeatable, in [0, 2**63 - 1]; None or -1 takes one of the engine's
-            seeds.
-        stop: Strings that end the output; at most 64, each of at most 256 characters, and 4096 characters in
-            total.
-        stop_token_ids: Tokens that end the output, in addition to the model's end tokens.
-        bad_words: Words that are not generated: the last of a word's tokens is forbidden where it would
-            complete the word. Needs a tokenizer.
-        bad_words_token_ids: Sequences of tokens that are not generated. In its copy, the engine adds those of
-            bad_words.
-        include_stop_str_in_output: Whether the text includes the stop string or stop token that ended it.
-        ignore_eos: Whether to continue after the model's end token.
-        max_tokens: Maximum number of output tokens. What would exceed the engine's max_model_len is cut; None
-            generates up to it.
-        min_tokens: Number of output tokens before an end token or one of stop_token_ids can be chosen.
+        best_of: Number of outputs to generate, at least n. The n outputs with the highest cumulative
+            log-probability are returned. None means n.
+        temperature: Divides the logits, in [0, 1e6]. Below 1e-5, the most likely token is chosen (greedy).
+        top_p: Keeps the smallest set of most likely tokens whose probabilities sum to at least this value, in
+            (0, 1]. Tokens with the same probability as the last token kept are also kept. 1 keeps all tokens.
+        top_k: Keeps this number of most likely tokens, and tokens with the same probability as the last of
+            them. 0 or -1 keeps all tokens.
+        min_p: Keeps tokens whose probability is at least this fraction of the highest probability, in [0, 1].
+            0 keeps all tokens.
+        presence_penalty: Subtracted from the logit of each token that occurs in the output so far, in
+            [-2, 2].
+        frequency_penalty: Subtracted from the logit of each token, multiplied by the number of times that the
+            token occurs in the output so far, in [-2, 2].
+        repetition_penalty: For each token that occurs in the prompt or the output, a positive logit is
+            divided by this value and a negative logit multiplied by it, in [1e-6, 1e6]. 1 has no effect.
+        seed: Seed for reproducible sampling, in [0, 2**63 - 1]. None or -1 uses a seed derived from the
+            engine's seed.
+        stop: A string or list of strings that end the output: at most 64 strings, 256 characters per string,
+            and 4096 characters in total.
+        stop_token_ids: Tokens that end the output, in addition to the model's end-of-sequence tokens.
+        bad_words: Words that are not generated. The last token of a word is forbidden at a position where it
+            would complete the word. Needs a tokenizer.
+        bad_words_token_ids: Token sequences that are not generated. In its copy of the parameters, the engine
+            adds the token sequences of bad_words.
+        include_stop_str_in_output: Whether the output text includes the stop string or stop token.
+        ignore_eos: Whether to continue after the model's end-of-sequence token.
+        max_tokens: Maximum number of output tokens, limited by the engine's max_model_len. None generates up
+            to that limit.
+        min_tokens: Number of output tokens before an end-of-sequence token or one of stop_token_ids can be
+            generated.
         logprobs: Number of most likely tokens to report at each output token, in addition to the chosen
-            one, up to the engine's max_logprobs; -1 reports the vocabulary, None reports nothing.
-        prompt_logprobs: Number of most likely tokens to report at each prompt token, with the values of
+            token, up to the engine's max_logprobs. -1 reports the whole vocabulary, None reports nothing.
+        prompt_logprobs: Number of most likely tokens to report at each prompt token, with the same values as
             logprobs.
-        detokenize: Whether outputs have text; False leaves it empty.
-        logit_bias: Added to the logits, by token id, each in [-100, 100]; at most 512 entries, and any number
-            more whose value is -100: with these, all of -100 are forbidden.
-        allowed_token_ids: The tokens that can be generated; None allows all.
-        skip_special_tokens: Whether to leave special tokens out of the text.
-        output_kind: What each output of AsyncLLMEngine.generate and LLMEngine.step holds. LLM.generate always
-            returns whole outputs.
+        detokenize: Whether outputs include text; if False, the text is empty.
+        logit_bias: Values in [-100, 100] to add to the logits, by token id, with at most 512 values other
+            than -100. If there are more than 512 entries in total, a value of -100 forbids its token.
+        allowed_token_ids: Tokens that can be generated; None allows all tokens.
+        skip_special_tokens: Whether to omit special tokens from the text.
+        output_kind: Content of the outputs of AsyncLLMEngine.generate and LLMEngine.step. LLM.generate always
+            returns complete outputs.
         skip_reading_prefix_cache: Whether to compute the whole prompt instead of reading cached prefixes.
-            None does so if prompt_logprobs are asked for, because cached tokens have none; False is an error
-            then.
-        truncate_prompt_tokens: Number of tokens that are kept of a longer prompt, from its end; -1 keeps as
-            many as leave room for one output token, None keeps all.
-        forced_token_ids: The output's tokens, one after the other, whatever is drawn: their log-probabilities
-            are then those of a given text. Behind the last of them tokens are drawn again. None forces none.
-        hook_args: The hooks of the engine that are on, by name, and the numbers that each is handed. Requests
-            share cached prefixes only if these are equal; one that captures reads none.
-        extra_args: The logits processors of the engine that are on, by name, and the numbers that each is
-            handed.
-        logits_processors: Python functions of each token's logits, in NumPy: f(output token ids, logits [V])
-            or f(prompt token ids, output token ids, logits) returns those to choose from. They are slow: see
-            LogitsProcessor. Not with penalties, extra_args or forced_token_ids.
-        structured_outputs: The form of the outputs: a JSON schema, a regular expression, a grammar, ... Needs
-            a tokenizer. An output ends as soon as nothing can follow, and before that only where it is whole,
-            or at max_tokens, a stop string or one of stop_token_ids. None leaves the form open.
-        pooling: Of a pooling request (PoolingParams), which of the prompt's last hidden states are kept: that
-            of the "LAST" or first ("CLS") token, their "MEAN", or "ALL". None keeps none.
-        second_text: Of a pooling request, where the second text of a pair begins, in tokens.
+            None means True if prompt_logprobs is set, because cached tokens have no log-probabilities, and
+            False otherwise. False can't be combined with prompt_logprobs.
+        truncate_prompt_tokens: Number of tokens to keep from the end of a longer prompt. -1 keeps as many
+            tokens as leave room for one output token. None keeps all tokens.
+        forced_token_ids: Tokens that the output starts with, instead of sampled tokens; for example, to
+            compute the log-probabilities of a text. The tokens after them are sampled. None forces no tokens.
+        hook_args: The hooks of the engine to run, by name, with the numbers to pass to each hook. Requests
+            share cached prefixes only if their hook_args are equal. A request whose hooks capture values
+            reads no cached prefix.
+        extra_args: The logits processors of the engine to run, by name, with the numbers to pass to each of
+            them.
+        logits_processors: Python functions that are called for each token with the arguments
+            (output_token_ids, logits) or (prompt_token_ids, output_token_ids, logits) and return the changed
+            logits, a NumPy array [vocab_size]. They are slow; see LogitsProcessor for a fast alternative.
+            They can't be combined with penalties, extra_args or forced_token_ids.
+        structured_outputs: A JSON schema, regular expression, grammar or other constraint that the output has
+            to satisfy. Needs a tokenizer. The output ends when the constraint allows no further token. It may
+            end earlier where the constraint is satisfied. max_tokens, a stop string or one of stop_token_ids
+            can end it at any position. None sets no constraint.
+        pooling: Set by the engine for a pooling request: which of the prompt's last hidden states to return.
+            "LAST" or "CLS" returns the state of the last or first token, "MEAN" their mean, "ALL" all of
+            them. None returns none.
+        second_text: Set by the engine for a pooling request: index of the token at which the second text of a
+            pair starts.
 
     Raises:
-        ValueError: If a value is out of range; the message names the argument, the value and the range, for
-            every argument that is wrong.
+        ValueError: If a value is out of range. The message names the argument, the value and the allowed
+            range, for every argument that is wrong.
     """
 
     n: int = 1
@@ -171,7 +186,7 @@ class SamplingParams:
         self.validate()
 
     def validate(self) -> None:
-        """Converts all values to plain Python values and checks them, as construction does.
+        """Converts all values to plain Python values and checks them, as the constructor does.
 
         A seed of -1 becomes None.
 
@@ -190,10 +205,10 @@ class SamplingParams:
         skip, has_none = self.skip_reading_prefix_cache, self.prompt_logprobs is None
         choices, condition = ((None, True, False), "") if has_none else ((None, True), "with prompt_logprobs")
         problems.note(check_choice, "skip_reading_prefix_cache", skip, choices, condition=condition)
-        form, forced = self.structured_outputs, self.forced_token_ids
-        if not isinstance(form, StructuredOutputsParams | None):
-            problems.note(check, False, "structured_outputs", form, "None or StructuredOutputsParams")
-        if form is not None:
+        constraint, forced = self.structured_outputs, self.forced_token_ids
+        if not isinstance(constraint, StructuredOutputsParams | None):
+            problems.note(check, False, "structured_outputs", constraint, "None or a StructuredOutputsParams")
+        if constraint is not None:
             problems.note(check, not forced, "forced_token_ids", forced, "None with structured_outputs")
         problems.note(self._check_functions)
         problems.note(check_choice, "output_kind", self.output_kind, tuple(RequestOutputKind))
@@ -203,18 +218,22 @@ class SamplingParams:
         problems.raise_if_any()
 
     def clone(self) -> Self:
-        """Returns a deep copy."""
+        """Returns a deep copy; functions in logits_processors are shared with the original."""
         own = copy.copy(self)
         for name, value in vars(self).items():
-            if name == "logits_processors":  # the user's own, with what they keep
+            if name == "logits_processors":  # not copied because the functions may have state
                 continue
-            # A call per field would take most of the time.
+            # Only containers are copied: calling deepcopy for every field would take most of the time.
             if isinstance(value, list | tuple | dict | StructuredOutputsParams):
                 setattr(own, name, copy.deepcopy(value))
         return own
 
     def split_bias(self) -> tuple[dict[int, float], list[int]]:
-        """Returns what logit_bias adds to at most MAX_BIAS_IDS logits, and the tokens that it forbids."""
+        """Splits logit_bias into a bias to add and tokens to forbid.
+
+        Returns:
+            The bias to add to at most MAX_BIAS_IDS logits, by token id; and the token ids to forbid.
+        """
         bias = self.logit_bias or {}
         if len(bias) <= MAX_BIAS_IDS:
             return bias, []
@@ -223,40 +242,44 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, empty if there is none."""
+        """The stop strings as a tuple, empty if there are none."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether the prompt may begin with cached blocks."""
+        """Whether cached blocks may be used for the prompt."""
         if self.skip_reading_prefix_cache is None:
             return self.prompt_logprobs is None
         return not self.skip_reading_prefix_cache
 
     @property
     def uses_features(self) -> bool:
-        """Whether anything but sampling takes part: hooks, logits processors or pooling."""
+        """Whether the request uses hooks, logits processors or pooling."""
         args = self.hook_args, self.extra_args, self.pooling
         return bool(self.logits_processors) or any(value is not None for value in args)
 
     @property
     def has_token_rules(self) -> bool:
-        """Whether tokens get a bias, or are forbidden at some position."""
+        """Whether the request biases tokens, or forbids tokens at some position."""
         is_restricted = self.allowed_token_ids is not None
         return bool(is_restricted or self.logit_bias or self.min_tokens or self.bad_words_token_ids)
 
     @property
     def needs_tokens_on_host(self) -> bool:
-        """Whether the host has to know each token before the next one is drawn."""
+        """Whether the host has to know each token before the next token is sampled."""
         return bool(self.bad_words_token_ids or self.structured_outputs or self.logits_processors)
 
     def seed_of(self, index: int) -> int:
-        """Returns the seed of one sample, with which a request for this sample alone draws the same tokens.
+        """Returns the seed of one of the n samples.
 
-        Sample 0 takes the request's seed as it is, the others a number in [0, 2**63 - 1] derived from it and
-        the index.
+        Sample 0 uses the request's seed. The other samples use a number in [0, 2**63 - 1] derived from the
+        request's seed and the index. A request with n=1 and this seed therefore generates the same tokens as
+        the sample.
+
+        Args:
+            index: Index of the sample.
         """
-        assert self.seed is not None, "the engine gives every request a seed"
+        assert self.seed is not None, "a request of an engine has no seed"
         if index == 0:
             return self.seed
         digest = hashlib.sha256(f"{self.seed} {index}".encode()).digest()
@@ -264,6 +287,9 @@ class SamplingParams:
 
     def validate_for_vocab(self, vocab_size: int) -> None:
         """Checks the token ids against a model's vocabulary.
+
+        Args:
+            vocab_size: Number of tokens in the vocabulary.
 
         Raises:
             ValueError: If a token id is not in [0, vocab_size - 1]; the message lists every problem.
@@ -339,7 +365,13 @@ class SamplingParams:
                 note(_check_token_ids, name, token_ids or ())
         if self.allowed_token_ids is not None:
             ok = self.allowed_token_ids not in ([], ())
-            note(check, ok, "allowed_token_ids", self.allowed_token_ids, "None or at least one token id")
+            note(
+                check,
+                ok,
+                "allowed_token_ids",
+                self.allowed_token_ids,
+                "None or a non-empty list of token ids",
+            )
         bad = self.bad_words_token_ids
         ok = bad is None or isinstance(bad, list | tuple)
         ok = ok and all(isinstance(ids, list | tuple) and len(ids) > 0 for ids in bad or ())
@@ -349,10 +381,10 @@ class SamplingParams:
         for name in ("hook_args", "extra_args"):
             args = getattr(self, name)
             ok = args is None or isinstance(args, dict)
-            note(check, ok, name, args, "None or a dict of names to numbers")
+            note(check, ok, name, args, "None or a dict from names to numbers or lists of numbers")
         bias = self.logit_bias
         ok = bias is None or isinstance(bias, dict)
-        note(check, ok, "logit_bias", bias, "None or a dict of token id to number")
+        note(check, ok, "logit_bias", bias, "None or a dict from token ids to numbers")
         if bias and ok:
             note(_check_token_ids, "logit_bias", bias)
             note(_check_bias, bias)
@@ -361,19 +393,24 @@ class SamplingParams:
 @ignores({"include_stop_str_in_output": (False,)})
 @dataclasses.dataclass
 class BeamSearchParams:
-    """A beam search; the names are vLLM's. May be changed after construction, as SamplingParams may.
+    """Parameters of a beam search; the names are vLLM's.
+
+    Attributes may be changed after construction, as in SamplingParams.
+
+    Example:
+        >>> llm.beam_search("A block table is", BeamSearchParams(beam_width=4, max_tokens=12))
 
     Args:
-        beam_width: Number of sequences that are kept at each step, and returned.
-        max_tokens: Maximum number of output tokens. What would exceed the engine's max_model_len is cut.
-        ignore_eos: Whether to continue after the model's end token.
-        temperature: Divides the logits before the log-probabilities are taken; 0 leaves them as they are.
-        length_penalty: A hypothesis scores its log-probability / length ** length_penalty, where the length
-            counts the prompt and no end token; in [-10, 10].
+        beam_width: Number of sequences to keep at each step, and to return.
+        max_tokens: Maximum number of output tokens, limited by the engine's max_model_len.
+        ignore_eos: Whether to continue after the model's end-of-sequence token.
+        temperature: Divides the logits before the log-probabilities are computed. 0 has the same effect as 1.
+        length_penalty: Exponent of the length in the score of a sequence, log-probability / length **
+            length_penalty, in [-10, 10]. The length includes the prompt but not an end-of-sequence token.
 
     Raises:
-        ValueError: If a value is out of range; the message names the argument, the value and the range, for
-            every argument that is wrong.
+        ValueError: If a value is out of range. The message names the argument, the value and the allowed
+            range, for every argument that is wrong.
     """
 
     beam_width: int
@@ -386,7 +423,7 @@ class BeamSearchParams:
         self.validate()
 
     def validate(self) -> None:
-        """Converts all values to plain Python values and checks them, as construction does.
+        """Converts all values to plain Python values and checks them, as the constructor does.
 
         Raises:
             ValueError: If a value is out of range; the message lists every problem.
@@ -402,7 +439,7 @@ class BeamSearchParams:
 
 
 def _int_or[T](value: Any, default: T) -> int | T:
-    """Returns an integer, or the default if `value` is none or less than 1 (which is reported elsewhere)."""
+    """Returns `value` if it is an integer of at least 1, else the default; other checks report bad values."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     return value if is_int and value >= 1 else default
 
@@ -414,7 +451,7 @@ def _is_list_of_texts(value: Any) -> bool:
 def _check_token_ids(name: str, token_ids: Any, vocab_size: int | None = None) -> None:
     last = None if vocab_size is None else vocab_size - 1
     for token_id in token_ids:
-        # An allow-list may have a hundred thousand of them: a call per token id would be slow.
+        # A list of allowed tokens may have a hundred thousand ids. Calling check_int for each would be slow.
         if type(token_id) is not int or token_id < 0 or (last is not None and token_id > last):
             check_int(name, token_id, 0, last, aspect="each token id in")
 

@@ -1,4 +1,4 @@
-"""Settings of speculative decoding, and the sizes of its steps."""
+"""Settings of speculative decoding, and the sizes of steps that verify draft tokens."""
 
 import dataclasses
 from typing import Literal
@@ -8,19 +8,22 @@ from jax_paged.errors import check_choice, check_int, check_number
 
 @dataclasses.dataclass(frozen=True)
 class Speculation:
-    """How drafts are made, and what they cost.
+    """Resolved settings of speculative decoding, with estimates of its cost.
+
+    A step with n token rows is estimated to take time proportional to num_free_rows + n until the engine has
+    measured it: reading the weights takes as long as computing num_free_rows rows.
 
     Args:
-        method: "ngram": what followed the last tokens where they stood before. "draft_model": what another
-            model draws, on the device. "eagle3": what a head draws that continues the model's hidden states.
-        num_tokens: Most drafts of a sequence in one step.
-        min_match: Of "ngram", how many tokens have to be equal.
-        max_match: Of "ngram", how many are compared.
-        num_free_rows: Token rows whose products take as long as reading the weights: until its time is known,
-            a step of n token rows is taken to cost num_free_rows + n.
-        model_cost: What a pass of the draft model is taken to cost until then, as a share of a pass of the
-            model.
-        is_adaptive: Whether sequences whose drafts do not pay get none; False verifies all that there are.
+        method: Source of the draft tokens. "ngram": the tokens that followed the last tokens at an earlier
+            position of the text. "draft_model": a smaller model. "eagle3": an EAGLE-3 head on the model's
+            hidden states.
+        num_tokens: Maximum number of draft tokens per sequence and step.
+        min_match: For "ngram", the minimum number of last tokens that have to match.
+        max_match: For "ngram", the maximum number of last tokens to compare.
+        num_free_rows: Number of token rows that take as long to compute as reading the weights.
+        model_cost: Estimated time of one pass of the draft model, as a fraction of one pass of the model;
+            used until it is measured.
+        is_adaptive: Whether sequences whose drafts do not save time get no drafts. False verifies all drafts.
 
     Raises:
         ValueError: If a value is out of range.
@@ -44,11 +47,17 @@ class Speculation:
         check_choice("is_adaptive", self.is_adaptive, (False, True))
 
     def max_rows(self, max_num_batched_tokens: int) -> int:
-        """Returns the token rows of the largest step with drafts: larger ones would never pay."""
+        """Returns the maximum number of token rows in a step with drafts.
+
+        With is_adaptive, the limit excludes steps that are too large to save time.
+
+        Args:
+            max_num_batched_tokens: Token budget of a step.
+        """
         most = 16 * max(1, self.num_free_rows) if self.is_adaptive else max_num_batched_tokens
         return min(max_num_batched_tokens, most)
 
 
 def sizes_up_to(max_tokens: int) -> list[int]:
-    """Returns the token rows that steps with drafts are padded to: they double."""
+    """Returns the numbers of token rows that steps with drafts are padded to: powers of 2, and max_tokens."""
     return [2**i for i in range(1, max_tokens.bit_length()) if 2**i < max_tokens] + [max_tokens]

@@ -1,4 +1,4 @@
-"""StructuredOutputsParams: what form an output has."""
+"""StructuredOutputsParams, the constraint that the output of a request has to satisfy."""
 
 import dataclasses
 import json
@@ -11,23 +11,24 @@ from jax_paged.errors import ArgumentError, check
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Of a schema, a regular expression, a grammar, or all choices together.
-MAX_FORM_CHARACTERS = 128 * 1024
+# Maximum size of a schema, a regular expression or a grammar, or of all choices together.
+MAX_CONSTRAINT_CHARACTERS = 128 * 1024
 MAX_SCHEMA_DEPTH = 60
-# How JSON is written, in llguidance's terms. Between its tokens a model that is unsure would write whitespace
-# forever; and with one way to write each key, none that the schema names passes for another. Constraints that
-# a grammar can't express, such as uniqueItems, are warnings.
-JSON_WRITING: "JsonCompileOptions" = {
+# Options of llguidance for JSON. Whitespace between tokens is not allowed, because an uncertain model would
+# generate it forever. Keys have a single spelling, because otherwise a named key of the schema could pass as
+# an additional key. With "lenient", keywords that a grammar can't enforce, such as uniqueItems, cause a
+# warning instead of an error.
+JSON_OPTIONS: "JsonCompileOptions" = {
     "whitespace_flexible": False,
     "json_allowed_escapes": '"\\bfnrt',
     "lenient": True,
 }
 
-# Arguments of vLLM's that leave open what is always so here, or choose what is not built.
+# Arguments of vLLM for which this engine has a fixed behavior, and arguments of unsupported features.
 _IGNORED = {
     "disable_additional_properties": (False,),
-    "disable_any_whitespace": ANY,  # JSON has no whitespace between its tokens
-    "disable_fallback": ANY,  # there is one library
+    "disable_any_whitespace": ANY,  # JSON output never has whitespace between its tokens
+    "disable_fallback": ANY,  # llguidance is the only backend
     "whitespace_pattern": (None,),
 }
 
@@ -35,26 +36,35 @@ _IGNORED = {
 @ignores(_IGNORED)
 @dataclasses.dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The form of a request's outputs; the names are vLLM's. One of the first six is given.
+    """Constraint on the outputs of a request; the names are vLLM's.
+
+    Exactly one of the arguments json, regex, choice, grammar, json_object and structural_tag has to be set.
+
+    Example:
+        >>> params = StructuredOutputsParams(choice=["yes", "no"])
+        >>> llm.generate("Is 7 a prime?", SamplingParams(structured_outputs=params))
 
     Args:
-        json: A JSON schema, as a dict or as text. The output is compact JSON.
-        regex: A regular expression of the whole output, in the syntax of Rust's regex crate.
+        json: A JSON schema, as a dict or as text. The output is JSON without whitespace between its tokens.
+        regex: A regular expression that the whole output has to match, in the syntax of Rust's regex crate.
         choice: The texts that the output can be.
-        grammar: A context-free grammar in llguidance's variant of Lark, with a rule `start`.
-        json_object: True for any JSON object.
-        structural_tag: Text in which tags hold JSON: {"structures": [{"begin", "schema", "end"}, ...],
-            "triggers": [...]}, as a dict or as text. Where a trigger has been written, one of the tags that
-            begin with it follows.
-        starts_after: Text that the form follows, such as the tag that closes a model's reasoning. Nothing
-            before it is constrained. None if the form begins with the output. An output may also be the form
-            alone, without this text.
-        reasoning_tag: Text with which an output begins that has `starts_after`. An output that does not begin
-            with it has the form from the start. None if no text tells them apart: the output is then not
-            constrained before `starts_after`, and it may end there only where it is the form.
+        grammar: A context-free grammar with a rule `start`, in llguidance's variant of Lark.
+        json_object: If True, the output is any JSON object.
+        structural_tag: A dict or text {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}.
+            The output is free text until it contains one of the triggers. From there on, it has to be a
+            structure whose "begin" starts with that trigger: the text "begin", JSON that matches "schema",
+            and the text "end". Free text may follow.
+        starts_after: Text after which the constraint applies, such as the closing tag of a model's reasoning.
+            The output before it is not constrained. The output may also satisfy the constraint without
+            containing this text. None applies the constraint from the start of the output.
+        reasoning_tag: Text that starts every output which contains `starts_after`, such as the opening tag of
+            the reasoning. In an output that does not start with it, the constraint applies from the start.
+            None if there is no such text: every output is unconstrained before `starts_after`, and may end
+            there only if it satisfies the constraint.
 
     Raises:
-        ValueError: If none or several are given, or one is too large, too deep or no value of its kind.
+        ValueError: If none or several of the constraints are set, or a value is too large, nested too deeply,
+            or of the wrong type.
     """
 
     json: dict[str, Any] | str | None = None
@@ -70,19 +80,19 @@ class StructuredOutputsParams:
         make_plain(self)
         names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
         given = [name for name in names if getattr(self, name) not in (None, False)]
-        check(
-            len(given) == 1, "structured_outputs", given or None, f"given exactly one of {', '.join(names)}"
-        )
+        allowed = f"exactly one of {', '.join(names)}"
+        check(len(given) == 1, "structured_outputs", given or None, allowed)
         after = self.starts_after
-        check(after is None or (isinstance(after, str) and after), "starts_after", after, "None or a string")  # pyright: ignore
+        ok = after is None or (isinstance(after, str) and bool(after))  # pyright: ignore
+        check(ok, "starts_after", after, "None or a non-empty string")
         tag = self.reasoning_tag
         ok = tag is None or (isinstance(tag, str) and bool(tag) and after is not None)  # pyright: ignore
-        check(ok, "reasoning_tag", tag, "None, or a non-empty string with starts_after")
+        check(ok, "reasoning_tag", tag, "None, or a non-empty string together with starts_after")
         _CHECKS[given[0]](given[0], getattr(self, given[0]))
 
     @property
-    def kind(self) -> str:
-        """The name of the form that is given."""
+    def constraint_name(self) -> str:
+        """The name of the constraint that is set, such as "json"."""
         return next(name for name in _CHECKS if getattr(self, name) not in (None, False))
 
 
@@ -109,7 +119,7 @@ def _check_depth(name: str, value: Any) -> None:
         depth += 1
         if depth > MAX_SCHEMA_DEPTH:
             allowed = f"at most {MAX_SCHEMA_DEPTH}"
-            raise ArgumentError(name, depth, allowed, aspect="the number of nested levels of")
+            raise ArgumentError(name, depth, allowed, aspect="the nesting depth of")
         inner = [list(x.values()) if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
         level = [item for items in inner for item in items]
 
@@ -126,8 +136,8 @@ def _check_choice(name: str, value: Any) -> None:
 
 
 def _check_size(name: str, num_characters: int) -> None:
-    if num_characters > MAX_FORM_CHARACTERS:
-        allowed = f"at most {MAX_FORM_CHARACTERS} characters"
+    if num_characters > MAX_CONSTRAINT_CHARACTERS:
+        allowed = f"at most {MAX_CONSTRAINT_CHARACTERS} characters"
         raise ArgumentError(name, num_characters, allowed, aspect="the length of")
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jax_paged.models.kv_location import Place
+from jax_paged.models.kv_location import KVLocation
 from jax_paged.models.parallel.sharding import TENSOR, DeviceGrid
 from jax_paged.pallas_kernels import ops
 
@@ -30,7 +30,7 @@ Backend = ops.Implementation
 POOL_SPEC, HEADS_SPEC = PartitionSpec(None, None, TENSOR), PartitionSpec(None, TENSOR)
 
 
-class Attend(Protocol):
+class CustomAttention(Protocol):
     """Custom attention function, used in place of the attention backends.
 
     It is traced into the jitted step, so it must be a pure function of arrays.
@@ -91,7 +91,7 @@ class Attend(Protocol):
         "state_slots",
         "mrope_positions",
     ],
-    meta_fields=["is_decode", "backend", "places", "is_row_by_row", "attend", "grid"],
+    meta_fields=["is_decode", "backend", "kv_locations", "is_row_by_row", "attend", "grid"],
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionMetadata:
@@ -110,7 +110,7 @@ class AttentionMetadata:
         query_start_loc: int32 [B + 1], first token row of each sequence.
         is_decode: Static. True if T == B and token row b is the only one of sequence b.
         backend: Static. The implementation of the attention kernels.
-        places: Static. Location of each layer's cache, in the order of the model's kv_cache_specs().
+        kv_locations: Static. Location of each layer's cache, in the order of the model's kv_cache_specs().
         is_row_by_row: Static. Whether every token row attends as if it were a decode step of its own. Its
             result then depends neither on the other rows of the batch nor on how the prompt was divided into
             chunks.
@@ -132,15 +132,15 @@ class AttentionMetadata:
     query_start_loc: Int[Array, " b1"]
     is_decode: bool
     backend: Backend
-    places: tuple[Place, ...]
+    kv_locations: tuple[KVLocation, ...]
     is_row_by_row: bool = False
-    attend: Attend | None = None
+    attend: CustomAttention | None = None
     grid: DeviceGrid | None = None
     shared_blocks: Int[Array, " b"] | None = None
     state_slots: Int[Array, "3 b"] | None = None
     mrope_positions: Int[Array, "3 t"] | None = None
 
-    def of_token_rows(self, group: int, *, is_causal: bool) -> tuple[Int[Array, "t m"], Int[Array, " t"]]:
+    def per_token_row(self, group: int, *, is_causal: bool) -> tuple[Int[Array, "t m"], Int[Array, " t"]]:
         """Returns the block table and the context length of each token row.
 
         Args:
@@ -158,8 +158,8 @@ class AttentionMetadata:
         seq = jnp.sum(rows[:, None] >= self.query_start_loc[1:], axis=1)
         is_padding = seq >= lens.shape[0]
         seq = jnp.minimum(seq, lens.shape[0] - 1)
-        behind = self.query_start_loc[seq + 1] - 1 - rows if is_causal else 0
-        return tables[seq], jnp.where(is_padding, 0, lens[seq] - behind)
+        num_later = self.query_start_loc[seq + 1] - 1 - rows if is_causal else 0
+        return tables[seq], jnp.where(is_padding, 0, lens[seq] - num_later)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,7 +304,7 @@ def dense_attention(
         bias = distance_bias[None, :, jnp.clip(distance, 0, distance_bias.shape[1] - 1)].astype(q.dtype)
     if soft_cap is None and sinks is None:
         return jax.nn.dot_product_attention(q, k, v, bias, live[None, None], scale=scale)
-    assert bias is None, "no family has a bias beside a soft cap or sinks"
+    assert bias is None, "distance_bias can't be combined with soft_cap or sinks"
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bihd,bjhd->bhij", q, k, preferred_element_type=jnp.float32) * scale
     if soft_cap is not None:

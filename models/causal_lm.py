@@ -44,7 +44,7 @@ class LanguageModel(nnx.Module):
     Attributes:
         config_class: The class that reads the family's config.json.
         weight_table: Names of the weights in a checkpoint.
-        ends: Whether the model computes logits. False for a pipeline stage that is not the last one.
+        is_last_stage: Whether the model computes logits. False for a pipeline stage that is not the last one.
     """
 
     config_class: ClassVar[Any]
@@ -52,7 +52,7 @@ class LanguageModel(nnx.Module):
     # Path of the token embedding module if prompt embeddings may replace its output; else empty.
     embed_path: ClassVar[str] = ""
     config: Any
-    ends: bool = True
+    is_last_stage: bool = True
 
     @abc.abstractmethod
     def __init__(self, config: Any, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None: ...
@@ -99,7 +99,7 @@ class LanguageModel(nnx.Module):
         """
         return None
 
-    def pooled(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
+    def pooled_output(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
         """Returns the model's output for pooled hidden states, for example the class logits of a classifier.
 
         The default is the hidden states themselves.
@@ -125,7 +125,7 @@ class LanguageModel(nnx.Module):
         kv_cache: list[Array],
         metadata: AttentionMetadata,
         hooks: Mapping[str, Callable[[Array], Array]] = types.MappingProxyType({}),
-        changes: Mapping[str, Callable[[Any, Array], Array]] = types.MappingProxyType({}),
+        output_edits: Mapping[str, Callable[[Any, Array], Array]] = types.MappingProxyType({}),
     ) -> tuple[Float[Array, "t e"], list[Array]]:
         """Returns the last hidden state of every token row of a paged batch, and the updated pools.
 
@@ -135,14 +135,14 @@ class LanguageModel(nnx.Module):
                 The list itself is not modified.
             metadata: Positions of the token rows, block tables, and the pool array of each layer.
             hooks: Functions that are applied to the outputs of modules, by module path; see ForwardContext.
-            changes: Functions that are applied before the hooks, by module path; see ForwardContext.
+            output_edits: Functions that are applied before the hooks, by module path; see ForwardContext.
 
         Returns:
             float [T, E], the last hidden states, and the list of pool arrays after this step's writes.
         """
         kv_cache = list(kv_cache)
         context = self.paged_context(kv_cache, metadata)
-        context = dataclasses.replace(context, hooks=hooks, changes=changes)
+        context = dataclasses.replace(context, hooks=hooks, output_edits=output_edits)
         return self.hidden(tokens, context), kv_cache
 
     def paged_context(self, kv_cache: list[Array], metadata: AttentionMetadata) -> ForwardContext:
@@ -156,7 +156,7 @@ class LanguageModel(nnx.Module):
         cache = PagedKVCache(self.kv_cache_specs(), kv_cache, metadata)
 
         def recur(rule: Rule, layer: int, index: int, *inputs: Array) -> Array:
-            return recur_paged(rule, metadata.places[layer].array + index, inputs, kv_cache, metadata)
+            return recur_paged(rule, metadata.kv_locations[layer].array + index, inputs, kv_cache, metadata)
 
         return ForwardContext(
             self,
@@ -177,17 +177,17 @@ class CausalLM(LanguageModel):
     be a stage that has only some of the layers; see parallel/stages.py.
 
     Attributes:
-        begins: Whether this stage has the first layer and embeds tokens. If not, it receives hidden states in
-            place of token ids.
-        ends: Whether this stage has the last layer and the modules after it. If not, it returns hidden states
-            for the next stage.
+        is_first_stage: Whether this stage has the first layer and embeds tokens. If not, it receives hidden
+            states in place of token ids.
+        is_last_stage: Whether this stage has the last layer and the modules after it. If not, it returns
+            hidden states for the next stage.
     """
 
     # Name of the attribute that holds the layers, and names of the modules that run before them. All other
     # modules run after the layers.
     layers_name: ClassVar[str] = "layers"
-    first_names: ClassVar[tuple[str, ...]] = ("embed_tokens",)
-    begins: bool = True
+    pre_layer_names: ClassVar[tuple[str, ...]] = ("embed_tokens",)
+    is_first_stage: bool = True
 
     @abc.abstractmethod
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
@@ -236,8 +236,8 @@ class CausalLM(LanguageModel):
         Returns:
             float [*T, E].
         """
-        x = self.apply_layers(self.embed(tokens, context) if self.begins else tokens, context)
-        return self.final_norm(x, context) if self.ends else x
+        x = self.apply_layers(self.embed(tokens, context) if self.is_first_stage else tokens, context)
+        return self.final_norm(x, context) if self.is_last_stage else x
 
     @property
     def pp_unsupported_reason(self) -> str:
@@ -247,10 +247,10 @@ class CausalLM(LanguageModel):
     @property
     def own_layers(self) -> list[Module]:
         """The layers of this stage."""
-        return [getattr(self, self.layers_name)[i] for i in self.own_places]
+        return [getattr(self, self.layers_name)[i] for i in self.layer_indices]
 
     @property
-    def own_places(self) -> list[int]:
+    def layer_indices(self) -> list[int]:
         """The indices of this stage's layers among all layers of the model."""
         layers = getattr(self, self.layers_name)
         return [i for i, layer in enumerate(layers) if not isinstance(layer, MissingLayer)]
@@ -269,7 +269,10 @@ class CausalLM(LanguageModel):
         """
         limit = self.config.max_position_embeddings
         if tokens.shape[1] > limit:
-            raise ValueError(f"the length of `tokens` must be at most {limit}, got {tokens.shape[1]}")
+            raise ValueError(
+                f"the length of `tokens` must be at most {limit} (max_position_embeddings), "
+                f"got {tokens.shape[1]}"
+            )
         return self.logits(self.hidden(tokens, self.dense_context(tokens)))
 
     def dense_context(self, tokens: Int[Array, "b t"]) -> ForwardContext:

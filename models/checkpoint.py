@@ -10,9 +10,9 @@ from jax_paged.arguments.shown_values import shown
 from jax_paged.models.registry import get_architecture
 
 GGUF_HINT = (
-    "GGUF files are not read: convert them to safetensors with transformers, by "
-    "AutoModelForCausalLM.from_pretrained(REPOSITORY, gguf_file=FILE).save_pretrained(FOLDER), and the "
-    "tokenizer likewise"
+    "GGUF files are not supported. Convert them to safetensors with transformers: "
+    "AutoModelForCausalLM.from_pretrained(REPOSITORY, gguf_file=FILE).save_pretrained(FOLDER), and the same "
+    "with AutoTokenizer"
 )
 # The patterns match neither pickled weights nor Python files, so that nothing that is downloaded can be
 # executed.
@@ -53,7 +53,8 @@ def resolve_model_dir(model: str) -> Path:
         return folder
     if model.endswith(".gguf"):
         raise ValueError(
-            f"`model` must be a folder or hub id of safetensors, got {shown(model)}. {GGUF_HINT}"
+            f"`model` must be a folder with safetensors files or a Hugging Face hub id, "
+            f"got {shown(model)}. {GGUF_HINT}"
         )
     # This import takes 0.2 s, and only hub models need it.
     from huggingface_hub import snapshot_download
@@ -67,7 +68,7 @@ def resolve_model_dir(model: str) -> Path:
         raise ValueError(
             f"`model` must be 'pagelet' (built in), a local folder with config.json and *.safetensors, or a "
             f"Hugging Face hub id such as 'meta-llama/Llama-3.2-1B', got {shown(model)}. There is no folder "
-            f"{folder.absolute()}, and the hub gave {type(e).__name__}: {e} Check the spelling and the "
+            f"{folder.absolute()}, and the hub returned {type(e).__name__}: {e} Check the spelling and the "
             "network, run `hf auth login` for a gated model, or download it elsewhere and pass its folder."
             + (f" {GGUF_HINT}." if "gguf" in model.lower() else "")
         ) from e
@@ -88,11 +89,13 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
-        raise ValueError(f"{file} does not exist; a model folder holds config.json and *.safetensors") from e
+        raise ValueError(
+            f"{file} does not exist; a model folder contains config.json and *.safetensors"
+        ) from e
     except ValueError as e:
         raise ValueError(f"{file} is not JSON: {e}") from e
     if not isinstance(value, dict):
-        raise ValueError(f"{file} must hold an object, got a {type(value).__name__}")
+        raise ValueError(f"{file} must be a JSON object, got a {type(value).__name__}")
     return value
 
 
@@ -114,7 +117,10 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         {*text, "rope_parameters", "rope_scaling"} - {*found, *_OUTER} if isinstance(text, dict) else set()
     )
     if misplaced := sorted(inner & overrides.keys()):
-        raise ValueError(f"`hf_overrides` must have {misplaced} in text_config for this model")
+        raise ValueError(
+            f"`hf_overrides` must set {misplaced} inside text_config for this model, "
+            "got them at the top level"
+        )
     both = [n for n in _PARTS if all(isinstance(x.get(n), dict) for x in (found, overrides))]
     return {**found, **overrides, **{name: found[name] | overrides[name] for name in both}}
 
@@ -167,7 +173,9 @@ def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
     most = generation_config.get("max_new_tokens")
     if most is not None and (type(most) is not int or most < 1):
-        message = "max_new_tokens of generation_config.json is ignored: it must be 1 or more, got %r"
+        message = (
+            "max_new_tokens of generation_config.json is ignored: it must be an integer of at least 1, got %r"
+        )
         _LOGGER.warning(message, most)
         most = None
     values = {**generation_config, "max_tokens": most}

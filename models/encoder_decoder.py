@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from jax_paged.models.attention import Backend, CrossAttentionSpec, bidirectional_attention, dense_attention
 from jax_paged.models.causal_lm import LanguageModel, dense_positions
 from jax_paged.models.forward_context import ForwardContext
-from jax_paged.models.kv_location import Place
+from jax_paged.models.kv_location import KVLocation
 from jax_paged.models.paged_attention import write_kv
 from jax_paged.models.parallel.sharding import DeviceGrid
 
@@ -105,7 +105,7 @@ class EncoderDecoderLM(LanguageModel):
         kv_cache: list[Array],
         slot_mapping: Int[Array, "g n"],
         *,
-        places: tuple[Place, ...],
+        kv_locations: tuple[KVLocation, ...],
         backend: Backend,
         grid: DeviceGrid | None = None,
     ) -> list[Array]:
@@ -116,7 +116,7 @@ class EncoderDecoderLM(LanguageModel):
             length: int32 [], number of tokens without padding.
             kv_cache: The pool arrays, [P, 2, K, S, D] each. The list itself is not modified.
             slot_mapping: int32 [G, N], slot of each token in each cache group; out of range in padding.
-            places: Location of each layer's cache, in the order of kv_cache_specs().
+            kv_locations: Location of each layer's cache, in the order of kv_cache_specs().
             backend: The implementation that writes.
             grid: The devices that the model is divided among; None for a single device.
 
@@ -127,7 +127,7 @@ class EncoderDecoderLM(LanguageModel):
         context = dataclasses.replace(self.encoder_context(tokens[None], length[None]), grid=grid)
         cross = self.cross_kv(self.encode(tokens[None], context), context)
         for layer, (k, v) in zip(self._cross_layers(), cross, strict=True):
-            pool, group, _ = places[layer]
+            pool, group, _ = kv_locations[layer]
             written = k[0], v[0], slot_mapping[group]
             kv_cache[pool] = write_kv(kv_cache[pool], *written, backend=backend, grid=grid)
         return kv_cache

@@ -30,12 +30,12 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from jax_paged.models.parallel.sharding import DeviceGrid, Units
-from jax_paged.models.recurrent.recurrence import Recur, no_states
+from jax_paged.models.recurrent.recurrence import Recur, no_recurrence
 from jax_paged.models.rope import Rope, Rotation
 from jax_paged.pallas_kernels import grouped_loop
 
 
-class Attend(Protocol):
+class SelfAttention(Protocol):
     """Self-attention function of a forward pass."""
 
     def __call__(
@@ -87,7 +87,7 @@ class GroupedMatmul(Protocol):
         ...
 
 
-class CrossAttend(Protocol):
+class CrossAttention(Protocol):
     """Cross-attention function of a forward pass."""
 
     def __call__(self, layer: int, q: Array, *, scale: float) -> Array:
@@ -106,7 +106,7 @@ class CrossAttend(Protocol):
 
 def no_cross_attention(layer: int, q: Array, *, scale: float) -> Array:
     """Raises an AssertionError: the default of `cross_attend` in passes without an encoder."""
-    raise AssertionError(f"layer {layer} asks for cross attention in a pass without an encoder's output")
+    raise AssertionError(f"layer {layer} called cross_attend in a forward pass without encoder output")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,24 +130,24 @@ class ForwardContext:
         rotations: Rotation of queries and keys, for each Rope of the model.
         grid: The devices that share the model (tensor parallelism); None for a single device.
         hooks: Functions that take and return the output of a module, by module path; see features/hooks.py.
-        changes: Functions that take the input and the output of a module and return a new output, by module
-            path. They run before the hooks. LoRA adapters and prompt embeddings are applied this way.
+        output_edits: Functions that take the input and the output of a module and return a new output, by
+            module path. They run before the hooks. LoRA adapters and prompt embeddings are applied this way.
     """
 
     model: nnx.Module
     positions: Int[Array, "*t"]
-    attend: Attend
-    cross_attend: CrossAttend = no_cross_attention
+    attend: SelfAttention
+    cross_attend: CrossAttention = no_cross_attention
     grouped_matmul: GroupedMatmul = grouped_loop.grouped_matmul
     mrope_positions: Int[Array, "3 *t"] | None = None
     rotations: Mapping[Rope, Rotation] = types.MappingProxyType({})
     grid: DeviceGrid | None = None
-    recur: Recur = no_states
+    recur: Recur = no_recurrence
     hooks: Mapping[str, Callable[[Array], Array]] = types.MappingProxyType({})
-    changes: Mapping[str, Callable[[Any, Array], Array]] = types.MappingProxyType({})
+    output_edits: Mapping[str, Callable[[Any, Array], Array]] = types.MappingProxyType({})
 
     def run(self, module: "Module", x: Any) -> Array:
-        """Returns the output of a module after `changes` and `hooks` have been applied to it.
+        """Returns the output of a module after `output_edits` and `hooks` have been applied to it.
 
         All calls of modules go through this method, with one exception: `layers.gated` computes the gate and
         up projections of an MLP in one operation if their weights are packed and neither has a hook or a
@@ -158,19 +158,19 @@ class ForwardContext:
             x: Its input.
         """
         y = module.forward(x, self)
-        if self.changes and (change := self.changes.get(self.path(module))):
+        if self.output_edits and (change := self.output_edits.get(self.path(module))):
             y = change(x, y)
         hook = self.hooks.get(self.path(module)) if self.hooks else None
         return y if hook is None else hook(y)
 
-    def sees(self, *modules: "Module") -> bool:
+    def is_edited(self, *modules: "Module") -> bool:
         """Returns whether a hook or a change applies to any of the given modules."""
-        if not self.hooks and not self.changes:
+        if not self.hooks and not self.output_edits:
             return False
         paths = set(map(self.path, modules))
-        return bool(self.hooks.keys() & paths or self.changes.keys() & paths)
+        return bool(self.hooks.keys() & paths or self.output_edits.keys() & paths)
 
-    def parts(self, y: Array, units: Sequence[Units]) -> list[Array]:
+    def split_output(self, y: Array, units: Sequence[Units]) -> list[Array]:
         """Splits the output of a linear map that computes several projections at once.
 
         Args:
@@ -181,7 +181,7 @@ class ForwardContext:
             One array float [..., w] per projection.
         """
         if self.grid is not None:
-            return self.grid.parts(y, units)
+            return self.grid.split_output(y, units)
         return jnp.split(y, list(itertools.accumulate(u.num * u.size for u in units[:-1])), axis=-1)
 
     def path(self, module: "Module") -> str:
@@ -189,7 +189,9 @@ class ForwardContext:
 
         The paths of the module's weights, in the model's state and in its WeightTable, start with this path.
         """
-        assert module in self._paths, f"{type(module).__name__} is not a part of the context's model"
+        assert module in self._paths, (
+            f"{type(module).__name__} is not a module of the model of this forward context"
+        )
         return self._paths[module]
 
     @functools.cached_property
@@ -230,4 +232,4 @@ class MissingLayer(Module):
 
     def forward(self, x: Any, context: ForwardContext) -> Array:
         """Raises an AssertionError because another stage has this layer."""
-        raise AssertionError("another stage has this layer")
+        raise AssertionError("this layer belongs to another pipeline stage")

@@ -268,7 +268,7 @@ def text_values(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return text | {name: value for name, value in outer.items() if value is not None}
 
 
-def of_text_model(table: WeightTable, others: Sequence[str]) -> WeightTable:
+def multimodal_table(table: WeightTable, others: Sequence[str]) -> WeightTable:
     """Returns the weight table of a multimodal checkpoint of which only the text model is read.
 
     Args:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 
-class View(NamedTuple):
+class PageView(NamedTuple):
     """View of a pool array by a layer whose pages are smaller than the array's pages.
 
     Layers with different numbers or sizes of heads can share an array. The pages of the array are as large as
@@ -74,7 +74,7 @@ class View(NamedTuple):
 NO_GROUP = -1
 
 
-class Place(NamedTuple):
+class KVLocation(NamedTuple):
     """Location of a layer's keys and values, or of its recurrent states, in the pool.
 
     Args:
@@ -86,4 +86,4 @@ class Place(NamedTuple):
 
     array: int
     group: int
-    view: View | None = None
+    view: PageView | None = None

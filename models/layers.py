@@ -190,7 +190,7 @@ def gated(
     """
     kernels = gate.kernel, up.kernel
     is_packed = all(isinstance(kernel, PackedKernel) for kernel in kernels) and gate.bias is up.bias is None
-    if is_packed and activation != "relu2" and not context.sees(gate, up):
+    if is_packed and activation != "relu2" and not context.is_edited(gate, up):
         packed_gate, packed_up = (kernel[...] for kernel in kernels)
         return products.multiply_gated(x, packed_gate, packed_up, gate.out_features, activation)
     return ACTIVATIONS[activation](gate(x, context)) * up(x, context)

@@ -81,7 +81,7 @@ class RoutedTokens(NamedTuple):
     """
 
     tokens: Float[Array, "*t e"]
-    chosen: Int[Array, "*t k"]
+    expert_ids: Int[Array, "*t k"]
     weights: Float[Array, "*t k"]
 
 
@@ -102,7 +102,7 @@ class Experts(Module):
 
         def make(shape: tuple[int, ...], split: Split, std: float = config.initializer_range) -> nnx.Param:
             value = normal(rngs.params(), (config.num_experts, *shape), dtype, std)
-            return parameter(value, ((Units(config.num_experts, kind="experts"),), *split))
+            return parameter(value, ((Units(config.num_experts, division="experts"),), *split))
 
         self.make_weights(make)
 
@@ -159,9 +159,9 @@ class Experts(Module):
         Returns:
             [*T, E] in the dtype of x.tokens.
         """
-        return self.mixed(x, context).astype(x.tokens.dtype)
+        return self.weighted_sum(x, context).astype(x.tokens.dtype)
 
-    def mixed(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
+    def weighted_sum(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the weighted sum of the outputs of each token's experts, in float32.
 
         Args:
@@ -174,19 +174,21 @@ class Experts(Module):
         own, grid = self.divided_weights(), context.grid
         weights = [w.stack if isinstance(w, QuantizedWeight) else w[...] for w in own]
         if grid is None:
-            return self.compute(x, *weights, context=context)
+            return self.local_weighted_sum(x, *weights, context=context)
         arrays, treedef = jax.tree.flatten(weights)
 
         def compute(x: RoutedTokens, *arrays: Array) -> Array:
             first = jax.lax.axis_index(TENSOR) * len(arrays[0]) if grid.splits_experts else 0
             weights = jax.tree.unflatten(treedef, arrays)
-            return jax.lax.psum(self.compute(x, *weights, context=context, first=first), TENSOR)
+            return jax.lax.psum(self.local_weighted_sum(x, *weights, context=context, first=first), TENSOR)
 
-        splits = [w.part_splits if isinstance(w, QuantizedWeight) else [w.get_metadata("split")] for w in own]
+        splits = [
+            w.array_splits if isinstance(w, QuantizedWeight) else [w.get_metadata("split")] for w in own
+        ]
         specs = [grid.spec(split) for weight in splits for split in weight if split is not None]
-        return grid.on_each(compute, (PartitionSpec(), *specs), PartitionSpec())(x, *arrays)
+        return grid.shard_map(compute, (PartitionSpec(), *specs), PartitionSpec())(x, *arrays)
 
-    def compute(
+    def local_weighted_sum(
         self,
         x: RoutedTokens,
         *weights: Array | KernelStack,
@@ -205,11 +207,11 @@ class Experts(Module):
             float32 [*T, E].
         """
         *leading, features = x.tokens.shape
-        tokens, top_k = x.tokens.reshape(-1, features), x.chosen.shape[-1]
+        tokens, top_k = x.tokens.reshape(-1, features), x.expert_ids.shape[-1]
         # Sort the rows by expert, with this device's experts first. Rows of other experts belong to no group,
         # so the grouped product sets them to 0.
         num_experts, num_here = self.config.num_experts, len(jax.tree.leaves(weights)[0])
-        experts = (x.chosen.reshape(-1) - first) % num_experts
+        experts = (x.expert_ids.reshape(-1) - first) % num_experts
         by_expert = jnp.argsort(experts, stable=True)
         sizes = jnp.bincount(experts, length=num_experts)[:num_here]
 

@@ -68,8 +68,8 @@ def paged_attention(
         float [T, H, D], or [T, H, value_dim] for a LatentAttentionSpec; 0 in padding.
     """
     spec, metadata = cache.specs[layer], cache.metadata
-    assert not isinstance(spec, StateSpec), "the layer attends"
-    pool, group, view = metadata.places[layer]
+    assert not isinstance(spec, StateSpec), f"layer {layer} has no attention"
+    pool, group, view = metadata.kv_locations[layer]
     value_dim = value_dim_of(spec)
 
     def attend(
@@ -89,7 +89,7 @@ def paged_attention(
         if k is not None:
             # If some layers see a pool array in another shape, XLA would copy the array before a kernel that
             # writes it in place. XLA's own scatter avoids the copy.
-            writer = "xla" if any(place.view for place in metadata.places) else backend
+            writer = "xla" if any(place.view for place in metadata.kv_locations) else backend
             values = v if value_dim is None else None
             kv_pages = ops.write_kv(kv_pages, k, values, slots, backend=writer)
         written = kv_pages.reshape(shape)
@@ -104,7 +104,7 @@ def paged_attention(
         if isinstance(spec, FullAttentionSpec | LatentAttentionSpec):
             options["shared_blocks"] = metadata.shared_blocks
         if metadata.is_decode or metadata.is_row_by_row:
-            tables, lens = metadata.of_token_rows(group, is_causal=True)
+            tables, lens = metadata.per_token_row(group, is_causal=True)
             return written, ops.paged_decode(q, kv_pages, tables, lens, **options)
         tables, lens = metadata.block_tables[group], metadata.context_lens[group]
         return written, ops.ragged_attention(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
@@ -112,7 +112,7 @@ def paged_attention(
     if metadata.grid is not None:
         keys = HEADS_SPEC if value_dim is None else PartitionSpec()
         specs = POOL_SPEC, HEADS_SPEC, keys, keys, PartitionSpec(TENSOR), PartitionSpec()
-        attend = metadata.grid.on_each(attend, specs, (POOL_SPEC, HEADS_SPEC))
+        attend = metadata.grid.shard_map(attend, specs, (POOL_SPEC, HEADS_SPEC))
     given = {"sinks": sinks, "distance_bias": distance_bias}
     by_head = {name: x for name, x in given.items() if x is not None}
     cache.pools[pool], out = attend(cache.pools[pool], q, k, v, by_head, metadata)
@@ -143,7 +143,7 @@ def write_kv(
     """
     write = functools.partial(ops.write_kv, backend=backend)
     if grid is not None:
-        write = grid.on_each(write, (POOL_SPEC, HEADS_SPEC, HEADS_SPEC, PartitionSpec()), POOL_SPEC)
+        write = grid.shard_map(write, (POOL_SPEC, HEADS_SPEC, HEADS_SPEC, PartitionSpec()), POOL_SPEC)
     return write(kv_pages, k, v, slots)
 
 
@@ -162,10 +162,10 @@ def cross_attention(
         float [T, H, D]; 0 in padding.
     """
     metadata = cache.metadata
-    pool, group, _ = metadata.places[layer]
-    tables, lens = metadata.of_token_rows(group, is_causal=False)
+    pool, group, _ = metadata.kv_locations[layer]
+    tables, lens = metadata.per_token_row(group, is_causal=False)
     decode = functools.partial(ops.paged_decode, scale=scale, backend=metadata.backend)
     if metadata.grid is not None:
         specs = HEADS_SPEC, POOL_SPEC, PartitionSpec(), PartitionSpec()
-        decode = metadata.grid.on_each(decode, specs, HEADS_SPEC)
+        decode = metadata.grid.shard_map(decode, specs, HEADS_SPEC)
     return decode(q, cache.pools[pool], tables, lens)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 from jax_paged.arguments.shown_values import shown
 from jax_paged.models.attention import AttentionMetadata, Backend, StateSpec, num_parts
 from jax_paged.models.causal_lm import CausalLM
-from jax_paged.models.kv_location import Place
+from jax_paged.models.kv_location import KVLocation
 
 
 class PagedInputs(NamedTuple):
@@ -70,7 +70,7 @@ def paged_inputs(
         query_start_loc=jnp.asarray(np.cumsum([0, *lens]), jnp.int32),
         is_decode=False,
         backend=backend,
-        places=tuple(Place(array, 0) for array in places),
+        kv_locations=tuple(KVLocation(array, 0) for array in places),
         state_slots=jnp.stack([row, jnp.full_like(row, len(lens)), jnp.zeros_like(row)]),
     )
     dtype = jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype

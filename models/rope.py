@@ -73,9 +73,9 @@ class Rope:
         Args:
             positions: int32 [...], position of each token.
         """
-        return self.of_pairs(positions[..., None, None])
+        return self.at_pair_positions(positions[..., None, None])
 
-    def of_pairs(self, positions: Int[Array, "... 1 p"]) -> Rotation:
+    def at_pair_positions(self, positions: Int[Array, "... 1 p"]) -> Rotation:
         """Returns the rotation of tokens whose pairs have different positions, as in M-RoPE.
 
         Args:
@@ -131,7 +131,10 @@ def rotated_dim(read: ConfigReader, head_dim: int) -> int:
     """
     part = read.number("partial_rotary_factor", 1.0)
     dim = int(head_dim * part)
-    ok, allowed = dim % 2 == 0 and 0 < dim <= head_dim, "one that rotates an even number of dimensions"
+    ok, allowed = (
+        dim % 2 == 0 and 0 < dim <= head_dim,
+        "a fraction of head_dim that is an even number of dimensions",
+    )
     return dim if read.check(ok, "partial_rotary_factor", part, allowed) else 2
 
 
@@ -235,7 +238,9 @@ def _dynamic(read: ConfigReader, base: tuple[float, ...], theta: float, ratio: f
     factor, dim = read.number("factor", low=1.0, low_open=False), 2 * len(base)
     if ratio <= 1:
         return Rope(base)
-    if not read.check(dim > 2, "rope_type", "dynamic", "another type for heads of 2 dimensions"):
+    if not read.check(
+        dim > 2, "rope_type", "dynamic", "another type than 'dynamic' for heads of 2 dimensions"
+    ):
         return Rope(base)
     return Rope(base_frequencies(dim, theta * (factor * ratio - (factor - 1)) ** (dim / (dim - 2))))
 

@@ -35,8 +35,13 @@ from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.models.parallel.stages import num_bytes, split_model
 from jax_paged.models.quantization.config import quantization_of
 from jax_paged.models.quantization.mxfp4 import with_decoded
-from jax_paged.models.quantization.quantize import KernelPlace, kind_to_make, outline_kind, outline_quantized
-from jax_paged.models.quantization.quantized_linear import KIND_DTYPES, QuantizationScheme, QuantizedWeight
+from jax_paged.models.quantization.quantize import (
+    KernelPlace,
+    apply_schemes,
+    choose_online_dtype,
+    quantize_outline,
+)
+from jax_paged.models.quantization.quantized_linear import ONLINE_DTYPES, QuantizationScheme, QuantizedWeight
 from jax_paged.models.registry import get_architecture, get_model_class
 
 _LOGGER = logging.getLogger(__name__)
@@ -118,7 +123,7 @@ def load_stages(
     overrides: Mapping[str, Any],
     quantization: str | None,
     grids: Sequence[DeviceGrid | None],
-    own: Sequence[int],
+    stage_indices: Sequence[int],
 ) -> list[LoadedModel]:
     """Loads the pipeline stages of a model, each onto its own devices.
 
@@ -129,7 +134,8 @@ def load_stages(
         overrides: See `load_model`.
         quantization: See `load_model`.
         grids: The devices of each stage. With a single entry, the model is not split.
-        own: Indices of the stages whose weights are read. The other stages keep shapes in place of weights.
+        stage_indices: Indices of the stages whose weights are read. The other stages keep shapes in place of
+            weights.
 
     Returns:
         One model per stage.
@@ -145,9 +151,9 @@ def load_stages(
     raise_problems(f"the weights in {folder} do not fit its config.json", check.problems)
     log_unused(folder, check.unused)
     if dtype == "auto":
-        _warn_of_dtype(folder, _own_dtypes(hf_config, stored), chosen.name)
+        _warn_of_dtype(folder, _checkpoint_dtypes(hf_config, stored), chosen.name)
     models = split_model(whole, len(grids)) if len(grids) > 1 else [whole]
-    for stage in own:
+    for stage in stage_indices:
         read_weights(models[stage], stored, chosen, folder, grids[stage])
     defaults = sampling_defaults(generation_config)
     return [LoadedModel(m, architecture, chosen, num_bytes(m), eos_token_ids, defaults) for m in models]
@@ -186,7 +192,7 @@ def _outline(
     _, model_class = get_model_class(hf_config)
     config = model_class.config_class.from_hf(hf_config, max_model_len)
     method, weight_format = quantization_of(hf_config)
-    allowed = (None, method) if method else (None, *KIND_DTYPES)
+    allowed = (None, method) if method else (None, *ONLINE_DTYPES)
     if quantization not in allowed:
         names = f"{one_of(allowed)} for the weights in {folder}"
         raise ValueError(f"`quantization` must be {names}, got {shown(quantization)}")
@@ -195,20 +201,20 @@ def _outline(
     chosen = _choose_dtype(dtype, hf_config, stored)
     model = nnx.eval_shape(lambda: model_class(config, dtype=chosen, rngs=nnx.Rngs(0)))
     if weight_format is None:
-        return outline_kind(model, kind_to_make([model], quantization)), chosen, stored
+        return quantize_outline(model, choose_online_dtype([model], quantization)), chosen, stored
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for key, tensor in stored.items():
         stem, _, end = key.rpartition(".")
         modules[stem][end] = tensor
 
-    def form_of(place: KernelPlace) -> QuantizationScheme | None:
+    def scheme_of(place: KernelPlace) -> QuantizationScheme | None:
         stem = weight_at(model, place.path, place.kernel).keys[0].removesuffix(".weight")
         try:
-            return weight_format.form(modules[stem], *place.kernel.shape[-2:])
+            return weight_format.scheme(modules[stem], *place.kernel.shape[-2:])
         except ValueError as error:
             raise ValueError(f"the weights of {stem} in {folder} can't be read: {error}") from error
 
-    outline_quantized(model, form_of)
+    apply_schemes(model, scheme_of)
     return model, chosen, stored
 
 
@@ -292,7 +298,8 @@ def loaded_from(model: LanguageModel, folder: Path | None) -> LoadedModel:
     dtypes = {str(param.dtype) for _, param in params if not isinstance(param, Float32Param)}
     if dtypes not in ({"float32"}, {"bfloat16"}):
         raise ValueError(
-            f"the weights of `model` must all have one dtype, got {' and '.join(sorted(dtypes))}"
+            f"the weights of `model` must all be float32 or all be bfloat16, "
+            f"got {' and '.join(sorted(dtypes))}"
         )
     generation_config = {} if folder is None else read_generation_config(folder)
     ends = end_token_ids(generation_config, {}, model.config.vocab_size)
@@ -308,7 +315,7 @@ def log_unused(folder: Path, unused: Sequence[str]) -> None:
         unused: Keys of these tensors.
     """
     if unused:
-        _LOGGER.warning("%s holds tensors that are not used: %s", folder, without_numbers(unused))
+        _LOGGER.warning("%s contains tensors that are not used: %s", folder, without_numbers(unused))
 
 
 def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> jnp.dtype:
@@ -317,11 +324,11 @@ def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, Store
     "auto" is float32 if the checkpoint is in float32, else bfloat16.
     """
     if dtype == "auto":
-        own = _own_dtypes(hf_config, stored)
+        own = _checkpoint_dtypes(hf_config, stored)
         if not own or not own <= set(STORED_DTYPES.values()):
             raise ValueError(
                 "`dtype` must be 'bfloat16' or 'float32' because the dtype of the checkpoint is "
-                f"{' and '.join(sorted(own)) or 'not known'}, got 'auto'"
+                f"{' and '.join(sorted(own)) or 'unknown'}, got 'auto'"
             )
         dtype = "float32" if own == {"float32"} else "bfloat16"
     if dtype not in ("float32", "bfloat16"):
@@ -333,12 +340,13 @@ def _warn_of_dtype(folder: Path, own: set[str], chosen: str) -> None:
     """Logs a warning if a model and its checkpoint have different dtypes."""
     if own != {chosen}:
         message = (
-            "%s is in %s, and is served in %s; dtype='float32' keeps all digits and takes twice the memory"
+            "the weights in %s are %s and are served in %s; dtype='float32' keeps full precision and needs "
+            "twice the memory"
         )
         _LOGGER.warning(message, folder, " and ".join(sorted(own)), chosen)
 
 
-def _own_dtypes(hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> set[str]:
+def _checkpoint_dtypes(hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> set[str]:
     """Returns the dtype that config.json declares, or else the dtypes of the stored float tensors.
 
     Integers are positions, masks or quantized weights, and 8-bit floats are quantized weights. None of them

@@ -1,4 +1,7 @@
-"""The op of experts: it checks shapes, chooses a backend and calls its implementation, as ops.py does."""
+"""The product for mixture-of-experts layers: checks its arguments, chooses a backend and calls it.
+
+A "kernel" in this module is a weight matrix, one per expert (group).
+"""
 
 from typing import Literal
 
@@ -20,23 +23,23 @@ def grouped_matmul(
 ) -> Float[Array, "n o"]:
     """Multiplies the first group_sizes[0] rows by kernels[0], the next group_sizes[1] by kernels[1], ...
 
-    Only kernels of groups that are not empty are read, but by the reference; a row's result does not depend
-    on the other rows. The backends "xla" and "reference" can be differentiated.
+    Kernels of empty groups are not read, except by the backend "reference". A row's result does not depend on
+    the other rows. The backends "xla" and "reference" can be differentiated.
 
     Args:
         x: Rows, sorted by group.
-        kernels: One per group, in the dtype of x.
-        group_sizes: int32, rows of each group; they sum to n or less.
-        backend: The implementation, as for ops.resolve_backend; see implementation_of.
+        kernels: One matrix per group, in the dtype of x.
+        group_sizes: int32, number of rows of each group. Their sum may be less than n, but not more.
+        backend: The implementation, see ops.resolve_backend and implementation_of.
 
     Returns:
-        The products, in the order of x; exactly 0 in rows behind the last group.
+        The products, in the order of x; exactly 0 in rows after the last group.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit, or the backend does not take them.
+        ValueError: If shapes or dtypes are not valid, or the backend does not support them.
     """
     if x.ndim != 2 or not x.shape[0]:
-        raise ValueError(f"the shape of `x` must be [1 row or more, columns], got {x.shape}")
+        raise ValueError(f"the shape of `x` must be [rows, columns] with at least one row, got {x.shape}")
     if kernels.ndim != 3 or kernels.shape[1] != x.shape[1]:
         raise ValueError(
             f"the shape of `kernels` must be [groups, {x.shape[1]}, columns] with `x`, got {kernels.shape}"
@@ -49,7 +52,7 @@ def grouped_matmul(
         )
     if group_sizes.dtype != jnp.int32:
         raise ValueError(f"the dtype of `group_sizes` must be int32, got {group_sizes.dtype}")
-    if not isinstance(x, Tracer):  # a trace may be for another machine
+    if not isinstance(x, Tracer):  # a trace may be lowered for another machine
         ops.resolve_backend(backend)
     match implementation_of(backend):
         case "loop":
@@ -62,10 +65,10 @@ def grouped_matmul(
 
 
 def implementation_of(backend: str) -> Literal["loop", "reference", "wgmma"]:
-    """Returns what multiplies the rows of experts with a backend on the device that a trace is for.
+    """Returns the implementation of grouped_matmul for a backend and the device that a trace is lowered for.
 
-    The kernel needs wgmma, which only GPUs of compute capability 9 have. On others, as with the backends
-    "xla" and "native", it is a loop in plain JAX.
+    The Pallas kernel needs wgmma, which only GPUs of compute capability 9.x have. On other GPUs, and with the
+    backends "xla" and "native", the implementation is a loop in plain JAX.
     """
     if backend == "reference":
         return "reference"

@@ -1,8 +1,8 @@
-"""JAX settings under which this package computes: JAX's defaults, whatever the user's program has set.
+"""JAX settings for this package's computations: JAX's defaults, whatever the user's program has set.
 
-A user's program may enable 64-bit types, for example. They would change the types of intermediate results,
-and so the results, the memory that they take, and the operands of native code. The functions here apply the
-default settings to a scope of one thread, and leave the rest of the process alone.
+A user's program may, for example, enable 64-bit types. This would change the dtypes of intermediate arrays,
+and with them the results, the memory use and the operands of native code. The functions here apply the
+default settings to a scope of the current thread, without affecting the rest of the process.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ _SETTINGS: dict[str, Any] = {
     "enable_x64": False,
     "numpy_dtype_promotion": "standard",
     "numpy_rank_promotion": "allow",
-    "threefry_partitionable": True,  # decides which random bits a key has
+    "threefry_partitionable": True,  # determines the random bits generated for a key
 }
 
 
 @contextlib.contextmanager
 def default_settings() -> Iterator[None]:
-    """Applies the settings in this thread until the `with` block ends."""
-    import jax  # not above: the engine can be imported without JAX
+    """Applies the settings in the current thread until the `with` block ends."""
+    import jax  # not at module level, because the engine must be importable without JAX
 
     with contextlib.ExitStack() as stack:
         for name, value in _SETTINGS.items():
@@ -31,7 +31,7 @@ def default_settings() -> Iterator[None]:
 
 
 def apply_to_process() -> None:
-    """Applies the settings to all threads of a process that computes nothing else."""
+    """Applies the settings to all threads. For processes that run no other JAX code."""
     import jax
 
     for name, value in _SETTINGS.items():
@@ -39,7 +39,7 @@ def apply_to_process() -> None:
 
 
 def with_default_settings[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """Makes a function run, or be traced, with the settings."""
+    """Decorator that applies the settings while `function` runs or is traced."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -50,7 +50,10 @@ def with_default_settings[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
 
 def methods_with_default_settings[C](cls: type[C]) -> type[C]:
-    """Makes the constructor and all public methods of a class run with the settings; properties do not."""
+    """Class decorator that applies the settings in the constructor and the public methods.
+
+    They are not applied in properties and private methods.
+    """
     for name, value in list(vars(cls).items()):
         if isinstance(value, types.FunctionType) and (name == "__init__" or not name.startswith("_")):
             setattr(cls, name, with_default_settings(value))

@@ -1,7 +1,9 @@
-"""The public ops: they check shapes, choose a backend and call its implementation.
+"""The public operations on the KV cache: each checks its arguments, chooses a backend and calls it.
 
-The pool of a layer is [P, 2, K, S, D]: P pages of S tokens, keys (0) and values (1) apart, one contiguous
-[S, D] tile per kv head. A page is what the host calls a block. A token's slot is page * S + offset:
+The pool of a layer is an array [P, 2, K, S, D]: P pages of S tokens each, keys (index 0) and values (index
+1), K kv heads, head dimension D. The tile [S, D] of one page, one kv head and either keys or values is
+contiguous in memory. "Page" means the same as "block" in the scheduler. The slot of a token is page * S +
+offset in the page:
 
     page 0 (null)      page 1             page 2                     slots of page 2, S = 4
     +---------------+  +---------------+  +---------------+
@@ -11,9 +13,13 @@ The pool of a layer is [P, 2, K, S, D]: P pages of S tokens, keys (0) and values
     | V head 1 [S,D]|  | V head 1 [S,D]|  | V head 1 [S,D]|
     +---------------+  +---------------+  +---------------+
 
-A quantised pool, of int8 or uint8 (fp8_e4m3), has tiles [S, D + 1] of bytes: see quantization.py. A latent
-pool, [P, 1, K, S, D], holds keys alone: a token's value is the first numbers of its key (multi-head latent
-attention, where all query heads share one kv head).
+There are two other kinds of pool. A quantized pool (int8, or uint8 with the bits of fp8_e4m3) has tiles [S, D
++ 1] of bytes, as described in quantization.py. A latent pool has the shape [P, 1, K, S, D] and stores keys
+only. The first `value_dim` elements of a key are also the token's value. This is how multi-head latent
+attention works, where all query heads share one kv head.
+
+A dead slot is a slot in a page of the block table whose token is not attended to, because it lies past the
+end of the context or before the sliding window. Its contents, even NaN, do not influence any result.
 """
 
 from typing import Any, Literal, get_args
@@ -28,25 +34,28 @@ from jax_paged.pallas_kernels.jax_settings import with_default_settings
 from jax_paged.pallas_kernels.native import attention as native_ops
 from jax_paged.pallas_kernels.quantization import quantize
 
-# Kernels are imported where they are called: a CPU has no use for Mosaic, which takes a fifth of a second.
+# The GPU kernels are imported only when they are called. Importing Mosaic takes 0.2 s, and CPUs do not need
+# it.
 Backend = Literal["auto", "native", "pallas", "pallas_interpret", "reference", "xla"]
 Implementation = Literal["native", "pallas", "pallas_interpret", "reference", "xla"]
-# Backends that are one module each and take every option.
+# Backends that implement every operation with every option, each in a single module.
 _COMPLETE: dict[str, Any] = {"native": native_ops, "reference": reference, "xla": xla}
 
 
 def resolve_backend(backend: str, *, name: str = "backend") -> Implementation:
-    """Returns the backend that `backend` stands for on this machine.
+    """Returns the implementation to which `backend` resolves on this machine.
 
     Args:
-        backend: "native" (C++ on a CPU), "pallas" (Mosaic GPU kernels), "pallas_interpret" (the same in JAX's
-            interpreter, slow), "reference" (plain and differentiable, slow), "xla", or "auto": "native" on a
-            CPU if it was built, else "xla". An engine's "auto" may be "pallas" too: see self_check.py.
+        backend: "native" (C++ on a CPU), "pallas" (Mosaic GPU kernels), "pallas_interpret" (the same kernels
+            in JAX's interpreter, slow), "reference" (plain and differentiable, slow), "xla" (plain JAX), or
+            "auto". Here "auto" means "native" on a CPU if the native library is available, else "xla". The
+            engine resolves its own "auto" to "pallas" if self_check/runner.py has verified the kernels on
+            this GPU.
         name: Name of the caller's argument, for error messages.
 
     Raises:
-        ValueError: If the backend is unknown, is "native" on a machine where it is not built or whose device
-            is no CPU, or is "pallas" on a machine without an NVIDIA GPU.
+        ValueError: If the backend is unknown; is "native" on a device that is not a CPU, or without the
+            native library; or is "pallas" on a machine without a supported NVIDIA GPU.
     """
     implementation = _implementation(backend, name)
     device = jax.devices()[0]
@@ -79,7 +88,10 @@ def _implementation(backend: Any, name: str = "backend") -> Implementation:
 
 
 def _choose(backend: str, array: Array) -> Implementation:
-    """Returns the implementation; a trace may be for another machine, so there its device is not checked."""
+    """Returns the implementation for `backend`.
+
+    The device is not checked inside a trace, because the trace may be lowered for another machine.
+    """
     return _implementation(backend) if isinstance(array, Tracer) else resolve_backend(backend)
 
 
@@ -92,14 +104,14 @@ def write_kv(
     *,
     backend: Backend = "auto",
 ) -> Float[Array, "p n k s d"]:
-    """Writes the key and the value of each token into its slot, in place if the pool is donated.
+    """Writes the key and value of each token into its slot, in place if the pool is donated.
 
     Args:
         kv_pages: The pool.
-        k: Keys, converted to the pool's dtype, or quantised.
-        v: Values, as the keys; None for a latent pool.
-        slot_mapping: int32 [T], the slot of each token; slots of P * S or more are not written.
-        backend: The implementation, as for resolve_backend.
+        k: Keys. They are converted to the pool's dtype, or quantized if the pool is quantized.
+        v: Values, with the shape and dtype of k; None for a latent pool.
+        slot_mapping: int32 [T], the slot of each token. Tokens whose slot is P * S or more are not written.
+        backend: The implementation, see resolve_backend.
 
     Returns:
         The pool with the tokens written.
@@ -129,15 +141,15 @@ def copy_blocks(
     *,
     backend: Backend = "auto",
 ) -> Float[Array, "p n k s d"]:
-    """Copies whole pages; all are read before any is written.
+    """Copies whole pages, as if all sources were read before any destination is written.
 
     With the Pallas backends no page may be in both src and dst.
 
     Args:
         kv_pages: The pool.
         src: int32 [C], pages to read.
-        dst: int32 [C], pages to write, all different; a pair with a page of P or more is skipped.
-        backend: The implementation, as for resolve_backend.
+        dst: int32 [C], pages to write, all different. A pair is skipped if either of its pages is P or more.
+        backend: The implementation, see resolve_backend.
 
     Returns:
         The pool with the pages copied.
@@ -171,30 +183,33 @@ def paged_decode(
     value_dim: int | None = None,
     backend: Backend = "auto",
 ) -> Float[Array, "b h v"]:
-    """Attends with one query per sequence, the last token of its context, over the pages of its table.
+    """Computes the attention of one query per sequence, its last token, over the pages in its block table.
 
     Args:
         q: Queries.
-        kv_pages: The pool; what dead slots hold, even NaN, never matters.
-        block_tables: int32 [B, M], pages in order of position; entries past a context, and before its window,
-            may be anything.
-        context_lens: int32 [B], tokens attended to; 0 gives an output of exactly 0.
+        kv_pages: The pool. The contents of dead slots do not matter.
+        block_tables: int32 [B, M], pages in order of position. Entries past the context, or entirely before
+            the window, may have any value.
+        context_lens: int32 [B], number of tokens attended to; the output is exactly 0 for a length of 0.
         scale: Factor of the scores, usually head_dim ** -0.5.
-        window: Only the last `window` tokens are attended to; None for all.
+        window: Sliding window: only the last `window` tokens are attended to; None for all tokens.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
-        sinks: One logit per head that joins the denominator of the softmax and has no value; -inf for none.
-        distance_bias: Added to the scaled score of query position i and key position j:
-            distance_bias[head, min(i - j, n - 1)]. Not with a soft cap.
-        shared_blocks: int32 [B], how many leading pages a sequence has in common with others, 0 for none.
-            Sequences with the same number, and the same page there, have all these pages in common, and
-            attend to them together; each has at least one token behind them. It changes what is read how
-            often, and no result but by rounding. Not with a window.
-        value_dim: Of a latent pool, how many numbers of a key are its value, from the first on; None for a
-            pool of keys and values. Not with the Pallas backends.
-        backend: The implementation, as for resolve_backend.
+        sinks: Attention sinks: one logit per head that is added to the denominator of the softmax and has no
+            value; -inf for no sink.
+        distance_bias: Table of biases: distance_bias[head, min(i - j, n - 1)] is added to the scaled score of
+            query position i and key position j. Not allowed with a soft cap.
+        shared_blocks: int32 [B], number of leading pages that a sequence shares with other sequences, 0 for
+            none. If two sequences have the same number n and the same n-th page, they must share all n pages.
+            Their queries attend to the shared pages together, so that the pages are read once for several
+            sequences (cascade attention). This changes the results by rounding only. Each of these sequences
+            must have at least one token after the shared pages. Not allowed with a window; with the Pallas
+            backends, not allowed with a distance bias.
+        value_dim: For a latent pool, the number of leading elements of a key that are its value; None for a
+            pool of keys and values. Not supported by the Pallas backends.
+        backend: The implementation, see resolve_backend.
 
     Returns:
-        Attention in the dtype of q; V is value_dim, or D if that is None.
+        The attention output, in the dtype of q. V is value_dim, or D if value_dim is None.
 
     Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, SOSP 2023.
     """
@@ -240,29 +255,34 @@ def ragged_attention(
     value_dim: int | None = None,
     backend: Backend = "auto",
 ) -> Float[Array, "t h v"]:
-    """Attends causally with any number of queries per sequence, the last positions of its context.
+    """Computes causal attention for any number of queries per sequence, the last tokens of its context.
+
+    A batch may mix prefill chunks of many queries with decodes of one query.
 
     Args:
         q: Queries of all sequences, one sequence after the other.
-        kv_pages: The pool; what dead slots hold, even NaN, never matters.
-        block_tables: int32 [B, M], pages in order of position; entries past a context, and before its window,
-            may be anything.
+        kv_pages: The pool. The contents of dead slots do not matter.
+        block_tables: int32 [B, M], pages in order of position. Entries past the context, or entirely before
+            the window, may have any value.
         context_lens: int32 [B], tokens of each sequence, including its queries.
-        query_start_loc: int32 [B + 1]; the rows of sequence b start at query_start_loc[b] and end before
-            query_start_loc[b + 1].
+        query_start_loc: int32 [B + 1]; the rows of sequence b are query_start_loc[b] to query_start_loc[b +
+            1] - 1.
         scale: Factor of the scores, usually head_dim ** -0.5.
-        window: A query attends to itself and the window - 1 tokens before it; None for all.
+        window: Sliding window: a query attends to itself and the window - 1 tokens before it; None for all
+            tokens.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
-        sinks: One logit per head that joins the denominator of the softmax and has no value; -inf for none.
-        distance_bias: Added to the scaled score of query position i and key position j:
-            distance_bias[head, min(i - j, n - 1)]. Not with a soft cap.
-        shared_blocks: As paged_decode takes it; of sequences with several queries it is not looked at. Not
-            with the Pallas backends.
-        value_dim: As paged_decode takes it.
-        backend: The implementation, as for resolve_backend.
+        sinks: Attention sinks: one logit per head that is added to the denominator of the softmax and has no
+            value; -inf for no sink.
+        distance_bias: Table of biases: distance_bias[head, min(i - j, n - 1)] is added to the scaled score of
+            query position i and key position j. Not allowed with a soft cap.
+        shared_blocks: Number of shared leading pages per sequence, see paged_decode. Entries of sequences
+            with several queries are ignored. Not supported by the Pallas backends.
+        value_dim: Size of the values in a latent pool, see paged_decode.
+        backend: The implementation, see resolve_backend.
 
     Returns:
-        Attention in the dtype of q, as paged_decode returns it; exactly 0 in rows from query_start_loc[B] on.
+        The attention output, in the dtype of q, [T, H, V] as in paged_decode. It is exactly 0 in the padding
+        rows, from row query_start_loc[B] on.
     """
     checks.check_attention(q, kv_pages, block_tables, context_lens)
     checks.check_options(q, scale, window, soft_cap, sinks, distance_bias)
@@ -298,18 +318,31 @@ def check_inputs(
     src: np.ndarray,
     dst: np.ndarray,
 ) -> None:
-    """Asserts on the host what the ops take for granted about their arguments of the same names.
+    """Asserts the preconditions of the ops on the host, where the values of their arguments are known.
+
+    The parameters have the names of the ops' parameters.
+
+    Args:
+        num_pages: Pages in the pool.
+        page_size: Tokens per page.
+        block_tables: int32 [B, M].
+        context_lens: int32 [B].
+        query_start_loc: int32 [B + 1].
+        slot_mapping: int32 [T].
+        src: int32 [C].
+        dst: int32 [C].
 
     Raises:
-        AssertionError: If a page or slot is out of range, a table is too short for its context, a slot or
-            page is written twice, query_start_loc decreases, or copy_blocks both reads and writes a page.
+        AssertionError: If a page or slot is out of range, a table is too short for its context, a sequence
+            has more queries than tokens, a slot or page is written twice, query_start_loc decreases, or
+            copy_blocks both reads and writes a page.
     """
     query_lens, slots = np.diff(query_start_loc), slot_mapping[slot_mapping < num_pages * page_size]
     copied = (src < num_pages) & (dst < num_pages)
     src, dst = src[copied], dst[copied]
     for ok, message in (
-        ((block_tables >= 0) & (block_tables < num_pages), "a page of a block table is out of the pool"),
-        (context_lens <= block_tables.shape[1] * page_size, "a context is longer than its table"),
+        ((block_tables >= 0) & (block_tables < num_pages), "a page in a block table is outside of the pool"),
+        (context_lens <= block_tables.shape[1] * page_size, "a context is longer than its block table"),
         (np.append(query_lens, query_start_loc[0]) >= 0, "query_start_loc decreases"),
         (query_lens <= context_lens, "a sequence has more queries than tokens"),
         (slots >= 0, "a slot is negative"),

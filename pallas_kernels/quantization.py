@@ -1,23 +1,27 @@
-"""Keys and values of a byte per number: how the pool stores them, and what they stand for.
+"""Quantized KV cache with one byte per number: its storage format, and conversion to and from it.
 
-A row, the key or the value of one token and kv head, is D numbers of a byte and one byte more, its scale:
+A row is the key or the value of one token and one kv head: D numbers of one byte, and one scale byte.
 
     int8         -128 ... 127 times the scale    the pool's dtype is int8
-    fp8_e4m3     float8_e4m3fn times the scale   the pool's dtype is uint8, and holds the bits
+    fp8_e4m3     float8_e4m3fn times the scale   the pool's dtype is uint8, which stores the bits
 
-A tile of a page, its S keys or values of one kv head, has the numbers of all rows first, so that GPUs can
-load words of them, and all scales behind them:
+A tile of a page (its S keys or S values of one kv head) stores the numbers of all rows first and all scales
+after them. With this order a GPU can load the numbers in aligned words:
 
     | row 0: D numbers | row 1: D numbers | ... | row S - 1: D numbers | S scales |
 
-Its shape is [S, D + 1], so that nobody who moves whole tiles needs to know; `rows_of` makes rows of it.
+The tile has the shape [S, D + 1], so code that moves whole tiles works for all pools. `rows_of` converts
+tiles to rows [S, D + 1] in which each row ends with its scale, and `tiles_of` converts rows to tiles.
 
-A token's bytes depend on its own numbers alone, so that whatever is written once never changes: under a scale
-for a block it would, as a block is filled token by token. The scale is a power of two, as in the OCP's MX
-formats, and its byte the exponent of a float32 without a fraction: 0 stands for 0, and 255 for infinity. So
-the quantiser multiplies exactly and rounds once, to the same bytes in every program; and the numbers that a
-row stands for are exact in bfloat16 and in float32, so that all backends attend to the same ones. A scale of
-full precision would take a third off the error of int8, and one to three bytes more in every row.
+Each row has its own scale because a page is filled token by token. With one scale per page, a later token
+with larger numbers would require the earlier ones to be requantized. With a scale per row, written bytes
+never change.
+
+The scale is a power of two, as in the MX formats of the Open Compute Project (OCP). Its byte is the biased
+exponent of a float32 with a zero fraction: 0 means 0.0 and 255 means infinity. Quantizing multiplies by the
+exact inverse and rounds only once, so that every program produces the same bytes. Dequantized numbers are
+exact in bfloat16 and float32, so that all backends attend to the same numbers. A full-precision scale would
+reduce the int8 error by one third, at the cost of one to three more bytes per row.
 
 Source: OCP Microscaling Formats (MX) Specification, version 1.0, 2023: scales of the type E8M0.
 """
@@ -26,38 +30,39 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-# The pool's dtype for each name of a quantised cache.
+# Dtype of the pool for each quantized value of `kv_cache_dtype`.
 DTYPES = {"fp8_e4m3": jnp.dtype("uint8"), "int8": jnp.dtype("int8")}
-# The largest number of a row lies in [2**n, 2**(n + 1)) scales.
+# Exponent n such that the largest number of a row, divided by its scale, lies in [2**n, 2**(n + 1)).
 _TOP_EXPONENT = {"uint8": 7, "int8": 6}
 _INFINITY = 255
 
 
 def is_quantized(kv_pages: Array) -> bool:
-    """Returns whether a pool holds rows of this kind."""
+    """Returns whether a pool, or an array of its rows or tiles, is quantized."""
     return kv_pages.dtype in DTYPES.values()
 
 
 def row_size(head_dim: int, dtype: jnp.dtype) -> int:
-    """Returns the elements that a row has in a pool of some dtype."""
+    """Returns the number of elements of a row in a pool with this dtype: head_dim, plus 1 for the scale."""
     return head_dim + (dtype in DTYPES.values())
 
 
 def quantize(x: Float[Array, "*n d"], dtype: jnp.dtype) -> Array:
-    """Returns the rows that numbers are stored as: [..., D + 1], or in a pool of floats [..., D].
+    """Returns the numbers as stored in a pool: rows [..., D + 1] if it is quantized, otherwise [..., D].
 
-    The error is at most half a scale in int8 (a whole one at its upper end), where the scale is at most
-    1/64 of the row's largest number; in fp8_e4m3, 1/16 of the number, down to 2**-14 of the largest. A row
-    with NaN or infinity stands for NaN alone.
+    In int8 the error is at most half a scale (one scale for numbers above 127.5 scales, which are clipped),
+    and the scale is at most 1/64 of the row's largest number. In fp8_e4m3 the error is at most 1/16 of the
+    number itself, for numbers down to 2**-14 of the row's largest. A row that contains NaN or infinity is
+    stored such that all of its numbers dequantize to NaN.
 
     Args:
         x: The numbers.
-        dtype: Of the pool.
+        dtype: Dtype of the pool. If it is not a quantized dtype, x is only converted.
     """
     if dtype not in DTYPES.values():
         return x.astype(dtype)
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
-    # As integers, NaN is the largest.
+    # Compared as integers, the bits of NaN are larger than the bits of any other number.
     exponent = bits.max(axis=-1, keepdims=True) >> 23
     is_finite = exponent < _INFINITY
     scale = jnp.where(is_finite, jnp.maximum(exponent - _TOP_EXPONENT[dtype.name], 0), _INFINITY)
@@ -72,9 +77,9 @@ def quantize(x: Float[Array, "*n d"], dtype: jnp.dtype) -> Array:
 
 
 def rows_of(tiles: Array) -> Array:
-    """Returns the rows [..., S, D + 1], each with its scale, that are in tiles [..., S, D + 1] of a pool.
+    """Returns tiles [..., S, D + 1] of a pool as rows [..., S, D + 1], each with its scale at the end.
 
-    In a pool of floats, tiles are rows already.
+    Tiles of a pool that is not quantized are returned unchanged.
     """
     if not is_quantized(tiles):
         return tiles
@@ -84,7 +89,7 @@ def rows_of(tiles: Array) -> Array:
 
 
 def tiles_of(rows: Array) -> Array:
-    """Returns the tiles whose rows these are: the reverse of rows_of."""
+    """Returns rows as tiles, the reverse of rows_of."""
     if not is_quantized(rows):
         return rows
     *others, size, row = rows.shape
@@ -93,11 +98,11 @@ def tiles_of(rows: Array) -> Array:
 
 
 def dequantize(rows: Array, dtype: jnp.dtype) -> Array:
-    """Returns the numbers [..., D] that rows stand for; those of a pool of floats are converted.
+    """Returns the numbers [..., D] of rows in `dtype`; rows that are not quantized are only converted.
 
     Args:
-        rows: [..., D + 1] for a quantised pool, [..., D] for another.
-        dtype: Of the result; float32 and bfloat16 hold quantised numbers exactly.
+        rows: [..., D + 1] from a quantized pool, [..., D] from other pools.
+        dtype: Dtype of the result; float32 and bfloat16 represent dequantized numbers exactly.
     """
     if not is_quantized(rows):
         return rows.astype(dtype)

@@ -1,6 +1,7 @@
-"""Every op written plainly in jnp: slow and with much memory, it says what the backends compute. See ops.
+"""The backend "reference": every operation in plain jnp code, which defines the results of all backends.
 
-All of it can be differentiated, which the backends can't.
+It is slow and needs much memory, but it can be differentiated, unlike the fast attention backends. ops.py and
+grouped_matmul.py describe the parameters.
 """
 
 from typing import Any
@@ -33,7 +34,7 @@ def copy_blocks(kv_pages: Array, src: Array, dst: Array) -> Array:
 
 
 def grouped_matmul(x: Array, kernels: Array, group_sizes: Array) -> Array:
-    """Multiplies all rows by the kernel of each group in turn, and keeps those of the group."""
+    """Multiplies all rows by the kernel of each group in turn and keeps the rows that belong to the group."""
     group = jnp.sum(jnp.arange(len(x))[:, None] >= jnp.cumsum(group_sizes), axis=1)
 
     def add(out: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
@@ -48,7 +49,7 @@ def grouped_matmul(x: Array, kernels: Array, group_sizes: Array) -> Array:
 def paged_decode(
     q: Array, kv_pages: Array, block_tables: Array, context_lens: Array, **options: Any
 ) -> Array:
-    """Attends with query b as the last token of sequence b."""
+    """Computes the attention of query b, the last token of sequence b."""
     start = jnp.arange(len(q) + 1)
     return ragged_attention(q, kv_pages, block_tables, context_lens, start, **options)
 
@@ -68,9 +69,9 @@ def ragged_attention(
     shared_blocks: Int[Array, " b"] | None = None,
     value_dim: int | None = None,
 ) -> Float[Array, "t h v"]:
-    """Attends with each query over the context of its sequence, causally.
+    """Computes the causal attention of each query over the context of its sequence.
 
-    Who reads the shared blocks of sequences with whom changes no result: here each does by itself.
+    shared_blocks is ignored: it only affects how often pages are read, and here every sequence reads its own.
     """
     row = jnp.arange(q.shape[0])
     seq = jnp.sum(row[:, None] >= query_start_loc[1:], axis=1)
@@ -85,7 +86,7 @@ def ragged_attention(
     tokens = dequantize(rows_of(kv_pages[block_tables]), jnp.dtype("float32"))
     tokens = tokens.transpose(0, 1, 4, 2, 3, 5)  # [B, M, S, parts, K, D]
     tokens = tokens.reshape(len(block_tables), len(token), *tokens.shape[3:])[seq]
-    tokens = jnp.where(live[:, :, None, None, None], tokens, 0)  # what a dead slot holds may be NaN
+    tokens = jnp.where(live[:, :, None, None, None], tokens, 0)  # dead slots may hold NaN
     parts = jnp.repeat(tokens, q.shape[1] // kv_pages.shape[2], axis=3).transpose(2, 0, 1, 3, 4)
     keys, values = parts[0], parts[-1][..., :value_dim]
     scores = jnp.einsum("thd,tnhd->thn", q.astype(jnp.float32), keys) * scale
@@ -94,7 +95,8 @@ def ragged_attention(
     if distance_bias is not None:
         distance = jnp.clip(position - token, 0, distance_bias.shape[1] - 1)
         scores += distance_bias[:, distance].swapaxes(0, 1)
-    # Rows without a live token have finite scores too: a softmax of nothing but -inf has no gradient.
+    # A softmax over nothing but -inf would have NaN gradients, so the scores of rows without a live token
+    # stay finite. Their probabilities are set to 0 below.
     is_empty = ~jnp.any(live, axis=1, keepdims=True)
     scores = jnp.where((live | is_empty)[:, None], scores, -jnp.inf)
     if sinks is not None:

@@ -1,23 +1,34 @@
-"""The backend "xla": the ops as fast as XLA makes them on a CPU, and a plain baseline on a GPU.
+"""The backend "xla": plain JAX, optimized for XLA on a CPU; on a GPU, a simple baseline.
 
-Both attentions walk a work list. A tile is a few query rows of one sequence (one row in decode, up to
-PREFILL_TILE_ROWS in prefill); an item is a tile and ITEM_TOKENS tokens of the context that it sees:
+Both attention operations walk a work list. A tile is a few query rows of one sequence: one row in decode, up
+to PREFILL_TILE_ROWS rows in prefill. An item is one tile and ITEM_TOKENS consecutive tokens of the context it
+attends to:
 
     sequence, context      tiles        items (64 tokens each)
     a, 150 tokens          a0           (a0, 0-63) (a0, 64-127) (a0, 128-149)
     b, 30 tokens           b0           (b0, 0-29)
     c, prefill of 20       c0 c1        (c0, 0-15) (c1, 0-19)
 
-The items are packed: a loop takes them chunk by chunk, as many as stay in the cache of a core, and at most a
-few of each sequence, as all of a chunk is computed. So the cost follows the live tokens and not the padded
-tables; a gather of whole padded tables would go through memory three times.
+1. `_list_items` lists the items of all tiles without gaps, with the page ids of each item.
+2. A loop with a dynamic trip count processes the list in chunks of equally many items. A chunk is small
+   enough for its keys to stay in the cache of a core.
+3. For each chunk, `_ChunkAttention` gathers the pages, computes the scores, a softmax per item, and the
+   weighted sum of the values.
+4. The results of the items are added to the running sums of their tiles, in the order of the list.
+5. After the loop, the sums are divided by the softmax denominators.
 
-An item has a softmax of its own, in powers of two: its weights are 2**(score - e), with a whole number e,
-that of its largest score rounded up. Items are joined in order (as by Milakov and Gimelshein, 2018), and
-what is rescaled meanwhile is multiplied by whole powers of two, which is exact. So a program adds up a
-sequence in the same way wherever its chunks begin. What sequences share is a tile of their rows with items of
-its own, and joined as items are. Temporary arrays stay below 32 MiB, as above
-that size malloc maps and clears new memory at every step.
+The cost therefore follows the number of live tokens, not the padded size of the block tables. A gather of
+whole padded tables would pass through memory three times.
+
+The softmax of an item uses powers of two: the weights are 2**(score - e), where the integer e is the item's
+largest score, rounded up. Adding items (as in the online softmax of Milakov and Gimelshein, 2018) then only
+rescales by integer powers of two, which is exact. Within one compiled program, the output of a sequence
+therefore does not depend on where the chunks begin.
+
+The pages that several sequences share (`shared_blocks`) are attended to by tiles that contain a row of each
+of these sequences. Their sums are added to the sums of the sequences' own tiles in the same way.
+
+Temporary arrays stay below 32 MiB. Above this size malloc maps and clears new memory in every step.
 """
 
 import dataclasses
@@ -31,13 +42,14 @@ from jaxtyping import Array, Float, Int
 from jax_paged.pallas_kernels.gpu.shared_tiles import SharedTiles, shared_tiles
 from jax_paged.pallas_kernels.quantization import dequantize, is_quantized, rows_of
 
-# Finite, as the difference of two infinities is NaN. A row with nothing to attend to has an exponent so far
-# above its scores that all its weights are 0.
+# These are finite because the difference of two infinities is NaN. MASKED_EXPONENT is so far above
+# MASKED_SCORE that all weights of a row with nothing to attend to are 0.
 MASKED_SCORE, MASKED_EXPONENT = -1e30, -1e29
 LOG2_E = 1.4426950408889634
 ITEM_TOKENS = 64
 PREFILL_TILE_ROWS = 16
-# All of a chunk is computed, so it grows with the sequences, up to these bytes of keys.
+# Items per chunk in decode, per sequence, and the limit for the bytes of a chunk's keys. Unused items of a
+# chunk are computed too, so chunks should not be larger than the batch needs.
 DECODE_ITEMS_PER_SEQ = 2
 CHUNK_BYTES = 2 * 2**20
 
@@ -52,8 +64,8 @@ def write_kv(
     num_pages, _, _, page_size, _ = kv_pages.shape
     kv = jnp.stack([k] if v is None else [k, v], axis=1).astype(kv_pages.dtype)
     if kv.shape[0] == 1:
-        # XLA turns a scatter of one row into an update that it computes twice, each on a copy of the pool. A
-        # second row, which is dropped, keeps it a scatter.
+        # XLA turns a scatter of one row into an update, which it computes twice, each time on a copy of the
+        # pool. A second row, which is dropped, keeps it a scatter.
         kv = jnp.pad(kv, ((0, 1), (0, 0), (0, 0), (0, 0)))
         slot_mapping = jnp.pad(slot_mapping, (0, 1), constant_values=num_pages * page_size)
     page, offset = slot_mapping // page_size, slot_mapping % page_size
@@ -80,14 +92,14 @@ def copy_blocks(
 
 
 class Tiles(NamedTuple):
-    """Query tiles; the R rows of a kv head are those of its query heads, one head after the other.
+    """Query tiles. The R rows of a kv head are the rows of its query heads, one head after the other.
 
     Args:
         queries: [N, K, R, D].
         positions: int32 [N, R], the position of each row in its sequence.
-        context_lens: int32 [N], the tokens that the tile's last row sees; 0 in an unused tile.
+        context_lens: int32 [N], number of tokens that the tile's last row attends to; 0 in an unused tile.
         seq: int32 [N], the row of the block tables.
-        first: int32 [N], the first token that the tile's first row sees; None if it is 0 in all tiles.
+        first: int32 [N], the first token that the tile's first row attends to; None if it is 0 in all tiles.
     """
 
     queries: Float[Array, "n k r d"]
@@ -98,12 +110,12 @@ class Tiles(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The softmax of each row before it is divided by its denominator, in powers of two.
+    """Unnormalized softmax of each row, relative to a power of two.
 
     Args:
-        values: float32 [N, K, R, V], the weighted sums of the values.
-        exponents: float32 [N, K, R], whole numbers that all scores so far were reduced by.
-        totals: float32 [N, K, R], the sums of the weights.
+        values: float32 [N, K, R, V], weighted sums of the values. The weights are 2**(score - exponent).
+        exponents: float32 [N, K, R], integers, at least as large as all scores so far.
+        totals: float32 [N, K, R], sums of the weights.
     """
 
     values: Float[Array, "n k r v"]
@@ -122,7 +134,7 @@ def paged_decode(
     shared_blocks: Int[Array, " b"] | None = None,
     **options: Any,
 ) -> Float[Array, "b h v"]:
-    """See ops.paged_decode: every sequence is a tile of one row; the options go to _attend."""
+    """See ops.paged_decode. Every sequence is a tile of one row; `options` are passed to _attend."""
     num_seqs, _, head_dim = q.shape
     queries = q.reshape(num_seqs, kv_pages.shape[2], -1, head_dim)
     positions = jnp.broadcast_to(context_lens[:, None] - 1, (num_seqs, queries.shape[2]))
@@ -134,14 +146,14 @@ def paged_decode(
     tiles = Tiles(queries, positions, context_lens, jnp.arange(num_seqs), first)
     sums = _attend(tiles, kv_pages, block_tables, DECODE_ITEMS_PER_SEQ * num_seqs, window=window, **options)
     if prefixes is not None:
-        together = functools.partial(_attend_together, prefixes=prefixes, **options)
+        together = functools.partial(_attend_shared, prefixes=prefixes, **options)
         sums = lax.cond(
             jnp.any(prefixes.num_tokens > 0),
-            lambda own: _joined(own, together(q, kv_pages, block_tables, context_lens)),
+            lambda own: _merge_sums(own, together(q, kv_pages, block_tables, context_lens)),
             lambda own: own,
             sums,
         )
-    return _finished(sums, sinks).reshape(*q.shape[:2], -1).astype(q.dtype)
+    return _normalize(sums, sinks).reshape(*q.shape[:2], -1).astype(q.dtype)
 
 
 def ragged_attention(
@@ -156,7 +168,7 @@ def ragged_attention(
     shared_blocks: Int[Array, " b"] | None = None,
     **options: Any,
 ) -> Float[Array, "t h v"]:
-    """See ops.ragged_attention: sequences with one query go through paged_decode, the others in tiles."""
+    """See ops.ragged_attention. Sequences with one query use paged_decode; others are divided into tiles."""
     (num_tokens, num_heads, head_dim), (num_seqs, _) = q.shape, block_tables.shape
     kv_heads, rows = kv_pages.shape[2], min(PREFILL_TILE_ROWS, num_tokens)
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
@@ -172,11 +184,11 @@ def ragged_attention(
         **options,
     )
 
-    # Each sequence leaves at most one tile partly filled, and has at least two rows.
+    # Upper bound: each sequence of at least two rows leaves at most one tile partly filled.
     num_tiles = num_tokens // rows + min(num_seqs, num_tokens // 2) + 1
     tile_counts = jnp.where(is_decode, 0, -(-query_lens // rows))
     tile_ends = jnp.cumsum(tile_counts)
-    seq, index, is_used = _spread(tile_ends, tile_counts, num_tiles)
+    seq, index, is_used = _expand_counts(tile_ends, tile_counts, num_tiles)
     offset = index * rows
     row = (query_start_loc[seq] + offset)[:, None] + jnp.arange(rows)
     queries = q.at[row].get(mode="clip").reshape(num_tiles, rows, kv_heads, -1, head_dim)
@@ -185,11 +197,11 @@ def ragged_attention(
     seen = jnp.where(is_used, jnp.minimum(positions[:, -1] + 1, context_lens[seq]), 0)
     positions = jnp.tile(positions, (1, num_heads // kv_heads))
     tiles = Tiles(queries, positions, seen, seq, _before_window(positions, window))
-    out = _finished(_attend(tiles, kv_pages, block_tables, num_tiles, window=window, **options), sinks)
+    out = _normalize(_attend(tiles, kv_pages, block_tables, num_tiles, window=window, **options), sinks)
     out = out.reshape(num_tiles, kv_heads, -1, rows, out.shape[-1]).transpose(0, 3, 1, 2, 4)
     out = out.reshape(num_tiles * rows, num_heads, -1).astype(q.dtype)
 
-    # Back from tiles to token rows.
+    # Gather the results of the token rows from the tiles.
     token = jnp.arange(num_tokens)
     seq = jnp.sum(token[:, None] >= query_start_loc[1:], axis=1)
     is_padding = seq >= num_seqs
@@ -200,11 +212,11 @@ def ragged_attention(
 
 
 def _before_window(positions: Int[Array, "n r"], window: int | None) -> Int[Array, " n"] | None:
-    """Returns the first token that each tile sees; None for all."""
+    """Returns the first token that each tile attends to; None if all tiles attend from token 0 on."""
     return None if window is None else jnp.maximum(positions[:, 0] - window + 1, 0)
 
 
-def _attend_together(
+def _attend_shared(
     q: Float[Array, "b h d"],
     kv_pages: Float[Array, "p n k s d"],
     block_tables: Int[Array, "b m"],
@@ -212,26 +224,30 @@ def _attend_together(
     prefixes: SharedTiles,
     **options: Any,
 ) -> Sums:
-    """Attends to the pages that sequences share, in tiles of their rows; returns the sums of each, if any."""
+    """Attends to the shared pages of sequences, with tiles that contain the rows of several sequences.
+
+    Returns:
+        The sums of each sequence; neutral values (zero weights) for sequences without shared pages.
+    """
     rows = prefixes.members.shape[1]
     queries = prefixes.queries(q, kv_pages.shape[2])
     positions = jnp.tile(context_lens[prefixes.members] - 1, (1, queries.shape[2] // rows))
-    tiles = Tiles(queries, positions, prefixes.lens, prefixes.members[:, 0], None)
+    tiles = Tiles(queries, positions, prefixes.context_lens, prefixes.members[:, 0], None)
     sums = _attend(tiles, kv_pages, block_tables, 2 * (len(q) // rows + 1), **options)
     nothing = (0, MASKED_EXPONENT, 0)
-    return Sums(*(prefixes.of_seqs(x, fill) for x, fill in zip(sums, nothing, strict=True)))
+    return Sums(*(prefixes.gather_results(x, fill) for x, fill in zip(sums, nothing, strict=True)))
 
 
-def _spread(ends: Int[Array, " b"], counts: Int[Array, " b"], size: int) -> tuple[Array, Array, Array]:
+def _expand_counts(ends: Int[Array, " b"], counts: Int[Array, " b"], size: int) -> tuple[Array, Array, Array]:
     """Lists counts[b] entries for each b, one b after the other.
 
     Args:
         ends: Running sum of counts.
-        counts: Entries of each b.
+        counts: Number of entries of each b.
         size: Length of the list.
 
     Returns:
-        For each entry its b (the last b where unused), its index within b, and whether it is used.
+        For each entry: its b (the last b if the entry is unused), its index within b, and whether it is used.
     """
     entry = jnp.arange(size)
     owner = jnp.sum(entry[:, None] >= ends, axis=1)
@@ -252,17 +268,32 @@ def _attend(
     distance_bias: Float[Array, "h n"] | None = None,
     value_dim: int | None = None,
 ) -> Sums:
-    """Attends with every tile over its context, a chunk of items at a time."""
+    """Attends to the context of every tile, one chunk of items at a time.
+
+    Args:
+        tiles: The query tiles.
+        kv_pages: The pool.
+        block_tables: int32 [B, M], pages of the sequences.
+        chunk_items: Maximum number of items per chunk.
+        scale: Factor of the scores.
+        window: Sliding window (tokens); None for none.
+        soft_cap: Soft cap of the scores; None for none.
+        distance_bias: Biases by head and distance; None for none.
+        value_dim: Size of the values in a latent pool; None for other pools.
+
+    Returns:
+        The sums of each tile.
+    """
     _, kv_heads, rows, _ = tiles.queries.shape
     shape = _chunk_shape(tiles, kv_pages, block_tables, chunk_items)
     tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % shape.pages)))
-    # A row of this view is the [S, D] tile of one page, one of keys and values, one head.
+    # A row of this view is the [S, D] tile of one page, one kv head, and either keys or values.
     page_tiles = kv_pages.reshape(kv_pages.shape[0] * shape.parts * kv_heads, -1)
     page_start, token = jnp.arange(shape.pages) * shape.page_size, jnp.arange(shape.tokens)
     items, num_items = _list_items(shape, tiles, tables, page_start)
     attention = _ChunkAttention(
         shape=shape, tiles=tiles, items=items, page_tiles=page_tiles, page_start=page_start, token=token,
-        bias=None if distance_bias is None else _of_rows(distance_bias, kv_heads, rows), scale=scale,
+        bias=None if distance_bias is None else _repeat_heads(distance_bias, kv_heads, rows), scale=scale,
         window=window, soft_cap=soft_cap, value_dim=value_dim,
     )  # fmt: skip
     zero = jnp.zeros(tiles.queries[..., :value_dim].shape)
@@ -279,8 +310,8 @@ class _ChunkShape:
         num_chunks: Maximum number of chunks.
         pages: Pages per item.
         page_size: Tokens per page.
-        parts: 2 for a pool of keys and values, 1 if the values are the first elements of the keys.
-        kv_heads: Key-value heads.
+        parts: 2 for a pool of keys and values, 1 for a latent pool.
+        kv_heads: Number of kv heads.
         head_dim: Elements of a key.
         dtype: Dtype in which keys and values are multiplied.
         is_quantized: Whether the pool stores one byte per number.
@@ -298,14 +329,14 @@ class _ChunkShape:
 
     @property
     def tokens(self) -> int:
-        """Tokens per item."""
+        """The number of tokens per item."""
         return self.pages * self.page_size
 
 
 def _chunk_shape(
     tiles: Tiles, kv_pages: Float[Array, "p n k s d"], block_tables: Int[Array, "b m"], chunk_items: int
 ) -> _ChunkShape:
-    """Returns sizes with at most `chunk_items` items per chunk, whose keys have at most CHUNK_BYTES."""
+    """Returns the sizes: at most `chunk_items` items per chunk, and at most CHUNK_BYTES of keys per chunk."""
     _, parts, kv_heads, page_size, _ = kv_pages.shape
     num_tiles, _, _, head_dim = tiles.queries.shape
     dtype = jnp.promote_types(tiles.queries.dtype, kv_pages.dtype)
@@ -322,15 +353,16 @@ def _chunk_shape(
 
 
 class _Items(NamedTuple):
-    """Items of all tiles, one tile after the other, or of one chunk. Tokens count from the item's start.
+    """All items, or the items of one chunk. Token indices are relative to the first token of the item.
 
     Args:
-        segment: int32 [I], the tile; out of range for an unused item, so that what it adds is dropped.
-        start: int32 [I], the position of the first token in the sequence.
-        low: int32 [I], the first token that the tile sees.
-        high: int32 [I], the end of the tokens that the tile sees.
-        pages: int32 [I, pages], the page ids; page 0 for pages that no row sees, which the table may have
-            anything for.
+        segment: int32 [I], index of the tile; out of range for an unused item, so that its results are
+            dropped.
+        start: int32 [I], position of the item's first token in the sequence.
+        low: int32 [I], first token that the tile attends to.
+        high: int32 [I], end of the tokens that the tile attends to.
+        pages: int32 [I, pages], page ids; 0 for pages that no row attends to, whose table entries may be
+            invalid.
     """
 
     segment: Int[Array, " i"]
@@ -343,20 +375,24 @@ class _Items(NamedTuple):
 def _list_items(
     shape: _ChunkShape, tiles: Tiles, tables: Int[Array, "b m"], page_start: Int[Array, " n"]
 ) -> tuple[_Items, Array]:
-    """Returns the list of all items and their number. It is equal in every layer: a step computes it once."""
+    """Returns the list of all items, tile by tile, and the number of used items.
+
+    The list is the same in every layer, so that XLA computes it once per step.
+    """
     tokens = shape.tokens
     first_token = jnp.zeros_like(tiles.context_lens) if tiles.first is None else tiles.first
     item_counts = -(-tiles.context_lens // tokens)
     item_counts = jnp.maximum(item_counts - first_token // tokens, 0)
     item_ends = jnp.cumsum(item_counts)
-    tile, index, is_used = _spread(item_ends, item_counts, shape.num_chunks * shape.size)
+    tile, index, is_used = _expand_counts(item_ends, item_counts, shape.num_chunks * shape.size)
     start = (index + first_token[tile] // tokens) * tokens
     low, high = first_token[tile] - start, jnp.where(is_used, tiles.context_lens[tile] - start, 0)
     page_is_there = (page_start < high[:, None]) & (page_start + shape.page_size > low[:, None])
     column = jnp.where(page_is_there, start[:, None] // shape.page_size + jnp.arange(shape.pages), 0)
     page = jnp.where(page_is_there, tables[tiles.seq[tile][:, None], column], 0)
     segment = jnp.where(is_used, tile, len(tiles.context_lens))
-    # The barriers here and below end fusions, which would compute all this again for each element.
+    # The optimization barriers here and below end fusions. Without them XLA would recompute the fused values
+    # for each element.
     return lax.optimization_barrier(_Items(segment, start, low, high, page)), item_ends[-1]
 
 
@@ -368,14 +404,14 @@ class _ChunkAttention:
         shape: Sizes of items and chunks.
         tiles: The query tiles.
         items: All items.
-        page_tiles: The pool, a row per page, part (keys or values) and head.
-        page_start: int32 [pages], the first token of each page of an item.
-        token: int32 [tokens], the tokens of an item.
-        bias: float32 [K, R, n], the distance bias of each row; None for none.
+        page_tiles: View of the pool with one row per page, part (keys or values) and head.
+        page_start: int32 [pages], index of the first token of each page within an item.
+        token: int32 [tokens], indices of the tokens within an item.
+        bias: float32 [K, R, n], distance bias of each row; None for none.
         scale: Factor of the scores.
-        window: Number of last tokens that a query sees; None for all.
-        soft_cap: Limit of the scores; None for no limit.
-        value_dim: Elements of a value; None for those of a key.
+        window: Sliding window (tokens); None for none.
+        soft_cap: Soft cap of the scores; None for none.
+        value_dim: Size of the values in a latent pool; None for other pools.
     """
 
     shape: _ChunkShape
@@ -391,7 +427,7 @@ class _ChunkAttention:
     value_dim: int | None
 
     def attend_chunk(self, chunk: Array, sums: Sums) -> Sums:
-        """Returns the sums with those of a chunk of items added."""
+        """Returns `sums` with the results of the items of a chunk added."""
         shape, tiles, size = self.shape, self.tiles, self.shape.size
         items = _Items(*(lax.dynamic_slice_in_dim(x, chunk * size, size) for x in self.items))
         queries, position = (x.at[items.segment].get(mode="clip") for x in (tiles.queries, tiles.positions))
@@ -405,19 +441,19 @@ class _ChunkAttention:
             live &= self.token > position[:, None, :, None] - self.window
 
         keys = self.load(pages, 0)
-        # Scores are exponents of two from here on.
+        # From here on, scores are in base 2.
         scores = jnp.where(live, self.scores(queries, position, keys) * LOG2_E, MASKED_SCORE)
         scores = lax.optimization_barrier(scores)
         exponents = jnp.maximum(jnp.ceil(scores.max(-1)), MASKED_EXPONENT)
-        # In one dimension, the exponential is made of vectors.
+        # XLA vectorizes the exponential only in one dimension.
         shifted = (scores - exponents[..., None]).reshape(-1)
         probs = jnp.exp2(lax.optimization_barrier(shifted))
         probs = lax.optimization_barrier(probs).reshape(scores.shape)
-        # 0 * NaN is NaN: what a dead slot holds must not reach the product.
+        # The values in dead slots are replaced by 0 because they may be NaN, and 0 * NaN is NaN.
         slot = jnp.arange(shape.page_size * shape.head_dim) // shape.head_dim
-        is_there = slot < self.of_page_tiles(high[:, None, None] - self.page_start)[:, None]
+        is_there = slot < self.broadcast_to_tiles(high[:, None, None] - self.page_start)[:, None]
         if tiles.first is not None:
-            is_there &= slot >= self.of_page_tiles(low[:, None, None] - self.page_start)[:, None]
+            is_there &= slot >= self.broadcast_to_tiles(low[:, None, None] - self.page_start)[:, None]
         values = keys if shape.parts == 1 else self.load(pages, 1)
         values = self.as_tokens(jnp.where(is_there, values, 0))[..., : self.value_dim]
         weighted = jnp.einsum(
@@ -426,7 +462,7 @@ class _ChunkAttention:
         return _with_items(sums, items.segment, Sums(weighted, exponents, probs.sum(-1)))
 
     def scores(self, queries: Array, position: Array, keys: Array) -> Float[Array, "i k r t"]:
-        """Returns the scores of the rows for the tokens of their items."""
+        """Returns the scores of the rows for the tokens of their items, before masking."""
         scores = (
             jnp.einsum("nkrd,nktd->nkrt", queries, self.as_tokens(keys), preferred_element_type=jnp.float32)
             * self.scale
@@ -440,26 +476,32 @@ class _ChunkAttention:
         return scores
 
     def load(self, pages: Array, part: int) -> Array:
-        """Loads the page tiles of the items: keys (0) or values (1)."""
+        """Gathers the page tiles of the items, [I * K * pages, S * D].
+
+        Args:
+            pages: int32 [I, pages], page ids.
+            part: 0 for the keys, 1 for the values.
+        """
         shape = self.shape
         row = (pages[:, None] * shape.parts + part) * shape.kv_heads + jnp.arange(shape.kv_heads)[:, None]
-        loaded = self.page_tiles.at[self.of_page_tiles(row)].get(mode="promise_in_bounds")
+        loaded = self.page_tiles.at[self.broadcast_to_tiles(row)].get(mode="promise_in_bounds")
         if not shape.is_quantized:
             return loaded.astype(shape.dtype)
         stored = lax.optimization_barrier(loaded).reshape(-1, shape.page_size, shape.head_dim + 1)
         return dequantize(rows_of(stored), shape.dtype).reshape(len(loaded), -1)
 
-    def of_page_tiles(self, values: Array) -> Array:
-        """Returns the values of each page tile of a chunk, from values that broadcast to [I, K, pages]."""
+    def broadcast_to_tiles(self, values: Array) -> Array:
+        """Broadcasts values to [I, K, pages] and flattens them: one value per page tile of a chunk."""
         shape = self.shape
         values = jnp.broadcast_to(values, (shape.size, shape.kv_heads, shape.pages))
         return lax.optimization_barrier(values.reshape(-1))
 
     def as_tokens(self, loaded: Array) -> Array:
-        """Returns page tiles as [I, K, tokens, D].
+        """Reshapes page tiles to [I, K, tokens, D].
 
-        A loop over whole page tiles is made of vectors. Fused with the reshape it would go by head_dim, and
-        LLVM unrolls such short loops before it looks for vectors.
+        The barrier keeps the preceding loop over whole page tiles separate, so that LLVM vectorizes it. Fused
+        with the reshape, its inner loop would run over head_dim, and LLVM unrolls such short loops before it
+        vectorizes.
         """
         shape = self.shape
         loaded = lax.optimization_barrier(loaded)
@@ -467,7 +509,7 @@ class _ChunkAttention:
 
 
 def _with_items(sums: Sums, segment: Int[Array, " i"], items: Sums) -> Sums:
-    """Returns the sums of tiles with those of their items added, rescaled by powers of two."""
+    """Returns the sums of the tiles with the sums of their items added, after rescaling by powers of two."""
     exponents = sums.exponents.at[segment].max(items.exponents, mode="drop")
     decay = _power_of_two(sums.exponents - exponents)
     factor = _power_of_two(items.exponents - exponents.at[segment].get(mode="clip"))
@@ -477,25 +519,25 @@ def _with_items(sums: Sums, segment: Int[Array, " i"], items: Sums) -> Sums:
     return Sums(values, exponents, totals)
 
 
-def _of_rows(of_heads: Array, kv_heads: int, rows: int) -> Array:
-    """Returns what each query head has for each of its rows, [K, R, ...] in float32."""
+def _repeat_heads(of_heads: Array, kv_heads: int, rows: int) -> Array:
+    """Repeats values of query heads [H, ...] for each of their rows: float32 [K, R, ...]."""
     of_heads = of_heads.astype(jnp.float32).reshape(kv_heads, -1, *of_heads.shape[1:])
     return jnp.repeat(of_heads, rows // of_heads.shape[1], axis=1)
 
 
-def _joined(sums: Sums, others: Sums) -> Sums:
-    """Returns the sums over the tokens of both."""
+def _merge_sums(sums: Sums, others: Sums) -> Sums:
+    """Returns the sums over the tokens of both arguments."""
     exponents = jnp.maximum(sums.exponents, others.exponents)
     factors = [_power_of_two(x.exponents - exponents) for x in (sums, others)]
     values = sums.values * factors[0][..., None] + others.values * factors[1][..., None]
     return Sums(values, exponents, sums.totals * factors[0] + others.totals * factors[1])
 
 
-def _finished(sums: Sums, sinks: Float[Array, " h"] | None) -> Float[Array, "n k r v"]:
-    """Divides by the denominators, which a sink joins; 0 in rows that have seen nothing."""
+def _normalize(sums: Sums, sinks: Float[Array, " h"] | None) -> Float[Array, "n k r v"]:
+    """Returns the values divided by the softmax denominators, including sinks; 0 for rows without tokens."""
     values, exponents, totals = sums
     if sinks is not None:
-        sink = _of_rows(sinks, *totals.shape[1:]) * LOG2_E
+        sink = _repeat_heads(sinks, *totals.shape[1:]) * LOG2_E
         new = jnp.maximum(exponents, jnp.ceil(sink))
         decay = _power_of_two(exponents - new)
         values, totals = values * decay[..., None], totals * decay + jnp.exp2(sink - new)
@@ -503,6 +545,6 @@ def _finished(sums: Sums, sinks: Float[Array, " h"] | None) -> Float[Array, "n k
 
 
 def _power_of_two(exponent: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns 2**exponent of whole numbers up to 0, exactly; 0 where it is no normal number."""
+    """Returns 2**exponent exactly, for integers up to 0; 0 if the result would be a subnormal number."""
     biased = jnp.maximum(exponent, -127.0) + 127
     return lax.bitcast_convert_type(biased.astype(jnp.int32) << 23, jnp.float32)

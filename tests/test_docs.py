@@ -1,11 +1,17 @@
-"""What the documents say of the files, and what the files must not say."""
+"""Documents name files, functions and anchors that exist; files contain no forbidden text."""
 
 import ast
+import builtins
 import re
+import runpy
 import subprocess
+from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from jax_paged.models.registry import IMAGE_MODELS, MODELS, POOLING_MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
 # jax_paged/models and jax_paged/pallas_kernels are links to the folders at the top: every file counts once.
@@ -26,11 +32,69 @@ def test_the_links_are_links() -> None:
         assert (ROOT / "jax_paged" / name).resolve() == ROOT / name
 
 
-def test_architecture_names_every_file_and_no_other() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").replace("\\_", "_")
-    named = re.findall(r"^\| (\S+(?<!__init__)\.py) \|", text, re.MULTILINE)
-    files = [f for f in PRODUCT if f.name != "__init__.py"]
-    assert sorted(named) == sorted(f.relative_to(ROOT).as_posix() for f in files)
+def test_every_package_has_a_docstring() -> None:
+    for folder in {file.parent for file in PRODUCT} - {ROOT}:
+        text = (folder / "__init__.py").read_text(encoding="utf-8")
+        docstring = ast.get_docstring(ast.parse(text)) or ""
+        assert len(docstring) >= 40, f"{folder.relative_to(ROOT)}/__init__.py needs a docstring"
+
+
+@cache
+def members() -> dict[str, set[str]]:
+    """Returns the names that each class defines or inherits, by class; under "", those of all modules."""
+    own: dict[str, set[str]] = defaultdict(set)
+    bases: dict[str, set[str]] = defaultdict(set)
+    for file in PRODUCT:
+        own[""] |= {file.stem, file.parent.name}
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.ClassDef():
+                    bases[node.name] |= {ast.unparse(base).split(".")[-1] for base in node.bases}
+                    own[node.name] |= {name for part in ast.walk(node) for name in names_in(part)}
+            own[""].update(names_in(node))
+    for _ in range(5):  # the deepest hierarchy has fewer levels
+        for name, inherited in bases.items():
+            own[name] |= set().union(*(own[base] for base in inherited if base in own))
+    return own
+
+
+def names_in(node: ast.AST) -> list[str]:
+    """Returns the names that a node defines: a class, a function, a parameter, or an assigned name."""
+    match node:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            return [name]
+        case (
+            ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store())
+        ):
+            return [name]
+        case _:
+            return []
+
+
+@pytest.mark.parametrize("document", ["architecture.md", "internals.md"])
+def test_files_and_names_in_documents_exist(document: str) -> None:
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+    diagrams = "\n".join(re.findall(r"^```mermaid\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    for span in [*spans, *re.findall(r"\b[A-Z]\w+\.\w+", diagrams)]:
+        name = re.sub(r"(\(.*\)|=.*)$", "", span)  # without arguments or a value
+        owner, _, member = name.rpartition(".")
+        if "/" in name and re.fullmatch(r"[\w./]+", name):
+            assert any((root / name).exists() for root in (ROOT, ROOT / "jax_paged")), f"{document}: {name}"
+        elif re.fullmatch(r"([A-Z]\w+\.)?[A-Za-z_]\w+", name) and not name.startswith("XLA_"):
+            assert member in members().get(owner, ()) or hasattr(builtins, name), f"{document}: {name}"
+
+
+def test_every_architecture_is_in_the_list_of_models() -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    for name in {*MODELS, *POOLING_MODELS, *IMAGE_MODELS}:
+        assert f"`{name.replace('ForSequenceClassification', 'Model')}`" in text, name
+
+
+def test_the_table_of_options_is_up_to_date() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "options.py"))
+    written = (ROOT / "docs" / "server-options.md").read_text(encoding="utf-8")
+    assert written == script["document"](), "run: make options"
 
 
 def test_docstrings_say_something() -> None:
@@ -42,10 +106,21 @@ def test_docstrings_say_something() -> None:
                 assert docstring.strip(". ").lower() != "the same", where
 
 
+def anchors(document: Path) -> set[str]:
+    """Returns the anchors of the headings of a document, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere() -> None:
-    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
+    for document in [*documents, *ROOT.glob("benchmarks/results/*.md")]:
+        links = re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", document.read_text(encoding="utf-8"))
+        for target, anchor in links:
+            file = document.parent / target if target else document
+            assert file.exists(), f"{document.name} links to {target}"
+            assert not anchor or anchor in anchors(file), f"{document.name} links to {target}#{anchor}"
 
 
 def test_no_file_names_a_home_folder_or_a_package_host() -> None:

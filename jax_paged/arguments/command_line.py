@@ -13,23 +13,28 @@ from jax_paged.arguments.suggestions import suggestion, suggestions
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of the command line that suggests names for misspelt options and values.
+    """Argument parser that suggests the closest names for misspelled options and values.
 
-    Options must be written in full: with abbreviations, a new option could change the meaning of a script.
+    Abbreviated options are not accepted, because a new option could make an abbreviation in a script
+    ambiguous.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Parses a command line, and ends the process if it has unknown arguments."""
+        """Parses a command line; prints an error and exits if it has unknown arguments."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.refuse(unknown)
         return parsed
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Ends the process with a message that names unknown arguments and the closest options."""
+        """Prints an error with the closest option names, and exits.
+
+        Args:
+            unknown: The unknown arguments.
+        """
         options = [option for action in self._actions for option in action.option_strings]
         close = suggestions([word.split("=")[0] for word in unknown if word.startswith("-")], options)
         self.error(f"unrecognized arguments: {' '.join(unknown)}{close}")
@@ -43,11 +48,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_options(parser: Any, cls: type) -> None:
-    """Adds an option per field with a default; one that is not given is missing from the namespace.
+    """Adds an option for each field that has a default value.
+
+    An option that is not given on the command line is missing from the parsed namespace.
 
     Args:
-        parser: An ArgumentParser or a group of one.
-        cls: The dataclass; its docstring says what each field is, as the option's help does.
+        parser: An ArgumentParser, or an argument group of one.
+        cls: A dataclass. The text of each field in the "Args:" section of its docstring becomes the option's
+            help. The section must follow the Google style, without blank lines.
     """
     texts, hints = _field_texts(cls), typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
@@ -56,26 +64,27 @@ def add_options(parser: Any, cls: type) -> None:
         default = "none" if field.default in ((), "") else field.default
         text = f"{texts[field.name]} (default: {default})".replace("%", "%%")
         option = "--" + field.name.replace("_", "-")
-        # SUPPRESS leaves out what is not given, so that "not given" is told from "given as the default".
-        kind = _kind(hints[field.name])
-        if "nargs" in field.metadata:  # several values behind one option, too
-            kind |= {"action": "extend", "nargs": field.metadata["nargs"]}
-        parser.add_argument(option, default=argparse.SUPPRESS, help=text, **kind)
+        # With SUPPRESS, an option that is not given differs from an option that is given with the default
+        # value.
+        option_args = _option_args(hints[field.name])
+        if "nargs" in field.metadata:  # the option also accepts several values at once
+            option_args |= {"action": "extend", "nargs": field.metadata["nargs"]}
+        parser.add_argument(option, default=argparse.SUPPRESS, help=text, **option_args)
 
 
 def values_of(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """Returns the fields of a dataclass that a command line gave."""
+    """Returns the fields of a dataclass that were given on the command line, by name."""
     names = {field.name for field in dataclasses.fields(cls)}
     return {name: value for name, value in vars(args).items() if name in names}
 
 
-def _kind(hint: Any) -> dict[str, Any]:
-    """Returns the arguments with which argparse reads a value of a field's type."""
+def _option_args(hint: Any) -> dict[str, Any]:
+    """Returns the keyword arguments of `add_argument` for a field of the given type."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):  # X | None
         if any(typing.get_origin(t) is dict for t in typing.get_args(hint)):
             return {"type": json.loads}
         hint = next(t for t in typing.get_args(hint) if t is not types.NoneType)
-    if typing.get_origin(hint) is tuple:  # of any length: the option is given once for each
+    if typing.get_origin(hint) is tuple:  # variable length: the option is repeated for each item
         return {"action": "append", "type": typing.get_args(hint)[0]}
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}
@@ -83,7 +92,7 @@ def _kind(hint: Any) -> dict[str, Any]:
 
 
 def _field_texts(cls: type) -> dict[str, str]:
-    """Returns what the docstring says about each field."""
+    """Returns the text of each field from the "Args:" section of a class's docstring."""
     section = (cls.__doc__ or "").split("Args:\n")[1].split("\n\n")[0]
     entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
     return {name: re.sub(r"\s+", " ", text) for name, text in entries}

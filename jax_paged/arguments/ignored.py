@@ -1,4 +1,7 @@
-"""Arguments of vLLM's that have no meaning here: accepted with one warning, if they change no result."""
+"""Decorator for dataclasses that accept vLLM arguments without a meaning in this engine.
+
+Such an argument is ignored with a warning if ignoring it can't change a result; otherwise it is an error.
+"""
 
 import dataclasses
 import functools
@@ -11,22 +14,22 @@ from jax_paged.arguments.plain_values import plain
 from jax_paged.arguments.shown_values import one_of, shown
 from jax_paged.arguments.suggestions import check_keywords, field_names, suggestion
 
-# A warning names the user's line, even if that calls dataclasses.replace. CPython 3.12 takes prefixes only
-# that are shorter than the file's name.
+# Stack frames of files under these paths are skipped, so that the warning shows the user's line even if the
+# user called dataclasses.replace. CPython 3.12 only accepts a prefix that is shorter than the file name.
 _SKIPPED = (str(Path(__file__).parents[1]), dataclasses.__file__.removesuffix("py"))
 
-# The allowed values of an ignored argument; ANY allows every value.
+# As the allowed values of an ignored argument, ANY accepts every value.
 ANY = None
 Ignored = Mapping[str, tuple[Any, ...] | None]
-# The allowed values of what is not built, where any value that is false leaves it off.
+# The allowed values of an unsupported feature: every value that turns it off.
 OFF = (None, False, 0, 0.0, "", [], {})
 
 
 def refused(value: Any, allowed: tuple[Any, ...] | None) -> str | None:
-    """Returns None if a value is allowed; else the allowed values, for an error message.
+    """Returns the allowed values as text for an error message; None if the value is allowed.
 
     Args:
-        value: Of an ignored argument, or of a field of a request.
+        value: Value of an ignored argument, or of a field of a request.
         allowed: The allowed values, or ANY.
     """
     if allowed is None or any(type(value) is type(a) and value == a for a in allowed):
@@ -35,24 +38,23 @@ def refused(value: Any, allowed: tuple[Any, ...] | None) -> str | None:
 
 
 def ignores[T](ignored: Ignored, *, none_is_default: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
-    """Lets a dataclass take arguments that it ignores.
+    """Returns a decorator that makes a dataclass accept arguments which it ignores.
 
-    One warning names all of them that a call passes, because a user may expect them to do something. An
-    argument that would change what comes out is accepted only with the values that describe what happens
-    anyway.
+    The constructor of the decorated class
 
-    Unless the class is frozen, attributes that are set later are treated alike, and setting one that is
-    neither a field nor ignored raises AttributeError: it would have no effect.
+    - accepts the arguments in `ignored` and emits one warning that names all of them, because a user may
+      expect an effect,
+    - raises ValueError if an ignored argument has a value that is not in its list of allowed values, because
+      such a value would change the result,
+    - raises TypeError with the closest names for an argument that is neither a field nor ignored.
 
-    An argument that is neither a field nor ignored raises TypeError with the closest names.
+    If the class is not frozen, attributes that are set later are treated in the same way. Setting an
+    attribute that is neither a field nor ignored raises AttributeError, because it would have no effect.
 
     Args:
-        ignored: The names, each with the values that are allowed.
-        none_is_default: Arguments of the class for which vLLM's scripts may pass None to get the default.
-
-    Returns:
-        A decorator of dataclasses. The constructor raises ValueError for a value that isn't allowed; the
-        message names the argument, its value and what is allowed.
+        ignored: The allowed values of each ignored argument, by name; ANY allows every value.
+        none_is_default: Fields for which None stands for the default value, because vLLM scripts may pass
+            None.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -81,7 +83,8 @@ def ignores[T](ignored: Ignored, *, none_is_default: tuple[str, ...] = ()) -> Ca
                 message = f"{type(self).__name__} has no field {name!r}, only {', '.join(fields)}{close}"
                 raise AttributeError(message, name=name, obj=self)
 
-        # Set here, not written as a method of the class: type checkers go on to check the names.
+        # Assigned here instead of being defined as a method, so that type checkers still check argument
+        # names.
         cls.__init__ = __init__  # pyright: ignore[reportAttributeAccessIssue]
         if cls.__setattr__ is object.__setattr__:  # not frozen
             cls.__setattr__ = __setattr__  # pyright: ignore[reportAttributeAccessIssue]
@@ -94,7 +97,8 @@ def _check_and_warn(owner: str, values: dict[str, Any], ignored: Ignored) -> Non
     problems = []
     for name, value in plain(values).items():
         if (choices := refused(value, ignored[name])) is not None:
-            allowed = f"{choices} because this engine supports nothing else"
+            why = "this engine does not support " + ("it" if choices == "unset" else "other values")
+            allowed = f"{choices} because {why}"
             problems.append(f"`{name}` must be {allowed}, got {shown(value)}")
     if problems:
         raise ValueError("\n".join(problems))

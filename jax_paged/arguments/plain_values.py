@@ -1,6 +1,7 @@
-"""Conversion of arguments to plain Python values: numbers of NumPy and JAX, arrays and paths.
+"""Conversion of arguments to plain Python values: NumPy and JAX numbers, arrays and paths.
 
-Recordings, snapshots and messages between processes hold JSON, so values are converted where users pass them.
+Recordings, snapshots and messages between processes are JSON. Values are therefore converted when a user
+passes them.
 """
 
 import dataclasses
@@ -12,11 +13,11 @@ _PLAIN = frozenset({bool, bytes, float, int, str, type(None)})
 
 
 def plain(value: Any) -> Any:
-    """Returns an argument in plain Python values; a value without a plain equivalent is returned unchanged.
+    """Returns a value as plain Python values; a value without a plain equivalent is returned unchanged.
 
-    Integers (`numbers.Integral`), real numbers, NumPy's booleans, arrays of any library (as lists) and paths
-    (`os.PathLike`) are converted, also in lists, tuples and dicts. A list or dict that already holds plain
-    values is returned itself, not a copy.
+    Converts integers (`numbers.Integral`), real numbers, NumPy booleans, members of string enums, arrays of
+    any library (to lists) and paths (`os.PathLike`), also inside lists, tuples and dicts. A list or dict that
+    already holds plain values is returned itself, not as a copy.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -32,35 +33,35 @@ def plain(value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return float(value)
     if isinstance(value, str):
-        return str.__str__(value)  # of a member of an enum, the value
+        return str.__str__(value)  # the value, if it is a member of an enum
     if hasattr(kind, "__fspath__"):
         return value.__fspath__()
-    # Arrays and scalars of any library, without importing one.
+    # Recognizes arrays and scalars of any library without importing the library.
     if isinstance(getattr(value, "ndim", None), int) and callable(getattr(value, "tolist", None)):
         return _plain_array(value)
     return value
 
 
 def make_plain(instance: Any) -> None:
-    """Converts all fields of a dataclass, frozen or not, to plain Python values."""
+    """Converts all fields of a dataclass instance, frozen or not, to plain Python values in place."""
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
         try:
             converted = plain(value)
-        except RecursionError:  # nested too deeply, which the checks of the field refuse
+        except RecursionError:  # nested too deeply; the checks of the field report it
             continue
         if converted is not value:
             object.__setattr__(instance, field.name, converted)
 
 
 def as_list(value: Any) -> Any:
-    """Returns an array of at least one dimension as a list, and any other value as it is."""
-    # Arrays of any library, without importing one.
+    """Returns an array with at least one dimension as a list, and any other value unchanged."""
+    # Recognizes arrays of any library without importing the library.
     return value.tolist() if getattr(value, "ndim", 0) else value
 
 
 def _plain_items(items: Any) -> Any:
-    # An allow-list may have a hundred thousand token ids: calling `plain` for each would be slow.
+    # A list of allowed tokens may have a hundred thousand ids. Calling `plain` for each would be slow.
     if _PLAIN.issuperset(map(type, items)):
         return items
     converted = [plain(item) for item in items]
@@ -71,5 +72,5 @@ def _plain_items(items: Any) -> Any:
 
 def _plain_array(array: Any) -> Any:
     listed = array.tolist()
-    # Types that ml_dtypes adds to NumPy, such as bfloat16, remain scalars of their own.
+    # Scalars of types that ml_dtypes adds to NumPy, such as bfloat16, are not converted by tolist().
     return float(listed) if type(listed) is type(array) else plain(listed)

@@ -1,26 +1,26 @@
-"""Values as error messages show them."""
+"""Formatting of values for error messages."""
 
 from collections.abc import Iterable
 from typing import Any
 
 
 class Text(str):
-    """Text that `repr` returns without quotes."""
+    """Text whose `repr` has no quotes."""
 
     __repr__ = str.__str__
 
 
 def shortened(text: str, length: int = 100) -> str:
-    """Returns `text`, without its middle if it is longer than about `length` characters."""
+    """Returns `text`, with its middle cut out if it has more than about `length` characters."""
     half = length // 2
     return text if len(text) <= length else f"{text[:half]}...{text[-half:]}"
 
 
 def shown(value: Any, length: int = 200) -> str:
-    """Returns the `repr` of a value, without its middle if it is longer than about `length` characters."""
+    """Returns the `repr` of a value, with its middle cut out beyond about `length` characters."""
     try:
         return shortened(repr(value), length)
-    except (RecursionError, ValueError):  # nested too deeply, or an int of too many digits
+    except (RecursionError, ValueError):  # nested too deeply, or an int with too many digits
         return f"a value of type {type(value).__name__}"
 
 

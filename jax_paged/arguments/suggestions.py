@@ -1,4 +1,4 @@
-"""Suggestions for misspelt names: of arguments, keys, choices and command-line options."""
+"""Suggestions for misspelled names of arguments, keys, choices and command-line options."""
 
 import dataclasses
 import difflib
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def suggestion(name: Any, names: Iterable[Any]) -> str:
-    """Returns "; did you mean 'x'?" with the closest names; "" if none is close.
+    """Returns "; did you mean 'x'?" with the closest names, or "" if no name is close.
 
     Args:
         name: The name as the user wrote it.
@@ -16,24 +16,29 @@ def suggestion(name: Any, names: Iterable[Any]) -> str:
     """
     if not isinstance(name, str):
         return ""
-    # Names that differ in underscores or dashes alone are equal here.
-    by_form = {_form(known): known for known in names if isinstance(known, str)}
-    close = difflib.get_close_matches(_form(name), by_form, n=2, cutoff=0.75)
-    return f"; did you mean {' or '.join(repr(by_form[form]) for form in close)}?" if close else ""
+    # Names that differ only in case, underscores or dashes are treated as equal.
+    by_normalized = {_normalized(known): known for known in names if isinstance(known, str)}
+    close = difflib.get_close_matches(_normalized(name), by_normalized, n=2, cutoff=0.75)
+    return f"; did you mean {' or '.join(repr(by_normalized[key]) for key in close)}?" if close else ""
 
 
 def suggestions(given: Iterable[Any], names: Iterable[Any]) -> str:
-    """Returns the suggestions for those of the given names that are not allowed; "" if there are none."""
+    """Returns the suggestions for all names that are not allowed; "" if there are none.
+
+    Args:
+        given: The names as the user wrote them.
+        names: The allowed names.
+    """
     allowed = list(names)
     return "".join(suggestion(name, allowed) for name in given if name not in allowed)
 
 
 def check_keywords(owner: str, given: Iterable[str], names: Iterable[str]) -> None:
-    """Raises TypeError with a suggestion if a keyword argument has an unknown name.
+    """Raises TypeError with a suggestion if a keyword argument is unknown.
 
     Args:
-        owner: The class or function.
-        given: The names of the keyword arguments of a call.
+        owner: Name of the class or function, for the message.
+        given: Names of the keyword arguments of a call.
         names: The allowed names.
     """
     allowed = tuple(names)
@@ -44,7 +49,7 @@ def check_keywords(owner: str, given: Iterable[str], names: Iterable[str]) -> No
 
 
 def suggests_fields[T](cls: type[T]) -> type[T]:
-    """Decorates a dataclass: its constructor suggests a name for a misspelt argument."""
+    """Decorates a dataclass so that its constructor suggests names for misspelled arguments."""
     construct: Callable[..., None] = cls.__init__
     names = field_names(cls)
 
@@ -53,15 +58,15 @@ def suggests_fields[T](cls: type[T]) -> type[T]:
         check_keywords(type(self).__name__, kwargs, names)
         construct(self, *args, **kwargs)
 
-    # Set here, not written as a method of the class: type checkers go on to check the names.
+    # Assigned here instead of being defined as a method, so that type checkers still check argument names.
     cls.__init__ = __init__  # pyright: ignore[reportAttributeAccessIssue]
     return cls
 
 
 def field_names(cls: Any) -> tuple[str, ...]:
-    """Returns the names of the constructor's arguments of a dataclass."""
+    """Returns the names of the constructor arguments of a dataclass."""
     return tuple(field.name for field in dataclasses.fields(cls) if field.init)
 
 
-def _form(name: str) -> str:
+def _normalized(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")

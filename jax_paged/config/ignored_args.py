@@ -1,14 +1,15 @@
-"""Arguments of vLLM's engine that have no meaning here, and the values of them that are accepted."""
+"""vLLM engine arguments without a meaning in this engine, and the values that are accepted for them."""
 
 from jax_paged.arguments.ignored import ANY, Ignored
 
-# vLLM's settings of single requests that neither LLM.chat nor the server has. They would change the output.
+# vLLM settings of single requests that LLM.chat and the server do not support. They would change the output,
+# so only empty values are accepted.
 UNSUPPORTED_BY_REQUESTS: Ignored = {
     "media_io_kwargs": (None, {}),
-    "mm_processor_kwargs": (None, {}),  # EngineArgs has those for all images
+    "mm_processor_kwargs": (None, {}),  # EngineArgs.mm_processor_kwargs applies to all images
 }
 
-# vLLM's arguments that have no meaning here: how fast something is done, or what is logged ...
+# Arguments that only affect speed or logging. Any value is accepted.
 _HARMLESS = """
     compilation_config cuda_graph_sizes disable_async_output_proc
     disable_custom_all_reduce disable_frontend_multiprocessing disable_hybrid_kv_cache_manager
@@ -20,7 +21,7 @@ _HARMLESS = """
     stream_interval structured_outputs_config tokenizer_pool_size tokenizer_pool_type use_tqdm_on_load
     use_v2_block_manager
 """
-# ... and with the values that say what happens anyway: what is computed, and from what.
+# Arguments that affect results. Only the values that match this engine's behavior are accepted.
 IGNORED: Ignored = dict.fromkeys(_HARMLESS.split(), ANY) | {
     "allowed_local_media_path": ("", None),
     "code_revision": (None,),

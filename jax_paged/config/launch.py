@@ -1,4 +1,4 @@
-"""What a launcher of processes, such as torchrun, says in the environment."""
+"""Environment variables that a launcher such as torchrun sets for each of its processes."""
 
 import dataclasses
 import os
@@ -8,15 +8,15 @@ from jax_paged.errors import Problems, check, check_int
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What a launcher such as torchrun says of the processes that it has started.
+    """One of several processes that a launcher such as torchrun has started.
 
     Args:
-        rank: Which of them this one is; the first serves.
-        world_size: How many there are.
-        address: Of the machine of the first.
-        port: Where the first waits for the others.
-        local_rank: Which of its machine's processes this one is, and which of its GPUs it takes; None if it
-            takes all.
+        rank: Rank of this process; the process with rank 0 runs the engine.
+        world_size: Number of processes.
+        address: Host name or address of the machine of rank 0.
+        port: Port at which rank 0 waits for the other processes.
+        local_rank: Rank of this process on its machine, which determines the GPUs it uses; None if it uses
+            all GPUs of the machine.
     """
 
     rank: int
@@ -27,10 +27,10 @@ class Launch:
 
 
 def launch_of_environment() -> Launch:
-    """Returns what RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, if it is set, LOCAL_RANK say.
+    """Reads the variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, if it is set, LOCAL_RANK.
 
     Raises:
-        ValueError: If one of the others is missing, or no number of its range.
+        ValueError: If one of the first four is missing, or a value is not a number in its range.
     """
     problems = Problems()
 
@@ -48,6 +48,7 @@ def launch_of_environment() -> Launch:
     )
     local_rank = number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else None
     problems.raise_if_any()
-    # torchrun listens at MASTER_PORT itself, unless it is told not to.
+    # torchrun itself usually listens at MASTER_PORT and then sets this variable. The next port is used in
+    # that case.
     is_taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Launch(rank, size, address or "", port + is_taken, local_rank)

@@ -1,4 +1,4 @@
-"""How an engine speculates, as users say it; the names are vLLM's."""
+"""User settings of speculative decoding; the names are vLLM's."""
 
 import dataclasses
 from typing import Any, Literal, Self
@@ -7,28 +7,35 @@ from jax_paged.arguments.plain_values import make_plain
 from jax_paged.arguments.suggestions import field_names, suggestions, suggests_fields
 from jax_paged.errors import Problems, check, check_choice, check_int
 
-# Most drafts of a sequence in one step; a text that repeats itself is often right for that long.
+# Default maximum number of draft tokens per sequence and step. "ngram" drafts cost little, and long drafts
+# are often right in repetitive text.
 _NUM_TOKENS = {"ngram": 15, "draft_model": 4, "eagle3": 4}
 
 
 @suggests_fields
 @dataclasses.dataclass(frozen=True)
 class SpeculativeConfig:
-    """Where drafts of tokens come from, and how many there are.
+    """Settings of speculative decoding, for EngineArgs.speculative_config.
+
+    Example:
+        >>> llm = LLM(speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=8))
 
     Args:
-        method: "ngram" looks the last tokens up in the text before them and drafts what followed there;
-            "draft_model" draws from a smaller model of the same vocabulary; "eagle3" from an EAGLE-3 head
-            that was trained for the model. None takes "draft_model" if there is a model, else "ngram".
-        model: Of "draft_model" and "eagle3": as EngineArgs.model; a head has to lie in a local folder.
-        num_speculative_tokens: Most drafts of a sequence in one step; None takes 15 for "ngram", and 4 for
-            the others.
-        prompt_lookup_min: Of "ngram", how many of the last tokens have to be found.
-        prompt_lookup_max: Of "ngram", how many are compared.
-        adaptive: Whether sequences whose drafts do not pay get fewer or none; False always verifies all.
+        method: Source of the draft tokens. "ngram" searches the text for an earlier occurrence of its last
+            tokens and drafts the tokens that followed there. "draft_model" uses a smaller model with the same
+            vocabulary. "eagle3" uses an EAGLE-3 head trained for the model. None means "draft_model" if
+            `model` is set, else "ngram".
+        model: For "draft_model", the local folder or Hub id of the model. For "eagle3", the local folder of
+            the head. Must be None for "ngram".
+        num_speculative_tokens: Maximum number of draft tokens per sequence and step; None means 15 for
+            "ngram" and 4 for the other methods.
+        prompt_lookup_min: For "ngram", the minimum number of last tokens that have to match.
+        prompt_lookup_max: For "ngram", the maximum number of last tokens to compare.
+        adaptive: Whether sequences get fewer or no drafts if verifying drafts does not save time for them.
+            False verifies all drafts.
 
     Raises:
-        ValueError: If a value is not allowed; the message names all of these.
+        ValueError: If a value is not allowed; the message lists every problem.
     """
 
     method: Literal["ngram", "draft_model", "eagle3"] | None = None
@@ -44,7 +51,7 @@ class SpeculativeConfig:
         note = problems.note
         note(check_choice, "method", self.method, (None, *_NUM_TOKENS))
         is_name = isinstance(self.model, str) and bool(self.model)
-        if self.kind in ("draft_model", "eagle3"):
+        if self.resolved_method in ("draft_model", "eagle3"):
             note(check, is_name, "model", self.model, "the name or folder of a draft model")
         else:
             note(check, self.model is None, "model", self.model, "None with method='ngram'")
@@ -60,21 +67,24 @@ class SpeculativeConfig:
         problems.raise_if_any()
 
     @property
-    def kind(self) -> Literal["ngram", "draft_model", "eagle3"]:
-        """The method."""
+    def resolved_method(self) -> Literal["ngram", "draft_model", "eagle3"]:
+        """The source of the draft tokens."""
         return self.method or ("ngram" if self.model is None else "draft_model")
 
     @property
     def num_tokens(self) -> int:
-        """Most drafts of a sequence in one step."""
-        return self.num_speculative_tokens or _NUM_TOKENS[self.kind]
+        """The maximum number of draft tokens per sequence and step."""
+        return self.num_speculative_tokens or _NUM_TOKENS[self.resolved_method]
 
     @classmethod
     def of(cls, given: Any) -> Self | None:
-        """Returns what EngineArgs.speculative_config says.
+        """Returns the SpeculativeConfig for the value of EngineArgs.speculative_config.
+
+        Args:
+            given: A SpeculativeConfig, a dict of its fields, or None.
 
         Raises:
-            ValueError: If it is none of None, a SpeculativeConfig, and a dict of its fields.
+            ValueError: If the value has another type or unknown fields.
         """
         if given is None or isinstance(given, cls):
             return given

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.request import SequenceGroup
 from jax_paged.core.scheduler import Scheduler
@@ -139,8 +140,8 @@ def make_scheduler(config: EngineConfig, custom: CustomScheduler | None = None) 
         config.enable_prefix_caching,
         groups=config.cache_groups,
         num_swap_blocks=config.num_swap_blocks,
-        num_state_slots=config.state_slots[0],
-        num_swap_state_slots=config.state_slots[1],
+        num_state_slots=config.num_state_slots,
+        num_swap_state_slots=config.num_swap_state_slots,
     )
     return make(
         block_manager=manager,

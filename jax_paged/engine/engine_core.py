@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.request import SequenceStatus
 from jax_paged.core.result_updater import NewTokens
@@ -156,7 +156,7 @@ class EngineCore:
             ValueError: If the model has recurrent layers.
         """
         allowed = f"a model without recurrent layers for {method} because {why}"
-        check(not self.config.state_slots[0], "model", self.config.architecture, allowed)
+        check(not self.config.num_state_slots, "model", self.config.architecture, allowed)
 
     def new_seed(self) -> int:
         """Returns the seed of the next request without a seed."""
@@ -228,7 +228,7 @@ class EngineCore:
         state = self.requests.get(request_id)
         if state is None:
             return None
-        state.group.metrics.finished_time = now = time.monotonic()
+        now = time.monotonic()
         try:
             self.scheduler.abort(request_id)
             if self.failure is None:
@@ -241,6 +241,7 @@ class EngineCore:
             for seq in state.group.unfinished:
                 seq.status = SequenceStatus.FINISHED_ABORTED
         finally:
+            state.group.metrics.finished_time = now
             state.mark_finished()
             self.requests.pop(request_id, None)
             self.changed.pop(state, None)
@@ -389,7 +390,7 @@ class EngineCore:
                 status = SequenceStatus.FINISHED_STOPPED
                 self.scheduler.finish(group, seq, status, now, stop, num_output_tokens=num_output_tokens)
                 ended[group.request_id] = None
-        if self.scheduler.drafts is not None and self.scheduler.drafts.takes_expected:
+        if self.scheduler.drafts is not None and self.scheduler.drafts.accepts_forced_tokens:
             for request_id, index, token_ids in self._features.forced_tokens(
                 update.new_tokens, self.requests
             ):

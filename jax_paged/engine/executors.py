@@ -78,9 +78,11 @@ class Executors:
 
             replica, follower = divmod(engine, num_stages)
             first_device = replica * num_stages * args.tensor_parallel_size
-            beside = self._pipeline_leader if follower else None
-            executor = LocalExecutor(args, **self._custom_parts, first_device=first_device, beside=beside)
-            self._pipeline_leader = beside or executor
+            leader = self._pipeline_leader if follower else None
+            executor = LocalExecutor(
+                args, **self._custom_parts, first_device=first_device, shared_with=leader
+            )
+            self._pipeline_leader = leader or executor
             return executor
         if engine == 0:
             self._pipeline_leader = make_executor(args)
@@ -120,5 +122,5 @@ def check_kernels(args: EngineArgs) -> tuple[str, bool]:
     from jax_paged.worker.loading.kernel_check import check_all, suites_of
 
     name = "pallas" if args.attention_backend == "auto" else args.attention_backend
-    verdict = check_all(suites_of(args), candidate=name, is_anew=True)
+    verdict = check_all(suites_of(args), candidate=name, ignores_stored=True)
     return verdict.table(), verdict.outcome == "passed"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from jax_paged.arguments.plain_values import as_list, plain
 from jax_paged.arguments.shown_values import Text
 from jax_paged.arguments.suggestions import suggestion
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import blocks_of
 from jax_paged.core.request import Request, RequestFeatures
 from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, cache_salt_of, with_soft_prompt
@@ -213,7 +213,7 @@ class InputProcessor:
             # An adapter that is only a soft prompt needs no adapter slot: its vectors belong to the prompt.
             adapter=adapter.key if adapter and adapter.pairs else "",
             prompt_embeds=decoder.embeds,
-            stand_ins=decoder.stand_ins,
+            placeholder_data=decoder.stand_ins,
         )
         used = None if features == RequestFeatures() else features
         return dataclasses.replace(
@@ -328,7 +328,7 @@ class InputProcessor:
         config = self._config
         for field, known in (("hook_args", config.hooks), ("extra_args", config.logits_processors)):
             setattr(params, field, _resolved_args(field, getattr(params, field), known))
-        captures = not config.capturing.isdisjoint(params.hook_args or ())
+        captures = not config.capturing_hooks.isdisjoint(params.hook_args or ())
         params.skip_reading_prefix_cache = captures or not params.reads_prefix_cache
         if params.logits_processors:
             backend = config.distributed_executor_backend

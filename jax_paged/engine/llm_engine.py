@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.engine import composition
@@ -326,13 +327,13 @@ def _described(config: EngineConfig, buckets: tuple[str, ...]) -> str:
         buckets: The names of the executor's buckets.
     """
     pool = f"{config.num_blocks} blocks of {config.block_size} tokens, {_size(config.kv_cache_bytes)}"
-    if config.state_slots[0]:
-        pool += f" and {config.state_slots[0] - 1} state slots"
+    if config.num_state_slots:
+        pool += f" and {config.num_state_slots - 1} state slots"
     if config.kv_cache_dtype != "auto":
         pool += f" in {config.kv_cache_dtype}"
     model = f"{config.model_name} ({config.architecture}, {_size(config.weight_bytes)}), {config.dtype}"
     why = f" ({config.backend_reason})" if config.backend_reason else ""
-    backends = f"attention backend {config.backend}{why}, matmul backend {config.matmul_backend}"
+    backends = f"attention backend {config.attention_backend}{why}, matmul backend {config.matmul_backend}"
     return f"{model}, {backends}, KV cache {pool}, buckets {_grouped(buckets)}"
 
 

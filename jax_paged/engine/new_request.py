@@ -50,7 +50,7 @@ def request_state(
     values = dataclasses.replace(with_seed(request, new_seed).request, request_id=request_id)
     if not values.is_plain:
         values = dataclasses.replace(values, cache_salt=_salt_with_features(values))
-    group = SequenceGroup.of(values, arrival_time)
+    group = SequenceGroup.from_request(values, arrival_time)
     if request.prior_outputs:
         group.sequences = _prior_sequences(values, request.prior_outputs)
     params = values.sampling_params
@@ -97,7 +97,7 @@ def _prior_sequences(request: Request, prior_outputs: tuple[PriorOutput, ...]) -
             stop_reason=prior.stop_reason,
             # Log-probabilities are known only if the request asks for them. Nothing reads these sums.
             cumulative_logprobs=[0.0] * len(prior.token_ids),
-            stand_ins=request.stand_ins,
+            placeholder_data=request.placeholder_data,
         )
         for index, prior in enumerate(prior_outputs)
     ]

@@ -9,8 +9,8 @@ import numpy as np
 
 from jax_paged.arguments.plain_values import as_list
 from jax_paged.arguments.suggestions import suggestions
-from jax_paged.config.engine_args import EngineConfig
-from jax_paged.core.request import PromptEmbeds, StandIn
+from jax_paged.config.engine_config import EngineConfig
+from jax_paged.core.request import PlaceholderData, PromptEmbeds
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.inputs import Prompt
@@ -35,7 +35,7 @@ class TokenizedPrompt:
     token_ids: list[int]
     cache_salt: str | None = None
     embeds: PromptEmbeds | None = None
-    stand_ins: tuple[StandIn, ...] = ()
+    stand_ins: tuple[PlaceholderData, ...] = ()
 
     @property
     def is_plain(self) -> bool:

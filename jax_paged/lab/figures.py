@@ -1,4 +1,4 @@
-"""Figures of matplotlib, which is an optional dependency, and times as labels."""
+"""Helpers for figures with matplotlib, which is an optional dependency."""
 
 import io
 import math
@@ -13,8 +13,8 @@ def new_figure(width: float, height: float) -> "Figure":
     """Returns an empty figure.
 
     Args:
-        width: Inches.
-        height: Inches.
+        width: Width (inches).
+        height: Height (inches).
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -27,7 +27,11 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def png_of(draw: Callable[[], "Figure"]) -> bytes | None:
-    """Returns what is drawn as PNG; None if matplotlib is not installed."""
+    """Returns a figure as PNG; None if matplotlib is not installed.
+
+    Args:
+        draw: Creates the figure.
+    """
     file = io.BytesIO()
     try:
         draw().savefig(file, format="png")
@@ -36,8 +40,8 @@ def png_of(draw: Callable[[], "Figure"]) -> bytes | None:
     return file.getvalue()
 
 
-def seconds(value: float) -> str:
-    """Returns a time with its unit, in three digits; NaN is never."""
+def format_seconds(value: float) -> str:
+    """Returns a time as text with three digits and a unit; "never" for NaN."""
     units = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
     unit, factor = next((u for u in units if not value or round(value * u[1], 3) >= 1), units[-1])
     return "never" if math.isnan(value) else f"{float(f'{value * factor:.3g}'):,g} {unit}"

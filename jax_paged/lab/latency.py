@@ -1,4 +1,4 @@
-"""How long requests waited: distributions of latencies, of one run or of several; notebooks draw them."""
+"""Distributions of request latencies of one or several runs, with a drawing for notebooks."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_paged.lab.figures import new_figure, png_of, seconds
+from jax_paged.lab.figures import format_seconds, new_figure, png_of
 from jax_paged.lab.simulator import SimulationResult
 from jax_paged.lab.what_if import Replay
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Percentiles that are marked, with the markers of matplotlib.
+# Marked percentiles, with their labels and matplotlib markers.
 _MARKS = (50, "median", "o"), (99, "99th percentile", "D")
 _LINE_STYLES = "-", "--", ":", "-."
 _NAMES = QUEUE, FIRST, PER_TOKEN = "in the queue", "to the first token", "per token after the first"
@@ -21,18 +21,24 @@ _NAMES = QUEUE, FIRST, PER_TOKEN = "in the queue", "to the first token", "per to
 
 @dataclasses.dataclass(frozen=True)
 class Latencies:
-    """The latencies of runs.
+    """Request latencies of several runs.
 
     Args:
-        seconds: By the name of the run, and by QUEUE (from the arrival to the first step), FIRST (from the
-            arrival) and PER_TOKEN (the mean of a request's tokens after its first): ascending, of all
-            requests that have got so far.
+        seconds: Sorted latencies (seconds), by name of the run and then by type of latency. QUEUE is the time
+            from arrival to the first step, FIRST the time from arrival to the first token, PER_TOKEN the mean
+            time per token after the first. Requests that did not get that far are left out.
     """
 
     seconds: dict[str, dict[str, np.ndarray]]
 
     def percentile(self, run: str, latency: str, percent: float) -> float:
-        """Returns the seconds that so many percent of the requests need at most; NaN if there are none."""
+        """Returns a percentile of a latency (seconds); NaN if there are no values.
+
+        Args:
+            run: Name of the run.
+            latency: QUEUE, FIRST or PER_TOKEN.
+            percent: The percentile, in [0, 100].
+        """
         found = self.seconds[run][latency]
         return float(np.percentile(found, percent, method="inverted_cdf")) if len(found) else float("nan")
 
@@ -42,15 +48,17 @@ class Latencies:
 
     def _words(self, run: str) -> str:
         found = ((name, *(self.percentile(run, name, mark[0]) for mark in _MARKS)) for name in _NAMES)
-        told = (f"{name} {seconds(middle)} and {seconds(most)}" for name, middle, most in found)
-        return f"{run}: {', '.join(told)} ({len(self.seconds[run][FIRST]):,} requests)"
+        parts = (
+            f"{name} {format_seconds(middle)} and {format_seconds(most)}" for name, middle, most in found
+        )
+        return f"{run}: {', '.join(parts)} ({len(self.seconds[run][FIRST]):,} requests)"
 
     def _repr_png_(self) -> bytes | None:
-        """Returns the drawing for a notebook, which shows `repr` without matplotlib."""
+        """Returns the drawing for a notebook; None without matplotlib, so that `repr` is shown."""
         return png_of(self.figure)
 
     def figure(self) -> "Figure":
-        """Returns a drawing: for each latency, the share of requests that need at most so long.
+        """Returns a drawing of the cumulative distribution of each latency.
 
         Raises:
             ImportError: If matplotlib is not installed.
@@ -70,12 +78,12 @@ class Latencies:
         return figure
 
     def _draw(self, axes: Any, latency: str) -> None:
-        """Draws the distribution of a latency, a line per run."""
+        """Draws the distribution of one latency, with a line per run."""
         every = np.concatenate([found[latency] for found in self.seconds.values()] or [np.zeros(0)])
         low, high = (every[every > 0].min() / 1.1, every.max() * 1.1) if every.any() else (1e-3, 1.0)
         axes.set(title=latency, xscale="log", xlim=(low, high))
         axes.xaxis.get_major_locator().set_params(subs=(1, 2, 5) if high < 100 * low else (1,))
-        axes.xaxis.set_major_formatter(lambda value, _: seconds(value))
+        axes.xaxis.set_major_formatter(lambda value, _: format_seconds(value))
         axes.xaxis.set_minor_formatter(lambda *_: "")
         for i, (run, found) in enumerate(self.seconds.items()):
             if not len(found[latency]):
@@ -87,15 +95,19 @@ class Latencies:
 
 
 def _line(i: int) -> dict[str, str]:
-    """Returns the look of the line of a run: lines differ by more than their colour."""
+    """Returns the style of a run's line; lines differ in color and dash pattern."""
     return {"color": f"C{i}", "linestyle": _LINE_STYLES[i % len(_LINE_STYLES)]}
 
 
 def latencies(runs: Mapping[str, Replay | SimulationResult]) -> Latencies:
-    """Returns how long the requests of some runs waited.
+    """Returns the latencies of the requests of several runs.
+
+    Example:
+        >>> other = replay(lines, scheduler=lambda group: len(group.request.prompt_token_ids))
+        >>> latencies({"recorded": replay(lines), "shortest first": other})
 
     Args:
-        runs: Results of simulations or replays, by the names that they are to have.
+        runs: Results of simulations or replays, by name.
     """
     return Latencies({name: _of_run(run) for name, run in runs.items()})
 

@@ -1,4 +1,4 @@
-"""The pool while an engine works: drawn in place as it runs, and afterwards with a slider over all steps."""
+"""Animation of the KV cache: drawn live while an engine runs, then with a slider over all steps."""
 
 import contextlib
 import dataclasses
@@ -15,31 +15,44 @@ import numpy as np
 
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.lab.pool_map import MAX_DRAWN, PITCH, SIDE, PoolMap, box, cell_place, owner_name, pool_map
+from jax_paged.lab.pool_map import (
+    MAX_DRAWN,
+    PITCH,
+    SIDE,
+    PoolMap,
+    cell_position,
+    cell_svg,
+    owner_name,
+    pool_map,
+)
 from jax_paged.lab.recording import replay_events
 
-_Block = tuple[str, int]  # memory, and id
+_Block = tuple[str, int]  # ("device" or "host", block id)
 Observer = Callable[[Scheduler, SchedulerOutput], None]
-_GAP = 26  # between the two memories
+_GAP = 26  # vertical gap between device and host memory in the drawing
 _LIVE_INTERVAL_S = 0.2
 
 
 class Observed(Protocol):
-    """Whoever calls observers after each step, such as an LLMEngine."""
+    """Object that calls observers after each step, such as an LLMEngine.
+
+    Attributes:
+        observers: Functions to call with the scheduler and the step.
+    """
 
     observers: list[Observer]
 
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """The pool after one step.
+    """The KV cache after one step.
 
     Args:
-        pool: What every block holds.
+        pool: The map of all blocks.
         output: The step.
-        num_running: Requests that hold blocks on the device; so are the two that follow, elsewhere.
-        num_waiting: Requests in the queue.
-        num_swapped: Requests in host memory.
+        num_running: Number of requests that hold blocks on the device.
+        num_waiting: Number of waiting requests.
+        num_swapped: Number of requests that are swapped out to host memory.
     """
 
     pool: PoolMap
@@ -50,7 +63,7 @@ class Frame:
 
     @property
     def caption(self) -> str:
-        """What happened, in one line."""
+        """A summary of the step in one line."""
         output = self.output
         words = [
             f"step {output.step_id}: {_count(output.num_batched_tokens, 'token')} of "
@@ -69,10 +82,11 @@ class Frame:
 
 
 class Movie:
-    """Frames of a pool; a notebook draws them with a slider and a button that plays them.
+    """A sequence of frames, drawn in a notebook with a slider and a play button.
 
     Args:
-        max_frames: Once there are more, every second one is dropped, and only every second step kept.
+        max_frames: Maximum number of frames. When it is exceeded, every second frame is removed, and from
+            then on only half as many steps are recorded.
     """
 
     def __init__(self, max_frames: int = 400) -> None:
@@ -85,7 +99,7 @@ class Movie:
         return len(self.frames)
 
     def add(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        """Takes a frame: what the scheduler's pool holds now, after a step."""
+        """Adds a frame with the current state of the scheduler's pool; called after each step."""
         if self._num_steps % self._every == 0:
             self.frames.append(frame_of(scheduler, output))
         self._num_steps += 1
@@ -93,17 +107,24 @@ class Movie:
             self.frames, self._every = self.frames[::2], self._every * 2
 
     def _repr_html_(self) -> str:
-        """Returns a drawing with a slider; its script touches nothing but the drawing."""
+        """Returns the drawing with a slider; its script only changes the drawing itself."""
         return _movie_html(self.frames)
 
 
 @contextlib.contextmanager
 def watch(engine: Observed, *, max_frames: int = 400) -> Iterator[Movie]:
-    """Draws the pool of an engine in place while it runs, in a notebook; gives the movie of all steps.
+    """Records the KV cache of an engine while the `with` block runs; in a notebook, also draws it live.
+
+    Example:
+        >>> with watch(llm.llm_engine) as movie:
+        ...     outputs = llm.generate(["A block table is", "import os"])
 
     Args:
-        engine: An LLMEngine; `llm.llm_engine` of an LLM.
-        max_frames: As Movie takes it.
+        engine: The engine to watch, such as `llm.llm_engine` of an LLM.
+        max_frames: Maximum number of frames; see Movie.
+
+    Yields:
+        The movie, to which a frame is added after each step.
     """
     movie = Movie(max_frames)
     show = _display()
@@ -129,11 +150,11 @@ def movie_of(lines: Iterable[str], *, max_frames: int = 400) -> Movie:
     """Returns the movie of a recording.
 
     Args:
-        lines: As `recording.replay` takes them.
-        max_frames: As Movie takes it.
+        lines: A complete recording, such as an open file or a list.
+        max_frames: Maximum number of frames; see Movie.
 
     Raises:
-        ValueError: As `recording.replay` does.
+        ValueError: If the recording is invalid or its decisions can't be reproduced; see `recording.replay`.
     """
     movie = Movie(max_frames)
     replay_events(lines, observe=movie.add)
@@ -141,7 +162,7 @@ def movie_of(lines: Iterable[str], *, max_frames: int = 400) -> Movie:
 
 
 def frame_of(scheduler: Scheduler, output: SchedulerOutput) -> Frame:
-    """Returns what the pool of a scheduler holds after a step."""
+    """Returns a frame with the current state of a scheduler's pool, after a step."""
     queues = scheduler.queues
     running, waiting, swapped = queues.running.values(), queues.waiting.values(), queues.swapped.values()
     groups = itertools.chain(running, waiting, swapped)
@@ -150,7 +171,7 @@ def frame_of(scheduler: Scheduler, output: SchedulerOutput) -> Frame:
 
 
 def _display() -> Callable[[list[Frame]], None] | None:
-    """Returns what draws in place, in the running cell of a notebook; None elsewhere."""
+    """Returns a function that redraws frames in the current notebook cell; None outside of notebooks."""
     try:
         from IPython.core.getipython import get_ipython
         from IPython.display import HTML, display
@@ -169,26 +190,27 @@ def _movie_html(frames: list[Frame]) -> str:
         return "<p>no steps yet</p>"
     on_device = _drawn(frame.pool.blocks for frame in frames)
     on_host = _drawn(frame.pool.host_blocks for frame in frames)
-    places = {("device", block): cell_place(i) for i, block in enumerate(on_device)}
-    height = (max((y for _, y in places.values()), default=0)) + PITCH
+    positions = {("device", block): cell_position(i) for i, block in enumerate(on_device)}
+    height = (max((y for _, y in positions.values()), default=0)) + PITCH
     top = height + _GAP
-    places |= {("host", b): (x, y + top) for i, b in enumerate(on_host) for x, y in [cell_place(i)]}
-    numbers, boxes, before = {key: i for i, key in enumerate(places)}, {}, [-1] * len(places)
+    positions |= {("host", b): (x, y + top) for i, b in enumerate(on_host) for x, y in [cell_position(i)]}
+    indices, boxes, before = {key: i for i, key in enumerate(positions)}, {}, [-1] * len(positions)
     steps = []
     for frame in frames:
-        now = [-1] * len(places)
-        for key, drawn in _boxes(frame, numbers):
-            now[numbers[key]] = boxes.setdefault(drawn, len(boxes))
+        now = [-1] * len(positions)
+        for key, drawn in _cells(frame, indices):
+            now[indices[key]] = boxes.setdefault(drawn, len(boxes))
         changes = [[i, new] for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
-        arrows = [[*places[a], *places[b]] for a, b in _moves(frame.output) if a in places and b in places]
+        moves = [(a, b) for a, b in _moves(frame.output) if a in positions and b in positions]
+        arrows = [[*positions[a], *positions[b]] for a, b in moves]
         steps.append([frame.caption, changes, arrows])
         before = now
-    width = max((x for x, _ in places.values()), default=0) + PITCH
-    total = max((y for _, y in places.values()), default=0) + PITCH
-    # The last frame is there without the script, which some viewers of notebooks leave out.
-    last = dict(_boxes(frames[-1], numbers))
+    width = max((x for x, _ in positions.values()), default=0) + PITCH
+    total = max((y for _, y in positions.values()), default=0) + PITCH
+    # The last frame is static, for notebook viewers that remove scripts.
+    last = dict(_cells(frames[-1], indices))
     cells = "".join(
-        f'<g transform="translate({x} {y})">{last.get(key, "")}</g>' for key, (x, y) in places.items()
+        f'<g transform="translate({x} {y})">{last.get(key, "")}</g>' for key, (x, y) in positions.items()
     )
     label = (
         f'<text x="0" y="{top - 8}" text-anchor="start" font-weight="normal" fill="currentColor">'
@@ -210,15 +232,15 @@ def _movie_html(frames: list[Frame]) -> str:
 
 
 def _drawn(maps: Iterable[np.ndarray]) -> list[int]:
-    """Returns the blocks that ever held something, in the order of ids, as many as are drawn."""
+    """Returns the ids of all blocks that ever held something, in ascending order, at most MAX_DRAWN."""
     ids: set[int] = set()
     for blocks in maps:
         ids.update(blocks["block_id"][blocks["ref_count"] > 0].tolist())
     return sorted(ids)[:MAX_DRAWN]
 
 
-def _boxes(frame: Frame, wanted: Container[_Block]) -> Iterator[tuple[_Block, str]]:
-    """Yields the blocks of a frame that are wanted, and how they look."""
+def _cells(frame: Frame, wanted: Container[_Block]) -> Iterator[tuple[_Block, str]]:
+    """Yields the requested blocks of a frame with their SVG."""
     pool = frame.pool
     for memory, blocks, owners in (
         ("device", pool.blocks, pool.owners),
@@ -232,11 +254,11 @@ def _boxes(frame: Frame, wanted: Container[_Block]) -> Iterator[tuple[_Block, st
             if key in wanted:
                 own = by_block[key[1]]
                 title = html.escape("; ".join(map(owner_name, own[:4])) + "; and more" * (len(own) > 4))
-                yield key, f"<title>{title}</title>{box(block, own, pool.block_size)}"
+                yield key, f"<title>{title}</title>{cell_svg(block, own, pool.block_size)}"
 
 
 def _moves(output: SchedulerOutput) -> Iterator[tuple[_Block, _Block]]:
-    """Yields where blocks were moved from and to."""
+    """Yields the source and target of each block that the step swaps or copies."""
     for blocks, source, target in (
         (output.blocks_to_swap_out, "device", "host"),
         (output.blocks_to_swap_in, "host", "device"),
@@ -249,10 +271,9 @@ def _moves(output: SchedulerOutput) -> Iterator[tuple[_Block, _Block]]:
 def _note(frames: list[Frame], drawn: list[int]) -> str:
     num_blocks = len(frames[0].pool.blocks) - 1
     num_preempted = sum(len(frame.output.preempted) for frame in frames)
-    told = f"; {_count(num_preempted, 'preemption')}" * (num_preempted > 0)
-    return (
-        f"{len(frames):,} steps; drawn are the {len(drawn):,} of {num_blocks:,} blocks that were in use{told}"
-    )
+    preemptions = f"; {_count(num_preempted, 'preemption')}" * (num_preempted > 0)
+    shown = f"shows the {len(drawn):,} of {num_blocks:,} blocks that were in use"
+    return f"{len(frames):,} steps; {shown}{preemptions}"
 
 
 def _count(number: int, name: str) -> str:

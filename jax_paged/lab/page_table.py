@@ -1,4 +1,4 @@
-"""The page table of one request: which block holds which of its tokens; notebooks draw it."""
+"""The block table of one request and the tokens in each block, with a drawing for notebooks."""
 
 import dataclasses
 import html
@@ -28,13 +28,20 @@ _SHARED, _OWN = "hsl(28,75%,55%)", "hsl(210,60%,52%)"
 class PageTable:
     """The block table of one sequence at one moment.
 
+    Shown as a drawing in a notebook. `entries` has these fields:
+
+    - group: Index of the cache group.
+    - block_id: Id of the block; 0 (the null block) if the block has left a sliding window.
+    - ref_count: Number of references to the block.
+    - position: Position of the block's first token in the text.
+    - num_tokens: Number of filled slots.
+    - is_cached: Whether the prefix cache contains the block.
+
     Args:
-        request_id: Its request.
-        entries: One row per entry, in the order of the table: the cache group, the block (0 where it fell out
-            of a window), how many reference it, the position of its first token in the text, how many slots
-            are filled, and whether the prefix cache offers it to others.
-        block_size: Tokens per block.
-        tokens: The text of each token of the sequence, or its id where there is no tokenizer.
+        request_id: Id of the request.
+        entries: One row per entry, in the order of the block table.
+        block_size: Number of tokens per block.
+        tokens: Text of each token of the sequence, or its id without a tokenizer.
     """
 
     request_id: str
@@ -51,17 +58,17 @@ class PageTable:
         )
 
     def _repr_html_(self) -> str:
-        """Returns a drawing: a row per block, with its tokens; no scripts, nothing loaded from elsewhere."""
+        """Returns the drawing: a row per block with its tokens, without scripts or external resources."""
         rows = "".join(self._row(entry) for entry in self.entries[:_MAX_DRAWN])
         left = len(self.entries) - _MAX_DRAWN
-        more = f"<div>and {left} blocks more</div>" if left > 0 else ""
+        more = f"<div>and {left} more blocks</div>" if left > 0 else ""
         style = (
             "display:inline-block;padding:0 .4em;border-radius:2px;color:#fff;font-weight:bold;background:"
         )
         legend = (
-            f'<div style="margin-top:4px"><span style="{style}{_OWN}">7</span> block 7, its own &nbsp; '
-            f'<span style="{style}{_SHARED}">7 &times;2</span> shared by two &nbsp; &#9679; full, and '
-            "offered by the prefix cache &nbsp; &#9633; an empty slot</div>"
+            f'<div style="margin-top:4px"><span style="{style}{_OWN}">7</span> block 7, not shared &nbsp; '
+            f'<span style="{style}{_SHARED}">7 &times;2</span> shared by two sequences &nbsp; &#9679; full, '
+            "in the prefix cache &nbsp; &#9633; empty slot</div>"
         )
         title = html.escape(repr(self)[1:-1])
         return (
@@ -73,7 +80,7 @@ class PageTable:
         position, n, count = int(entry["position"]), int(entry["num_tokens"]), int(entry["ref_count"])
         cell = "padding:1px 6px;text-align:left;border:1px solid rgba(128,128,128,.45)"
         if entry["block_id"] == NULL_BLOCK:
-            return f'<tr><td style="{cell}" colspan="3">fell out of the window</td></tr>'
+            return f'<tr><td style="{cell}" colspan="3">left the sliding window</td></tr>'
         color = _SHARED if count > 1 else _OWN
         name = f"{entry['block_id']}" + f" &times;{count}" * (count > 1)
         mark = "&#9679;" if entry["is_cached"] else ""
@@ -93,13 +100,13 @@ class PageTable:
 def page_table(
     manager: BlockManager, request: SequenceGroup, seq: Sequence, text_of: Callable[[int], str]
 ) -> PageTable:
-    """Returns the block table of a sequence that is in the pool; changes nothing.
+    """Returns the block table of a sequence that has blocks on the device; changes nothing.
 
     Args:
         manager: Owner of the blocks.
-        request: Its request.
+        request: Request of the sequence.
         seq: The sequence.
-        text_of: Returns the text of a token.
+        text_of: Returns the text of a token id.
     """
     size, rows = manager.block_size, []
     for g, (group, table) in enumerate(zip(manager.groups, manager.block_tables[seq], strict=True)):
@@ -109,6 +116,7 @@ def page_table(
         for i, block in enumerate(table):
             n = min(max(num_filled - i * size, 0), size) * (block != NULL_BLOCK)
             is_cached = manager.pool.contents[block] is not None
-            rows.append((g, block, manager.pool.ref_counts[block], seq.block_place(i) * size, n, is_cached))
+            position = seq.original_block_index(i) * size
+            rows.append((g, block, manager.pool.ref_counts[block], position, n, is_cached))
     tokens = tuple(map(text_of, seq.tokens(0, len(seq))))
     return PageTable(request.request_id, np.array(rows, ENTRY_DTYPE), size, tokens)

@@ -1,4 +1,4 @@
-"""A map of the KV pool: what each block is, who holds it and how full it is; notebooks draw it."""
+"""A map of the KV cache: the state, owners and fill level of each block, with a drawing for notebooks."""
 
 import dataclasses
 import html
@@ -33,19 +33,33 @@ _LIGHTNESS = (52, 66, 42, 59)
 
 @dataclasses.dataclass(frozen=True)
 class PoolMap:
-    """The blocks of a pool at one moment.
+    """The KV cache blocks at one moment, on the device and in host memory.
+
+    Shown as a drawing in a notebook. `blocks` and `host_blocks` have these fields:
+
+    - block_id: Id of the block.
+    - state: "null" (the null block), "free", "cached" (free, but still in the prefix cache), "used", or
+      "pinned" (held by a pinned prefix).
+    - group: Index of the cache group; -1 if the block holds nothing.
+    - ref_count: Number of references to the block.
+    - num_tokens: Number of filled slots.
+
+    `owners` and `host_owners` have one row per reference to a block:
+
+    - block_id: Id of the block.
+    - request_id: Id of the request, or name of the pinned prefix.
+    - arrival: Index of the request in order of arrival; -1 for a pinned prefix.
+    - index: Index of the sequence in the request; -1 for a pinned prefix.
+    - group: Index of the cache group.
+    - position: Index of the block in the owner's block table.
+    - num_tokens: Number of slots that this owner has filled.
 
     Args:
-        blocks: One row per block, in the order of ids. state is "null", "free", "cached" (free, but still in
-            the prefix cache), "used" or "pinned" (kept by a pinned prefix); group is the cache group, -1 if
-            the block holds nothing; num_tokens is how many of its slots are filled.
-        owners: One row per reference to a block, in the order of block ids. request_id, arrival (place of
-            the request in the order of requests) and index (of its sequence) name the owner; for a pinned
-            prefix they are its name, -1 and -1. position is the block's place in the owner's block
-            table, and num_tokens how many slots this owner has filled.
-        host_blocks: The blocks in host memory that swapped-out requests hold, with the fields of `blocks`.
-        host_owners: The references to these, with the fields of `owners`.
-        block_size: Tokens per block.
+        blocks: All blocks on the device, in order of block ids.
+        owners: References to these blocks, in order of block ids.
+        host_blocks: The blocks in host memory that swapped-out requests hold.
+        host_owners: References to these blocks.
+        block_size: Number of tokens per block.
     """
 
     blocks: np.ndarray
@@ -59,7 +73,7 @@ class PoolMap:
         return f"<KV pool: {_summary(self.blocks, self.block_size)}{host}>"
 
     def _repr_html_(self) -> str:
-        """Returns a drawing: inline SVG, without scripts and without anything loaded from elsewhere."""
+        """Returns the drawing as inline SVG, without scripts or external resources."""
         parts = [_drawing("KV pool", self.blocks, self.owners, self.block_size)]
         if len(self.host_blocks):
             parts.append(_drawing("Host memory", self.host_blocks, self.host_owners, self.block_size))
@@ -67,7 +81,7 @@ class PoolMap:
 
 
 def pool_map(manager: BlockManager, requests: Iterable[SequenceGroup]) -> PoolMap:
-    """Returns what the pools of a block manager hold; changes nothing.
+    """Returns a map of the blocks of a block manager; changes nothing.
 
     Args:
         manager: Owner of the blocks.
@@ -78,7 +92,7 @@ def pool_map(manager: BlockManager, requests: Iterable[SequenceGroup]) -> PoolMa
 
     def note(rows: list[tuple], table: list[int], num_tokens: int, g: int, *owner: object) -> None:
         for position, block in enumerate(table):
-            if block != NULL_BLOCK:  # the null block stands where a window has passed
+            if block != NULL_BLOCK:  # the null block replaces blocks that left a sliding window
                 filled = min(max(num_tokens - position * manager.block_size, 0), manager.block_size)
                 rows.append((block, *owner, g, position, filled))
 
@@ -132,9 +146,8 @@ def _summary(blocks: np.ndarray, block_size: int) -> str:
     num_tokens, num_slots = held["num_tokens"].sum(), len(held) * block_size
     num_saved = held["ref_count"].sum() - len(held)
     saved = f", and sharing saves {num_saved:,} more" if num_saved else ""
-    return (
-        f"{text}{saved}; tokens in {num_tokens:,} of their {num_slots:,} slots ({num_tokens / num_slots:.0%})"
-    )
+    filled = f"{num_tokens:,} of their {num_slots:,} slots hold tokens ({num_tokens / num_slots:.0%})"
+    return f"{text}{saved}; {filled}"
 
 
 def _drawing(title: str, blocks: np.ndarray, owners: np.ndarray, block_size: int) -> str:
@@ -142,9 +155,9 @@ def _drawing(title: str, blocks: np.ndarray, owners: np.ndarray, block_size: int
     drawn, note = blocks, ""
     if len(blocks) > MAX_DRAWN:
         drawn = blocks[blocks["ref_count"] > 0]
-        note = f" Drawn are only the {len(drawn):,} in use."
+        note = f" Only the {len(drawn):,} blocks in use are drawn."
         if len(drawn) > MAX_DRAWN:
-            drawn, note = drawn[:MAX_DRAWN], f" Drawn are only the first {MAX_DRAWN:,} in use."
+            drawn, note = drawn[:MAX_DRAWN], f" Only the first {MAX_DRAWN:,} blocks in use are drawn."
     by_block: dict[int, list[np.void]] = defaultdict(list)
     for owner in owners[np.isin(owners["block_id"], drawn["block_id"])]:
         by_block[int(owner["block_id"])].append(owner)
@@ -164,42 +177,48 @@ def _drawing(title: str, blocks: np.ndarray, owners: np.ndarray, block_size: int
 
 
 def _cell(i: int, block: np.void, owners: list[np.void], block_size: int) -> str:
-    """Returns the i-th cell: stripes, one per request or sequence, filled as high as the block is."""
+    """Returns the i-th cell of the grid, with a tooltip.
+
+    The cell has a stripe for each request that holds the block, or for each sequence if only one request
+    holds it. The height of the stripes shows how many of the block's slots are filled.
+    """
     state, count, num_tokens = str(block["state"]), int(block["ref_count"]), int(block["num_tokens"])
     lines = [
         f"block {block['block_id']}: {state}" + f", {num_tokens} of {block_size} tokens" * (num_tokens > 0)
     ]
     for owner in owners[:_MAX_LISTED]:
-        place = f"block {owner['position']} of its table" + f", group {owner['group']}" * bool(owner["group"])
-        lines.append(f"{owner_name(owner)}: {place}")
+        group = f", group {owner['group']}" * bool(owner["group"])
+        lines.append(f"{owner_name(owner)}: block {owner['position']} of its table{group}")
     if count > _MAX_LISTED:
         lines.append(f"and {count - _MAX_LISTED} more")
-    x, y = cell_place(i)
+    x, y = cell_position(i)
     title = html.escape(chr(10).join(lines))
-    return f'<g transform="translate({x} {y})"><title>{title}</title>{box(block, owners, block_size)}</g>'
+    return (
+        f'<g transform="translate({x} {y})"><title>{title}</title>{cell_svg(block, owners, block_size)}</g>'
+    )
 
 
-def cell_place(i: int) -> tuple[int, int]:
-    """Returns where the i-th cell of a drawing stands."""
+def cell_position(i: int) -> tuple[int, int]:
+    """Returns the position (x, y) of the i-th cell of a drawing."""
     return i % NUM_COLUMNS * PITCH, i // NUM_COLUMNS * PITCH
 
 
-def box(block: np.void, owners: list[np.void], block_size: int) -> str:
-    """Returns a cell without its place and its text; equal blocks look equal.
+def cell_svg(block: np.void, owners: list[np.void], block_size: int) -> str:
+    """Returns the SVG of a cell without position and tooltip; blocks that look the same have equal SVG.
 
     Args:
         block: A row of PoolMap.blocks.
-        owners: The rows of PoolMap.owners that name it.
-        block_size: Tokens per block.
+        owners: The rows of PoolMap.owners for this block.
+        block_size: Number of tokens per block.
     """
     sequences = [(owner["arrival"], owner["index"]) for owner in owners if owner["index"] >= 0]
     requests = dict.fromkeys(arrival for arrival, _ in sequences)
     colors = [_color(*s) for s in (sequences if len(requests) == 1 else [(r, 0) for r in requests])]
     share = int(block["num_tokens"]) / block_size
-    return _box(str(block["state"]), colors[:_MAX_STRIPES], share, int(block["ref_count"]))
+    return _draw_cell(str(block["state"]), colors[:_MAX_STRIPES], share, int(block["ref_count"]))
 
 
-def _box(state: str, colors: list[str], share: float, count: int) -> str:
+def _draw_cell(state: str, colors: list[str], share: float, count: int) -> str:
     stripes = colors or [_GREY] * (state in ("cached", "pinned"))
     width, height = SIDE / max(len(stripes), 1), SIDE * share
     opacity = 0.35 if state == "cached" else 1
@@ -224,13 +243,13 @@ def _box(state: str, colors: list[str], share: float, count: int) -> str:
 
 
 def _legend(blocks: np.ndarray, owners: np.ndarray) -> Iterator[str]:
-    """Yields the meaning of each mark with the number of such blocks, and then the requests."""
+    """Yields the meaning of each mark with the number of its blocks, and then the requests."""
     num = Counter(blocks["state"].tolist())
     marks = (
         ("free", [], 0, num["free"], "free"),
         ("cached", [], 0, num["cached"], "free, but cached"),
         ("pinned", [], 1, num["pinned"], "pinned"),
-        ("used", [_GREY], 2, int(np.sum(blocks["ref_count"] > 1)), "shared by two or more"),
+        ("used", [_GREY], 2, int(np.sum(blocks["ref_count"] > 1)), "shared by two or more sequences"),
         ("null", [], 0, num["null"], "null block"),
     )
     for state, colors, count, num_blocks, meaning in marks:
@@ -248,31 +267,31 @@ def _legend(blocks: np.ndarray, owners: np.ndarray) -> Iterator[str]:
         name = html.escape(short_name(own[0]["request_id"]))
         yield f"{_swatch('used', colors, 1)} {name}: {several}{num_blocks:,} blocks"
     if len(requests) > _MAX_LISTED:
-        yield f"and {len(requests) - _MAX_LISTED:,} requests more"
+        yield f"and {len(requests) - _MAX_LISTED:,} more requests"
 
 
 def _swatch(state: str, colors: list[str], count: int) -> str:
-    box = _box(state, colors, 1, count)
+    svg = _draw_cell(state, colors, 1, count)
     return (
         '<svg viewBox="-1 -1 22 22" width="14" height="14" style="vertical-align:-2px" font-size="12" '
-        f'font-weight="bold" text-anchor="middle">{box}</svg>'
+        f'font-weight="bold" text-anchor="middle">{svg}</svg>'
     )
 
 
 def _color(arrival: int, index: int) -> str:
-    """Returns a hue for a request and a shade for its sequence; both stay the same from map to map."""
-    golden_angle = 137.508  # neighbours get hues that are far apart
+    """Returns a hue for a request and a shade for its sequence, which are the same in every map."""
+    golden_angle = 137.508  # gives consecutive requests very different hues
     hue = (210 + arrival * golden_angle) % 360
     return f"hsl({hue:.0f},60%,{_LIGHTNESS[index % len(_LIGHTNESS)]}%)"
 
 
 def owner_name(owner: np.void) -> str:
-    """Returns the request and the sequence, or the pinned prefix, of a row of PoolMap.owners."""
+    """Returns the request and sequence, or the pinned prefix, of a row of PoolMap.owners."""
     name = short_name(owner["request_id"])
     return f"pinned {name}" if owner["index"] < 0 else f"{name}, sequence {owner['index']}"
 
 
 def short_name(request_id: str) -> str:
-    """Returns a user's request id as one short line, with a "?" for each character that can't be printed."""
+    """Returns a request id as one short line, with "?" for each character that is not printable."""
     text = "".join(c if c.isprintable() else "?" for c in request_id)
     return text if len(text) <= 32 else f"{text[:20]}...{text[-8:]}"

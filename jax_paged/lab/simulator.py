@@ -1,4 +1,4 @@
-"""Runs the scheduler and the block manager on a trace of requests; a model of step times is the device."""
+"""Simulation of the scheduler and block manager on a trace of requests, with modeled step times."""
 
 import dataclasses
 import functools
@@ -21,32 +21,32 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.errors import check, check_int, check_number
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
-STEP = np.dtype(
+SIMULATED_STEP_DTYPE = np.dtype(
     [
-        ("time_s", np.float64),  # when it starts
+        ("time_s", np.float64),  # start of the step
         ("step_s", np.float64),
-        ("num_requests", np.int32),  # that compute a token in it
-        ("num_running", np.int32),  # that hold blocks on the device
+        ("num_requests", np.int32),  # requests that compute a token
+        ("num_running", np.int32),  # requests that hold blocks on the device
         ("num_waiting", np.int32),
         ("num_swapped", np.int32),
-        ("num_seqs", np.int32),  # that compute a token in it
+        ("num_seqs", np.int32),  # sequences that compute a token
         ("num_tokens", np.int32),
-        ("num_prefill_tokens", np.int32),  # of sequences that compute more than one
-        ("num_context_tokens", np.int64),  # read from the pool, by each sequence for itself
+        ("num_prefill_tokens", np.int32),  # tokens of sequences that compute several tokens
+        ("num_context_tokens", np.int64),  # read from the KV cache, summed over sequences
         ("num_blocks_used", np.int32),
-        ("num_blocks_saved", np.int32),  # that would be used in addition if nothing were shared
-        ("num_slots_wasted", np.int32),  # of used blocks, without a token when the step ends
+        ("num_blocks_saved", np.int32),  # additional blocks that would be used without sharing
+        ("num_slots_wasted", np.int32),  # empty slots in used blocks after the step
         ("num_preemptions", np.int32),
-        ("num_blocks_swapped", np.int32),  # out and in
+        ("num_blocks_swapped", np.int32),  # swapped out or in
         ("num_blocks_copied", np.int32),
     ]
 )
 _NO_LOGPROBS = TokenLogprobs(0.0, 0, [], [])
-# Fields of RequestMetrics; a time is NaN if the event never happened.
+# Fields of RequestMetrics. A time is NaN if the event never happened.
 TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "finished_time")
 COUNTS = ("num_cached_tokens", "num_preemptions")
-_NUMBERS = (*COUNTS, "num_output_tokens")  # per output, if it has ended
-REQUEST = np.dtype([*((name, np.float64) for name in TIMES), *((name, np.int32) for name in _NUMBERS)])
+_NUMBERS = (*COUNTS, "num_output_tokens")  # num_output_tokens is per output, if it has finished
+REQUEST_DTYPE = np.dtype([*((name, np.float64) for name in TIMES), *((name, np.int32) for name in _NUMBERS)])
 
 
 @suggests_fields
@@ -54,14 +54,17 @@ REQUEST = np.dtype([*((name, np.float64) for name in TIMES), *((name, np.int32) 
 class Request:
     """One request of a trace; it ends after output_len tokens.
 
+    Example:
+        >>> Request(arrival_s=0.5, prompt=200, output_len=50, n=2)
+
     Args:
-        arrival_s: When it arrives, in seconds of the simulated clock.
-        prompt: Its token ids, which other requests may begin with too and share the blocks of; or only the
-            number of tokens.
-        output_len: Tokens per output.
+        arrival_s: Arrival time on the simulated clock (seconds).
+        prompt: Number of tokens, or the token ids. Requests whose token ids start alike share cached
+            prefixes; a prompt given as a number shares none.
+        output_len: Number of tokens per output.
         n: Number of samples.
-        beam_width: Number of beams of a beam search; None draws samples instead.
-        priority: Lower values are served earlier, if the scheduler's policy is "priority".
+        beam_width: Number of beams of a beam search; None generates samples instead.
+        priority: Lower values run earlier, if the scheduler's policy is "priority".
 
     Raises:
         ValueError: If a value is out of range; the message names the argument, the value and the range.
@@ -85,12 +88,12 @@ class Request:
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the prompt."""
+        """The number of tokens of the prompt."""
         return len(self.prompt) if isinstance(self.prompt, list) else self.prompt
 
 
 class StepTime(Protocol):
-    """Says how long a step takes."""
+    """Model of the duration of steps."""
 
     def step_s(
         self,
@@ -100,22 +103,33 @@ class StepTime(Protocol):
         num_blocks_swapped: int,
         num_blocks_copied: int,
     ) -> float:
-        """Returns how many seconds a step takes that does this much work (see STEP)."""
+        """Returns the duration of a step (seconds).
+
+        Args:
+            num_prefill_tokens: Tokens of sequences that compute several tokens in the step.
+            num_decode_seqs: Sequences that compute a single token.
+            num_context_tokens: Tokens whose keys and values are read from the KV cache.
+            num_blocks_swapped: Blocks swapped out or in.
+            num_blocks_copied: Blocks copied on the device.
+        """
         ...
 
 
 @suggests_fields
 @dataclasses.dataclass(frozen=True)
 class StepTimeModel:
-    """How long a step takes: a sum of costs, each in seconds.
+    """Linear model of the duration of steps: a sum of costs, each in seconds.
 
     Args:
-        base_s: Cost of any step: reading the weights, launching kernels.
-        s_per_prefill_token: Cost per token of the sequences that compute several tokens in the step.
+        base_s: Cost of every step, for reading the weights and launching kernels.
+        s_per_prefill_token: Cost per token of sequences that compute several tokens in the step.
         s_per_decode_seq: Cost per sequence that computes a single token.
-        s_per_context_token: Cost per token whose keys and values are read from the pool.
-        s_per_swapped_block: Cost per block that is moved from or to host memory.
-        s_per_copied_block: Cost per block that is copied on the device.
+        s_per_context_token: Cost per token whose keys and values are read from the KV cache.
+        s_per_swapped_block: Cost per block swapped out or in.
+        s_per_copied_block: Cost per block copied on the device.
+
+    Raises:
+        ValueError: If a cost is negative or not finite.
     """
 
     base_s: float
@@ -138,7 +152,7 @@ class StepTimeModel:
         num_blocks_swapped: int,
         num_blocks_copied: int,
     ) -> float:
-        """Returns how many seconds a step takes that does this much work."""
+        """Returns the duration of a step (seconds); see StepTime."""
         return (
             self.base_s
             + self.s_per_prefill_token * num_prefill_tokens
@@ -151,12 +165,12 @@ class StepTimeModel:
 
 @dataclasses.dataclass(frozen=True)
 class SimulationResult:
-    """What happened in a simulation.
+    """Result of a simulation.
 
     Args:
-        steps: One row per step, with the fields of STEP.
-        requests: One row per request of the trace, in its order, with the fields of REQUEST (RequestMetrics).
-        block_size: Tokens per block.
+        steps: One row per step, with the fields of SIMULATED_STEP_DTYPE.
+        requests: One row per request, in the order of the trace, with the fields of REQUEST_DTYPE.
+        block_size: Number of tokens per block.
     """
 
     steps: np.ndarray
@@ -164,32 +178,45 @@ class SimulationResult:
     block_size: int
 
     def window(self, start_s: float = 0.0, stop_s: float = math.inf) -> "SimulationResult":
-        """Returns the steps that start in a window of time, and the requests that arrive in it."""
+        """Returns the steps that start in a time window, and the requests that arrive in it.
+
+        Args:
+            start_s: Start of the window (seconds).
+            stop_s: End of the window (seconds), not included.
+        """
         steps = (self.steps["time_s"] >= start_s) & (self.steps["time_s"] < stop_s)
         requests = (self.requests["arrival_time"] >= start_s) & (self.requests["arrival_time"] < stop_s)
         return dataclasses.replace(self, steps=self.steps[steps], requests=self.requests[requests])
 
     @property
     def num_output_tokens(self) -> np.ndarray:
-        """Tokens per output of each request that has ended."""
+        """The number of tokens per output of each request, if it has finished."""
         return self.requests["num_output_tokens"]
 
     def times_s(self, event: str) -> np.ndarray:
-        """Returns the seconds from each arrival to an event, such as "first_token_time"; NaN for never."""
+        """Returns the time from arrival to an event for each request (seconds); NaN if it never happened.
+
+        Args:
+            event: One of TIMES, such as "first_token_time".
+        """
         return self.requests[event] - self.requests["arrival_time"]
 
     def mean(self, field: str) -> float:
-        """Returns the mean of a field of the steps over their time; idle time doesn't count."""
+        """Returns the mean of a field of the steps, weighted by their duration; idle time is not included.
+
+        Args:
+            field: One of the fields of SIMULATED_STEP_DTYPE.
+        """
         return float(np.average(self.steps[field], weights=self.steps["step_s"]))
 
     @property
     def share_of_slots_filled(self) -> float:
-        """Share of the slots of used blocks that hold a token, over time."""
+        """The mean fraction of slots of used blocks that hold a token, over time."""
         return 1 - self.mean("num_slots_wasted") / (self.mean("num_blocks_used") * self.block_size)
 
     @property
     def share_of_blocks_saved(self) -> float:
-        """Share of the blocks saved by sharing, of those that would be used without it, over time."""
+        """The mean fraction of blocks saved by sharing, relative to no sharing, over time."""
         saved = self.mean("num_blocks_saved")
         return saved / (saved + self.mean("num_blocks_used"))
 
@@ -197,22 +224,31 @@ class SimulationResult:
 def simulate(
     requests: Iterable[Request], scheduler: Scheduler, step_time: StepTime, *, stop_s: float = math.inf
 ) -> SimulationResult:
-    """Serves a trace of requests to its end, in simulated time.
+    """Runs a trace of requests to its end in simulated time.
 
-    The scheduler and its block manager decide as they do in an engine. The tokens are dummies: requests share
-    prefixes only if the trace gives them prompts that begin alike. The log-probabilities of beams are random,
-    and the same in every run.
+    The scheduler and its block manager make the same decisions as in an engine. Sampled tokens are dummies.
+    Log-probabilities for beam search are random numbers from a fixed seed, so every run gives the same
+    result.
+
+    Example:
+        >>> manager = BlockManager(num_blocks=1000, block_size=16, enable_prefix_caching=True)
+        >>> scheduler = Scheduler(block_manager=manager, max_num_seqs=64, max_num_batched_tokens=512,
+        ...     max_model_len=2048, eos_token_ids=frozenset())
+        >>> trace = [Request(arrival_s=0.1 * i, prompt=200, output_len=50) for i in range(100)]
+        >>> result = simulate(trace, scheduler, StepTimeModel(base_s=0.02, s_per_prefill_token=1e-4))
+        >>> result.times_s("first_token_time").mean()
 
     Args:
-        requests: The trace, in the order of arrival.
-        scheduler: It has no requests. Its block manager has one cache group, of layers that attend to all of
-            a sequence's past.
-        step_time: How long each step takes.
-        stop_s: No step starts at this time or later; requests that have not ended then never do.
+        requests: The trace, in order of arrival.
+        scheduler: A scheduler without requests, whose block manager has a single cache group of layers with
+            full attention.
+        step_time: Model of the duration of steps.
+        stop_s: Time at which the simulation ends (seconds). No step starts at this time or later, and
+            requests that have not finished stay unfinished.
 
     Raises:
-        ValueError: If requests are out of order, or one can't run: too long, too many sequences, or a
-            priority under another policy.
+        ValueError: If the requests are not in order of arrival; if a request is too long or has too many
+            sequences; or if a request has a priority and the policy is not "priority".
     """
     manager = scheduler.block_manager
     aspect = "the number of requests of"
@@ -231,16 +267,16 @@ def simulate(
     output_lens: list[int] = []
     steps: list[np.ndarray] = []
     rows: list[tuple[Any, ...]] = []
-    coming = next(trace, None)
-    while coming is not None or scheduler.has_unfinished:
-        if coming is not None and not scheduler.has_unfinished:
-            clock = max(clock, coming[1].arrival_s)
+    next_request = next(trace, None)
+    while next_request is not None or scheduler.has_unfinished:
+        if next_request is not None and not scheduler.has_unfinished:
+            clock = max(clock, next_request[1].arrival_s)
         if clock >= stop_s:
             break
-        while coming is not None and coming[1].arrival_s <= clock:
-            index, request = coming
+        while next_request is not None and next_request[1].arrival_s <= clock:
+            index, request = next_request
             arrival_s = request.arrival_s
-            allowed = f"at least {last_s}, that of the request before"
+            allowed = f"at least {last_s}, when the previous request arrived"
             check(arrival_s >= last_s, f"requests[{index}].arrival_s", arrival_s, allowed)
             last_s = arrival_s
             has_beams = has_beams or request.beam_width is not None
@@ -248,42 +284,44 @@ def simulate(
             metrics.append(group.metrics)
             output_lens.append(request.output_len)
             scheduler.add(group)
-            coming = next(trace, None)
+            next_request = next(trace, None)
         output = scheduler.schedule(clock)
         if not output.scheduled:
-            assert output.ended, "a scheduler with requests advances"
+            assert output.ended, "the scheduler has unfinished requests, but it scheduled and ended none"
             scheduler.update(output, ModelRunnerOutput(output.step_id, [], [], [], []), clock)
             continue
         row = _step_row(clock, output, scheduler, step_time)
         rows.append(row)
-        if len(rows) == 4096:  # a row of an array takes a tenth of the memory
-            steps.append(np.array(rows, STEP))
+        if len(rows) == 4096:  # a row of an array needs a tenth of the memory of a tuple
+            steps.append(np.array(rows, SIMULATED_STEP_DTYPE))
             rows.clear()
         clock += row[1]
         scheduler.update(output, _result(output, scheduler, rng if has_beams else None), clock)
     served = map(operator.attrgetter(*TIMES, *COUNTS), metrics)
-    all_steps = np.concatenate([*steps, np.array(rows, STEP)])
+    all_steps = np.concatenate([*steps, np.array(rows, SIMULATED_STEP_DTYPE)])
     ends = [(*times, n) for times, n in zip(served, output_lens, strict=True)]
-    return SimulationResult(all_steps, np.array(ends, REQUEST), manager.block_size)
+    return SimulationResult(all_steps, np.array(ends, REQUEST_DTYPE), manager.block_size)
 
 
 def _group(index: int, request: Request, scheduler: Scheduler) -> SequenceGroup:
     num_tokens, limit = request.prompt_len + request.output_len, scheduler.max_model_len
     name = f"requests[{index}]"
-    check(num_tokens <= limit, name, num_tokens, f"at most {limit}", aspect="the length of")
+    allowed, aspect = f"at most {limit} (max_model_len)", "the number of tokens of"
+    check(num_tokens <= limit, name, num_tokens, allowed, aspect=aspect)
     num_seqs, limit = request.beam_width or request.n, scheduler.max_num_seqs
-    check(num_seqs <= limit, name, num_seqs, f"at most {limit}", aspect="the number of sequences of")
+    allowed, aspect = f"at most {limit} (max_num_seqs)", "the number of sequences of"
+    check(num_seqs <= limit, name, num_seqs, allowed, aspect=aspect)
     ok = scheduler.scheduling_policy == "priority" or not request.priority
     check(ok, f"{name}.priority", request.priority, "0 with scheduling_policy 'fcfs'")
-    # A prompt that is given by its length has tokens that no other request has.
+    # A prompt given as a number consists of a token id that no other request has.
     prompt = request.prompt if isinstance(request.prompt, list) else [-1 - index] * request.prompt
     params, beams = _params(request.n, request.beam_width, request.output_len)
     features = None if beams is None else core.RequestFeatures(beams)
     values = core.Request(str(index), prompt, params, priority=request.priority, features=features)
-    return SequenceGroup.of(values, request.arrival_s)
+    return SequenceGroup.from_request(values, request.arrival_s)
 
 
-@functools.lru_cache(maxsize=1 << 14)  # checking parameters takes longer than everything else about a request
+@functools.lru_cache(maxsize=1 << 14)  # cached because constructing and checking parameters is slow
 def _params(n: int, width: int | None, length: int) -> tuple[SamplingParams, BeamSearchParams | None]:
     beams = None if width is None else BeamSearchParams(width, max_tokens=length, ignore_eos=True)
     num_logprobs = None if width is None else 2 * width
@@ -293,7 +331,7 @@ def _params(n: int, width: int | None, length: int) -> tuple[SamplingParams, Bea
 def _step_row(
     clock: float, output: SchedulerOutput, scheduler: Scheduler, step_time: StepTime
 ) -> tuple[Any, ...]:
-    """Returns the row of STEP for a step that was scheduled and whose result is still out."""
+    """Returns the row of SIMULATED_STEP_DTYPE for a step that is scheduled but has no result yet."""
     queues, pool, rows = scheduler.queues, scheduler.block_manager.pool, output.scheduled
     num_tokens = _num_tokens(output)
     num_prefill_tokens, num_decode_seqs = 0, len(rows)
@@ -313,13 +351,14 @@ def _step_row(
         num_blocks_swapped,
         len(output.blocks_to_copy),
     )
-    for i in range(1, max(output.burst, default=0)):  # the decode steps of a burst after the first
+    # Decode steps after the first, in multi-step decoding.
+    for i in range(1, max(output.num_multi_step_tokens, default=0)):
         starts = [row.start + i for row, n in zip(rows, num_tokens, strict=True) if n > i]
         step_s += step_time.step_s(0, len(starts), sum(starts), 0, 0)
     return (
         clock,
         step_s,
-        len({_found(scheduler, row.seq_id)[0] for row in rows}),
+        len({_find(scheduler, row.seq_id)[0] for row in rows}),
         len(queues.running),
         len(queues.waiting),
         len(queues.swapped),
@@ -337,7 +376,7 @@ def _step_row(
 
 
 def _sharing(output: SchedulerOutput, scheduler: Scheduler, num_blocks_used: int) -> tuple[int, int]:
-    """Returns how many blocks sharing saves, and how many slots of used blocks the step leaves empty."""
+    """Returns the number of blocks that sharing saves, and the number of empty slots in used blocks."""
     manager = scheduler.block_manager
     size, tables = manager.block_size, manager.block_tables
     num_blocks = sum([len(table) for (table,) in tables.values()])
@@ -347,10 +386,10 @@ def _sharing(output: SchedulerOutput, scheduler: Scheduler, num_blocks_used: int
     lens = {seq: seq.num_computed_tokens for seq in tables}
     stops = [row.start + n for row, n in zip(output.scheduled, _num_tokens(output), strict=True)]
     for row, stop in zip(output.scheduled, stops, strict=True):
-        lens[_found(scheduler, row.seq_id)[1]] = stop
+        lens[_find(scheduler, row.seq_id)[1]] = stop
     for sample in output.samples:
-        lens[_found(scheduler, sample.seq_id)[1]] = stops[sample.row]
-    filled: dict[int, int] = {}  # of the blocks that are not full
+        lens[_find(scheduler, sample.seq_id)[1]] = stops[sample.scheduled_index]
+    filled: dict[int, int] = {}  # number of tokens in each block that is not full
     for seq, (table,) in tables.items():
         first = lens[seq] // size
         for i in range(first, len(table)):
@@ -359,30 +398,30 @@ def _sharing(output: SchedulerOutput, scheduler: Scheduler, num_blocks_used: int
 
 
 def _num_tokens(output: SchedulerOutput) -> list[int]:
-    """Returns how many tokens each row computes; of a burst, in all of its steps."""
-    return list(output.burst) or [row.num_tokens for row in output.scheduled]
+    """Returns the number of tokens of each row; in multi-step decoding, for all decode steps together."""
+    return list(output.num_multi_step_tokens) or [row.num_tokens for row in output.scheduled]
 
 
-def _found(scheduler: Scheduler, seq_id: int) -> tuple[SequenceGroup, Sequence]:
+def _find(scheduler: Scheduler, seq_id: int) -> tuple[SequenceGroup, Sequence]:
     found = scheduler.find(seq_id)
-    assert found is not None, "a step that was just scheduled names sequences with batch slots"
+    assert found is not None, f"sequence {seq_id} of a scheduled step has no batch slot"
     return found
 
 
 def _result(output: SchedulerOutput, scheduler: Scheduler, rng: random.Random | None) -> ModelRunnerOutput:
-    """Returns what a device would: dummy tokens.
+    """Returns the result of a step, with dummy tokens.
 
     Args:
         output: The step.
-        scheduler: Holds the requests of the step.
-        rng: Draws the log-probabilities of beams: each candidate is less likely than the one before. None
-            if there are no beams.
+        scheduler: Owner of the requests of the step.
+        rng: Random numbers for the log-probabilities of beams. Each candidate is less likely than the one
+            before it. None if there are no beams.
     """
-    num_drawn = output.burst or [1] * len(output.samples)
+    num_drawn = output.num_multi_step_tokens or [1] * len(output.samples)
     logprobs = [[_NO_LOGPROBS] * n for n in num_drawn]
     if rng is not None:
         for i, sample in enumerate(output.samples):
-            beams = _found(scheduler, sample.seq_id)[0].beam_params
+            beams = _find(scheduler, sample.seq_id)[0].beam_params
             if beams:
                 num_top = 2 * beams.beam_width
                 top = list(itertools.accumulate(-rng.expovariate(1.0) for _ in range(num_top)))

@@ -1,4 +1,4 @@
-"""What another scheduler would have decided for the requests of a recording."""
+"""Simulation of a recording's requests with another scheduler or other settings."""
 
 import dataclasses
 from collections import deque
@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_paged.arguments.shown_values import one_of
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.codec import request_of_values
+from jax_paged.core.codec import request_from_json
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.request import SequenceGroup, SequenceStatus
@@ -18,37 +18,37 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.speculation import Speculation
 
-STEP = np.dtype(
+REPLAYED_STEP_DTYPE = np.dtype(
     [
-        ("time_s", np.float64),  # when it was scheduled
-        ("num_tokens", np.int32),  # of a burst, in all of its decode steps
-        ("num_prefill_tokens", np.int32),  # of sequences that compute more than one
+        ("time_s", np.float64),  # time at which it was scheduled
+        ("num_tokens", np.int32),  # in multi-step decoding, for all decode steps
+        ("num_prefill_tokens", np.int32),  # tokens of sequences that compute several tokens
         ("num_seqs", np.int32),
-        ("num_decodes", np.int32),  # decode steps in one, of a burst
+        ("num_decodes", np.int32),  # decode steps in multi-step decoding, else 1
         ("num_running", np.int32),  # requests
         ("num_waiting", np.int32),
         ("num_swapped", np.int32),
         ("num_preemptions", np.int32),
-        ("num_blocks_swapped", np.int32),  # out and in
+        ("num_blocks_swapped", np.int32),  # swapped out or in
         ("num_blocks_used", np.int32),
         ("step_s", np.float64),
     ]
 )
-# What a user did to steps, requests and weights, which would be another thing in other steps.
-_BY_HAND = ("edit_step", "edit_request", "draft", "forget_prefixes")
+# Events for manual changes of steps, requests and weights. They have no meaning if the steps are different.
+_MANUAL_EVENTS = ("edit_step", "edit_request", "draft", "forget_prefixes")
 _NO_LOGPROBS = TokenLogprobs(0.0, 0, [], [])
 
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """What a scheduler has decided, and when requests were served.
+    """Result of a replay: steps and requests.
 
     Args:
-        steps: One row per step, with the fields of STEP.
-        outputs: The steps as they were decided.
-        requests: In the order in which they came, with their tokens and metrics.
-        max_logprob_difference: Between the log-probabilities of tokens that a device has computed again and
-            the recorded ones; None if none has.
+        steps: One row per step, with the fields of REPLAYED_STEP_DTYPE.
+        outputs: The scheduled steps.
+        requests: The requests with their tokens and metrics, in order of arrival.
+        max_logprob_difference: Maximum difference between recorded log-probabilities and log-probabilities
+            that a device computed in the replay; None without a device.
     """
 
     steps: np.ndarray
@@ -58,22 +58,32 @@ class Replay:
 
     @property
     def num_steps(self) -> int:
-        """How many steps there were."""
+        """The number of steps."""
         return len(self.steps)
 
     @property
     def num_output_tokens(self) -> np.ndarray:
-        """Tokens of the longest output of each request."""
+        """The number of tokens in the longest output of each request."""
         return np.array([max(len(s.output_token_ids) for s in group.sequences) for group in self.requests])
 
     def times_s(self, event: str) -> np.ndarray:
-        """Returns the seconds from each arrival to an event, such as "first_token_time"; NaN for never."""
+        """Returns the time from arrival to an event for each request (seconds); NaN if it never happened.
+
+        Args:
+            event: A time of RequestMetrics, such as "first_token_time".
+        """
         metrics = [group.metrics for group in self.requests]
         happened = np.array([getattr(m, event) for m in metrics], np.float64)
         return happened - np.array([m.arrival_time for m in metrics])
 
     def summary(self) -> dict[str, float]:
-        """Returns what replays are compared by; times are means over the requests that got so far."""
+        """Returns key figures for comparing replays.
+
+        Returns:
+            Number of steps, mean number of tokens per step, number of preemptions, number of swapped blocks,
+            sum of the step durations (busy_s), and mean times from arrival to the first token and to the end.
+            The times are in seconds, and each mean is over the requests that reached the event.
+        """
         steps = self.steps
 
         def mean(values: np.ndarray) -> float:
@@ -92,15 +102,16 @@ class Replay:
 
 @dataclasses.dataclass
 class ReplayedRun:
-    """Requests and steps of a recording that has been replayed.
+    """Requests and steps of a run, collected while it is replayed.
 
     Args:
-        groups: Its requests, in the order in which they came.
-        steps: Rows of STEP.
-        outputs: The steps.
-        tops: Of beam searches, the likeliest next tokens and their log-probabilities, by the place of the
-            request in `groups` and the output tokens of a beam.
-        max_logprob_difference: Between a device's log-probabilities of tokens and the recorded ones.
+        groups: The requests, in order of arrival.
+        steps: Rows of REPLAYED_STEP_DTYPE.
+        outputs: The scheduled steps.
+        tops: For beam searches, the most likely next tokens and their log-probabilities. The key is the index
+            of the request in `groups` and the output tokens of a beam.
+        max_logprob_difference: Maximum difference between recorded and recomputed log-probabilities; None
+            without a device.
     """
 
     groups: list[SequenceGroup] = dataclasses.field(default_factory=list)
@@ -110,19 +121,20 @@ class ReplayedRun:
     max_logprob_difference: float | None = None
 
     def replay(self) -> Replay:
-        """Returns it as the result of a replay."""
-        return Replay(np.array(self.steps, STEP), self.outputs, self.groups, self.max_logprob_difference)
+        """Returns the run as a Replay."""
+        steps = np.array(self.steps, REPLAYED_STEP_DTYPE)
+        return Replay(steps, self.outputs, self.groups, self.max_logprob_difference)
 
 
 def step_row(output: SchedulerOutput, scheduler: Scheduler, now: float) -> tuple[Any, ...]:
-    """Returns the row of STEP for a step that was just scheduled; how long it takes is not known yet."""
+    """Returns the row of REPLAYED_STEP_DTYPE for a step that was just scheduled, with a duration of 0."""
     queues, pool = scheduler.queues, scheduler.block_manager.pool
     return (
         now,
-        sum(output.burst) or output.num_batched_tokens,
+        sum(output.num_multi_step_tokens) or output.num_batched_tokens,
         sum(row.num_tokens for row in output.scheduled if row.num_tokens > 1),
         len(output.scheduled),
-        max(output.burst, default=1),
+        max(output.num_multi_step_tokens, default=1),
         len(queues.running),
         len(queues.waiting),
         len(queues.swapped),
@@ -133,10 +145,15 @@ def step_row(output: SchedulerOutput, scheduler: Scheduler, now: float) -> tuple
     )
 
 
-def arguments_of(
+def scheduler_arguments(
     settings: dict[str, Any], make_manager: Callable[..., BlockManager] = BlockManager
 ) -> dict[str, Any]:
-    """Returns the arguments of a Scheduler, from the values of a recording's start."""
+    """Returns the arguments for creating a Scheduler with recorded settings.
+
+    Args:
+        settings: The values of a "start" event.
+        make_manager: Creates the block manager.
+    """
     manager, arguments = settings["block_manager"], settings["scheduler"]
     groups = tuple(CacheGroup(**group) for group in manager["groups"])
     drafts = arguments.get("speculation")
@@ -153,33 +170,35 @@ def what_if(
     make: Callable[..., Scheduler],
     settings: dict[str, Any],
 ) -> Replay:
-    """Serves the requests of a recording with another scheduler.
+    """Runs the requests of a recording with another scheduler.
 
     Args:
         events: The recording.
         recorded: The run of the recorded scheduler.
-        make: Makes the scheduler.
-        settings: Of the scheduler or its block manager, in place of the recorded ones.
+        make: Creates the scheduler.
+        settings: Settings of the scheduler or its block manager that replace the recorded values.
 
     Raises:
-        ValueError: If a setting does not exist, a request does not fit it, or a step was edited by hand.
+        ValueError: If a setting does not exist, a request does not fit the settings, or the recording
+            contains manual edits of steps or requests.
     """
     new, clock = ReplayedRun(), 0.0
-    seconds = _fitted(np.array(recorded.steps, STEP))
-    for part in _parts(events):
-        scheduler = make(**arguments_of(_changed(part[0], settings)))
+    seconds = _fit_step_times(np.array(recorded.steps, REPLAYED_STEP_DTYPE))
+    for part in _split_recording(events):
+        scheduler = make(**scheduler_arguments(_with_settings(part[0], settings)))
         clock = _WhatIf(recorded, new, scheduler, seconds).serve(part[1:], clock)
     return new.replay()
 
 
 class _WhatIf:
-    """Serves the requests of one part of a recording, which begins with an empty scheduler.
+    """New run of the requests in one part of a recording; the part starts with an empty scheduler.
 
     Args:
         recorded: The run of the recorded scheduler.
-        new: Takes what happens now.
-        scheduler: Decides.
-        seconds: Per decode step, per token, and of the quickest step.
+        new: Receives the new requests and steps.
+        scheduler: The scheduler to use.
+        seconds: The model of step durations (seconds): time per decode step, time per token, and minimum
+            duration.
     """
 
     def __init__(
@@ -190,66 +209,74 @@ class _WhatIf:
         seconds: tuple[float, float, float],
     ) -> None:
         self.recorded, self.new, self.scheduler, self.seconds = recorded, new, scheduler, seconds
-        self.places: dict[SequenceGroup, int] = {}
-        self.current: dict[str, str] = {}  # the id here of the last request of a recorded id
-        # Of sequences that a stop string has ended: by request and index, the event.
+        self.request_indices: dict[SequenceGroup, int] = {}
+        self.current: dict[str, str] = {}  # recorded request id -> id of its latest request here
+        # Recorded "finish" events, by index of the request and of the sequence. Stop strings end these
+        # sequences.
         self.finishes: dict[tuple[int, int], dict[str, Any]] = {}
 
     def serve(self, events: list[dict[str, Any]], clock: float) -> float:
-        """Serves all requests; returns the time of the end."""
-        scheduler, coming = self.scheduler, self._coming(events)
-        while coming or scheduler.has_unfinished:
+        """Runs all requests and returns the time at the end (seconds).
+
+        Args:
+            events: The events of this part after "start".
+            clock: The time at the start (seconds).
+        """
+        scheduler, pending = self.scheduler, self._external_events(events)
+        while pending or scheduler.has_unfinished:
             if not scheduler.has_unfinished:
-                clock = max(clock, coming[0][0])
-            # A prefix is pinned while nothing runs, as its own request has to be done.
-            while coming and coming[0][0] <= clock:
-                if coming[0][1]["event"] == "pin" and scheduler.has_unfinished:
+                clock = max(clock, pending[0][0])
+            # Prefixes are only pinned when no request is running, because the request that computes the
+            # prefix has to finish first.
+            while pending and pending[0][0] <= clock:
+                if pending[0][1]["event"] == "pin" and scheduler.has_unfinished:
                     break
-                self._apply(coming.popleft()[1])
+                self._apply(pending.popleft()[1])
             if scheduler.has_unfinished:
                 clock = self._step(clock)
         return clock
 
-    def _coming(self, events: list[dict[str, Any]]) -> deque[tuple[float, dict[str, Any]]]:
-        """Returns what happens from outside, each event with the time from which on it may happen."""
-        coming: deque[tuple[float, dict[str, Any]]] = deque()
-        clock, last, place, places = 0.0, 0.0, len(self.new.groups), dict[str, int]()
+    def _external_events(self, events: list[dict[str, Any]]) -> deque[tuple[float, dict[str, Any]]]:
+        """Returns the events caused by users, each with the earliest time at which it may be applied."""
+        pending: deque[tuple[float, dict[str, Any]]] = deque()
+        clock, last, index, indices = 0.0, 0.0, len(self.new.groups), dict[str, int]()
         for event in events:
             kind = event["event"]
-            if kind in _BY_HAND:
-                allowed = "one that no user has caused by hand"
-                raise ArgumentError("lines", kind, allowed, aspect="each event of")
+            if kind in _MANUAL_EVENTS:
+                allowed = "a recording without manual edits or weight updates"
+                raise ArgumentError("lines", kind, allowed)
             if kind in ("schedule", "update"):
                 clock = event["now"]
             elif kind == "expect":
-                continue  # what follows the tokens at steps that may not come
+                continue  # refers to tokens at recorded steps, which may not exist here
             elif kind == "finish":
-                self.finishes[places[event["request_id"]], event["seq"]] = event
+                self.finishes[indices[event["request_id"]], event["seq"]] = event
             else:
                 if kind == "add":
-                    places[event["request_id"]] = place
-                    place += 1
+                    indices[event["request_id"]] = index
+                    index += 1
                 last = max(last, event["arrival_time"] if kind == "add" else clock)
-                coming.append((last, event))
-        return coming
+                pending.append((last, event))
+        return pending
 
     def _apply(self, event: dict[str, Any]) -> None:
         values = {name: value for name, value in event.items() if name != "event"}
         scheduler, kind = self.scheduler, event["event"]
         if kind == "add":
             request_id = values["request_id"]
-            if scheduler.queues.find(request_id) is not None:  # an earlier one of this id still runs
+            if scheduler.queues.find(request_id) is not None:  # an earlier request with this id runs
                 values["request_id"] = f"{request_id} ({len(self.new.groups)})"
             self.current[request_id] = values["request_id"]
             arrival_time, policy = values.pop("arrival_time"), scheduler.scheduling_policy
-            group = SequenceGroup.of(request_of_values(values), arrival_time)
+            group = SequenceGroup.from_request(request_from_json(values), arrival_time)
             name, length = f"requests[{request_id!r}]", len(group.sequences[0])
-            check_int(name, length, 1, scheduler.max_model_len - 1, aspect="the length of")
-            aspect = "the number of sequences of"
-            check_int(name, group.max_num_seqs, 1, scheduler.max_num_seqs, aspect=aspect)
+            most, aspect = scheduler.max_model_len - 1, "the number of prompt tokens of"
+            check_int(name, length, 1, most, condition="(max_model_len - 1)", aspect=aspect)
+            most, aspect = scheduler.max_num_seqs, "the number of sequences of"
+            check_int(name, group.max_num_seqs, 1, most, condition="(max_num_seqs)", aspect=aspect)
             is_fair = policy != "fcfs" or not group.priority
             check(is_fair, f"{name}.priority", group.priority, "0 with scheduling_policy 'fcfs'")
-            self.places[group] = len(self.new.groups)
+            self.request_indices[group] = len(self.new.groups)
             self.new.groups.append(group)
             scheduler.add(group)
         elif kind == "abort":
@@ -265,7 +292,8 @@ class _WhatIf:
         step_s = 0.0
         if output.scheduled:
             per_decode, per_token, least = self.seconds
-            step_s = max(per_decode * max(output.burst, default=1) + per_token * row[1], least)
+            num_decodes = max(output.num_multi_step_tokens, default=1)
+            step_s = max(per_decode * num_decodes + per_token * row[1], least)
         new.steps.append((*row[:-1], step_s))
         new.outputs.append(output)
         update = scheduler.update(output, self._result(output), clock + step_s)
@@ -274,64 +302,66 @@ class _WhatIf:
         return clock + step_s
 
     def _result(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Returns the tokens that the recorded sequences have drawn."""
+        """Returns the result of a step, with the tokens that the recorded sequences generated."""
         tokens: list[list[int]] = []
         logprobs: list[list[TokenLogprobs]] = []
         for i, sample in enumerate(output.samples):
             found = self.scheduler.find(sample.seq_id)
-            assert found is not None, "a step that was just scheduled names sequences with batch slots"
+            assert found is not None, f"sequence {sample.seq_id} of a scheduled step has no batch slot"
             group, seq = found
-            place, num_tokens = self.places[group], output.burst[i] if output.burst else 1
+            counts, request_index = output.num_multi_step_tokens, self.request_indices[group]
+            num_tokens = counts[i] if counts else 1
             if group.beam_params is not None:
                 tokens.append([0])
-                logprobs.append([self.recorded.tops.get((place, tuple(seq.output_token_ids)), _NO_LOGPROBS)])
+                key = request_index, tuple(seq.output_token_ids)
+                logprobs.append([self.recorded.tops.get(key, _NO_LOGPROBS)])
                 continue
-            drawn, first = self._drawn(place, seq.index), len(seq.output_token_ids)
-            tokens.append(drawn[first : first + num_tokens] or [0])  # past the end of what is known: see _end
+            drawn, first = self._drawn(request_index, seq.index), len(seq.output_token_ids)
+            tokens.append(drawn[first : first + num_tokens] or [0])  # 0 past the recorded tokens; see _end
             logprobs.append([_NO_LOGPROBS] * len(tokens[-1]))
         num_rows = len(output.scheduled)
         return ModelRunnerOutput(output.step_id, tokens, logprobs, [True] * num_rows, [[]] * num_rows)
 
-    def _drawn(self, place: int, index: int) -> list[int]:
-        seqs = self.recorded.groups[place].sequences
+    def _drawn(self, request_index: int, index: int) -> list[int]:
+        seqs = self.recorded.groups[request_index].sequences
         return seqs[index].output_token_ids if index < len(seqs) else []
 
     def _end(self, group: SequenceGroup, now: float) -> None:
-        """Ends sequences where stop strings did, and a request whose further tokens are not recorded."""
-        place = self.places[group]
+        """Ends sequences at recorded stop strings, and requests whose further tokens were not recorded."""
+        request_index = self.request_indices[group]
         if group.beam_params is not None:
             return
         for seq in group.sequences:
             if seq.status.is_finished and len(seq.output_token_ids) > (
-                n := len(self._drawn(place, seq.index))
+                n := len(self._drawn(request_index, seq.index))
             ):
-                seq.truncate(n)  # it had ended with a token that nobody has drawn
+                seq.truncate(n)  # remove the dummy token from `_result`
                 seq.status = SequenceStatus.FINISHED_ABORTED
         for seq in group.unfinished:
-            finish = self.finishes.get((place, seq.index))
+            finish = self.finishes.get((request_index, seq.index))
             num_tokens = None if finish is None else finish["num_output_tokens"]
             if finish is not None and num_tokens is not None and len(seq.output_token_ids) >= num_tokens:
                 status = SequenceStatus[finish["status"]]
                 stop = finish["stop_reason"]
                 self.scheduler.finish(group, seq, status, now, stop, num_output_tokens=num_tokens)
-            elif len(seq.output_token_ids) >= (num_known := len(self._drawn(place, seq.index))):
+            elif len(seq.output_token_ids) >= (num_known := len(self._drawn(request_index, seq.index))):
                 seq.truncate(num_known)
                 self.scheduler.abort(group.request_id)
                 group.metrics.finished_time = now
                 return
 
 
-def _parts(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yields the parts of a recording, each from a start to the next."""
+def _split_recording(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yields the parts of a recording; each part begins with a "start" event."""
     starts = [i for i, event in enumerate(events) if event["event"] == "start"]
     for start, stop in zip(starts, [*starts[1:], len(events)], strict=True):
         yield events[start:stop]
 
 
-def _changed(start: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of a recording's start with some of them replaced."""
+def _with_settings(start: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of a "start" event with some of the settings replaced."""
     changed = {owner: dict(start[owner]) for owner in ("block_manager", "scheduler")}
-    # Nobody knows what drafts another scheduler would have verified: it serves without.
+    # The drafts that another scheduler would have verified are unknown, so speculative decoding is disabled.
     changed["scheduler"]["speculation"] = None
     fixed = ("groups", "speculation")
     changeable = {name: owner for owner, values in changed.items() for name in values if name not in fixed}
@@ -342,10 +372,17 @@ def _changed(start: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _fitted(steps: np.ndarray) -> tuple[float, float, float]:
-    """Returns seconds per decode step and per token, and those of the quickest step.
+def _fit_step_times(steps: np.ndarray) -> tuple[float, float, float]:
+    """Fits the model of step durations to recorded steps.
 
-    Their absolute errors are least, so that a step in which the machine paused counts little.
+    The sum of absolute errors is minimized, so that a few steps with a pause of the machine have little
+    influence.
+
+    Args:
+        steps: Recorded steps, with the fields of REPLAYED_STEP_DTYPE.
+
+    Returns:
+        Time per decode step, time per token, and duration of the shortest step (seconds).
 
     Source: iteratively reweighted least squares; Schlossmacher, JASA 68(344), 1973.
     """

@@ -1,4 +1,7 @@
-"""Apertus: a Llama with normed queries and keys, and MLPs without a gate, whose activation is trained.
+"""ApertusForCausalLM (Apertus).
+
+Differences from Llama: RMSNorm of queries and keys, per head; an MLP without a gate, with the trained
+activation xIELU.
 
 Source: Project Apertus, Apertus: Democratizing Open and Compliant LLMs, 2025; Huang and Schlag, Deriving
 Activation Functions Using Integration, 2024.
@@ -26,7 +29,7 @@ TABLE = renamed(
 
 @dataclasses.dataclass(frozen=True)
 class ApertusConfig(LlamaConfig):
-    """Shape of an Apertus."""
+    """Configuration of an Apertus."""
 
     defaults: ClassVar[dict[str, Any]] = {
         "hidden_act": "xielu",
@@ -46,42 +49,48 @@ class ApertusConfig(LlamaConfig):
 
 
 class XIELU(Module):
-    """A square for what is positive and an exponential for the rest, with a slope of beta between them."""
+    """The activation xIELU: quadratic for positive and exponential for negative inputs, with slope beta at 0.
+
+    f(x) = alpha_p * x**2 + beta * x for x > 0, and (beta + alpha_n) * (exp(x) - 1 - x) + beta * x otherwise.
+    """
 
     def __init__(self, *, dtype: jnp.dtype) -> None:
-        # softplus makes 0.8 and 0.3 of them; to the second, beta is added.
+        # The values of alpha after softplus are 0.8 and 0.3. beta is added to the second one.
         self.alpha_p = parameter(jnp.log(jnp.expm1(jnp.full(1, 0.8))).astype(dtype), (None,))
         self.alpha_n = parameter(jnp.log(jnp.expm1(jnp.full(1, 0.3))).astype(dtype), (None,))
         self.beta = parameter(jnp.asarray(0.5, dtype), ())
 
     def forward(self, x: Float[Array, "*t i"], context: ForwardContext) -> Float[Array, "*t i"]:
+        """Returns the activation of each element."""
         x32, beta = x.astype(jnp.float32), self.beta[...].astype(jnp.float32)
         alpha_p, alpha_n = (jax.nn.softplus(a[...].astype(jnp.float32)) for a in (self.alpha_p, self.alpha_n))
-        # As in transformers. Of a number above 0 the exponential may be infinite, and so may its gradient.
+        # The limit of -1e-6 is as in transformers. Without a limit, the exponential of a large positive
+        # number, which is not used, could be infinite, and so could its gradient.
         negative = jnp.minimum(x32, -1e-6)
         curved = jnp.where(x32 > 0, alpha_p * x32 * x32, (jnp.expm1(negative) - x32) * (beta + alpha_n))
         return (curved + beta * x32).astype(x.dtype)
 
 
 class ApertusMLP(UngatedMLP):
-    """An MLP with the activation above."""
+    """An MLP without a gate, with the activation xIELU."""
 
     def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
         self.act_fn = XIELU(dtype=dtype)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the output of the MLP."""
         return self.down_proj(self.act_fn(self.up_proj(x, context), context), context)
 
 
 class ApertusDecoderLayer(LlamaDecoderLayer):
-    """A Llama's layer with the MLP above."""
+    """Llama's layer with ApertusMLP."""
 
     mlp_class: ClassVar[Callable[..., Module]] = ApertusMLP
 
 
 class ApertusForCausalLM(LlamaForCausalLM):
-    """A Llama with the layers above."""
+    """A Llama with the activation xIELU."""
 
     config_class: ClassVar[type[LlamaConfig]] = ApertusConfig
     layer_class: ClassVar[Callable[..., Module]] = ApertusDecoderLayer

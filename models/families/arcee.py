@@ -1,4 +1,4 @@
-"""Arcee's AFM: a Llama whose MLPs have no gate, and square what they activate.
+"""ArceeForCausalLM (Arcee's AFM): a Llama with an MLP without a gate, and the squared ReLU as activation.
 
 Source: So et al., Primer, 2021, for the activation; semantics as in Hugging Face's ArceeForCausalLM.
 """
@@ -14,13 +14,13 @@ from jax_paged.models.forward_context import Module
 
 @dataclasses.dataclass(frozen=True)
 class ArceeConfig(LlamaConfig):
-    """Shape of an AFM."""
+    """Configuration of an AFM."""
 
     defaults: ClassVar[dict[str, Any]] = {"hidden_act": "relu2", "rms_norm_eps": 1e-5}
 
 
 class ArceeForCausalLM(LlamaForCausalLM):
-    """A Llama with the config above and other MLPs."""
+    """A Llama with MLPs without a gate."""
 
     config_class: ClassVar[type[LlamaConfig]] = ArceeConfig
     layer_class: ClassVar[Callable[..., Module]] = UngatedDecoderLayer

@@ -1,4 +1,4 @@
-"""Layers, MLPs and norms in which several relatives of Llama differ from it in the same way."""
+"""Layers, MLPs and norms that several families use in place of those in llama.py."""
 
 import functools
 import re
@@ -17,10 +17,10 @@ from jax_paged.models.parallel.sharding import Units, even
 
 
 def renamed(names: Mapping[str, str]) -> WeightTable:
-    """Returns Llama's table for checkpoints that have other names for modules of a layer.
+    """Returns Llama's weight table for checkpoints in which some modules of a layer have other names.
 
     Args:
-        names: The checkpoint's name of each of these modules, such as {"mlp.up_proj": "mlp.c_fc"}.
+        names: The checkpoint's name for each of these modules, such as {"mlp.up_proj": "mlp.c_fc"}.
     """
     rows = (
         (rf"layers\.(\d+)\.{re.escape(ours)}", rf"model.layers.\1.{theirs}") for ours, theirs in names.items()
@@ -29,29 +29,33 @@ def renamed(names: Mapping[str, str]) -> WeightTable:
 
 
 class PostNormDecoderLayer(LlamaDecoderLayer):
-    """Attention, then the MLP, each with a norm after it, and then added to the residual stream."""
+    """Decoder layer with post-norm: attention, then the MLP, each followed by a norm and then added."""
 
     def make_norms(self, make: Callable[[], Module]) -> None:
+        """Creates the norms after the attention and after the MLP."""
         self.post_attention_layernorm, self.post_feedforward_layernorm = make(), make()
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the residual stream after the layer."""
         x = x + self.post_attention_layernorm(self.self_attn(x, context), context)
         return x + self.post_feedforward_layernorm(self.mlp(x, context), context)
 
 
 class ParallelDecoderLayer(LlamaDecoderLayer):
-    """Attention and the MLP beside it, after one norm, both added to the residual stream."""
+    """Decoder layer that adds attention and MLP, both computed from the same normalized input."""
 
     def make_norms(self, make: Callable[[], Module]) -> None:
+        """Creates the single norm of the layer."""
         self.input_layernorm = make()
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the residual stream after the layer."""
         normed = self.input_layernorm(x, context)
         return x + self.self_attn(normed, context) + self.mlp(normed, context)
 
 
 class UngatedMLP(Module):
-    """Two linear maps with an activation between them."""
+    """An MLP without a gate: two linear layers with an activation between them."""
 
     def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.activation = config.hidden_act
@@ -63,53 +67,56 @@ class UngatedMLP(Module):
         self.down_proj = make(inner, size, split=(even(inner), None))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the output of the MLP."""
         return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x, context)), context)
 
 
 class UngatedDecoderLayer(LlamaDecoderLayer):
-    """A Llama's layer with the MLP above."""
+    """Llama's layer with an MLP without a gate."""
 
     mlp_class: ClassVar[Callable[..., Module]] = UngatedMLP
 
 
 class UnbiasedLayerNorm(LayerNorm):
-    """A LayerNorm that scales and does not shift."""
+    """LayerNorm without a bias."""
 
     def __init__(self, features: int, *, epsilon: float, dtype: jnp.dtype) -> None:
         super().__init__(features, epsilon=epsilon, bias=False, dtype=dtype)
 
 
 class HeadsLayerNorm(UnbiasedLayerNorm):
-    """A norm of each head alone, with a scale for each head.
+    """LayerNorm of each head separately, with a scale per head and without a bias.
 
     Args:
-        heads: The heads, as they are divided among devices.
+        heads: The heads, and how they are divided among devices.
         epsilon: Added to the variance.
-        dtype: Of the scale.
+        dtype: Dtype of the scale.
     """
 
     def __init__(self, heads: tuple[Units, ...], *, epsilon: float, dtype: jnp.dtype) -> None:
         super().__init__(heads[0].size, epsilon=epsilon, dtype=dtype)
-        units = (Units(heads[0].num, kind=heads[0].kind),)
+        units = (Units(heads[0].num, division=heads[0].division),)
         self.scale = parameter(jnp.ones((heads[0].num, heads[0].size), dtype), (units, None))
 
 
 class HeadsLayerNormAttention(LlamaAttention):
-    """A Llama's attention that norms queries and keys, if at all, with a scale for each head."""
+    """Llama's attention, but with HeadsLayerNorm if queries and keys are normalized."""
 
     def make_norm(self, heads: tuple[Units, ...], dtype: jnp.dtype) -> Module:
+        """Returns a HeadsLayerNorm."""
         return HeadsLayerNorm(heads, epsilon=self.config.rms_norm_eps, dtype=dtype)
 
 
 class JoinedHeadsNorm(RMSNorm):
-    """A norm of all heads of a token as one vector.
+    """RMSNorm of all heads of a token, concatenated to one vector.
 
-    Where devices have copies of a head, each has as many: the mean over all of them is the same.
+    If kv heads are replicated on several devices, every head has the same number of copies. The mean over all
+    copies is therefore equal to the mean over the heads.
 
     Args:
-        heads: The heads, as they are divided among devices.
+        heads: The heads, and how they are divided among devices.
         epsilon: Added to the mean square.
-        dtype: Of the scale.
+        dtype: Dtype of the scale.
     """
 
     def __init__(self, heads: tuple[Units, ...], *, epsilon: float, dtype: jnp.dtype) -> None:
@@ -117,4 +124,5 @@ class JoinedHeadsNorm(RMSNorm):
         self.scale = parameter(self.scale[...], (heads,))
 
     def forward(self, x: Float[Array, "*t h d"], context: ForwardContext) -> Float[Array, "*t h d"]:
+        """Returns the normalized heads."""
         return super().forward(x.reshape(*x.shape[:-2], -1), context).reshape(x.shape)

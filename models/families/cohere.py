@@ -1,4 +1,9 @@
-"""Command R (Cohere) and Command R7B and A (Cohere 2): parallel layers, LayerNorm, pairs that are neighbours.
+"""CohereForCausalLM (Command R) and Cohere2ForCausalLM (Command R7B and Command A).
+
+Differences from Llama: attention and MLP are parallel, with one norm for both; LayerNorm without biases, for
+queries and keys too in some models; interleaved rotary embedding (pairs of adjacent dimensions); logits are
+multiplied by `logit_scale`. Cohere 2 has sliding windows in most layers, and no rotary embedding in the
+layers with full attention.
 
 Source: names and semantics of the weights as in Hugging Face's CohereForCausalLM and Cohere2ForCausalLM.
 """
@@ -18,7 +23,7 @@ from jax_paged.models.rope import Rope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CohereConfig(LlamaConfig):
-    """Shape of a Command R.
+    """Configuration of a Command R.
 
     Args:
         logit_scale: Factor of the logits.
@@ -33,6 +38,7 @@ class CohereConfig(LlamaConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         return super().read(read) | {
             "mlp_bias": False,
             "logit_scale": read.number("logit_scale", 0.0625),
@@ -42,7 +48,7 @@ class CohereConfig(LlamaConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cohere2Config(CohereConfig):
-    """Shape of a Command R7B or A; layers without a window have no rotary positions."""
+    """Configuration of a Command R7B or Command A."""
 
     defaults: ClassVar[dict[str, Any]] = CohereConfig.defaults | {
         "sliding_window": 4096,
@@ -52,22 +58,24 @@ class Cohere2Config(CohereConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         return fields | {"windows": cls.patterned_windows(read, fields["num_hidden_layers"])}
 
     def rope_of(self, layer: int) -> Rope:
+        """Returns the rotary embedding of a layer; none for layers with full attention."""
         return Rope(()) if self.windows[layer] is None else self.rope
 
 
 class CohereDecoderLayer(ParallelDecoderLayer):
-    """A parallel layer with other norms."""
+    """Parallel layer with LayerNorm."""
 
     attention_class: ClassVar[Callable[..., Module]] = HeadsLayerNormAttention
     norm_class: ClassVar[Callable[..., Module]] = UnbiasedLayerNorm
 
 
 class CohereForCausalLM(LlamaForCausalLM):
-    """A Llama with the layers above and scaled logits."""
+    """A Llama with parallel layers and scaled logits."""
 
     config: CohereConfig
     config_class: ClassVar[type[LlamaConfig]] = CohereConfig
@@ -75,10 +83,11 @@ class CohereForCausalLM(LlamaForCausalLM):
     norm_class: ClassVar[Callable[..., Any]] = UnbiasedLayerNorm
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        """Returns the scaled float32 logits."""
         return super().logits(hidden) * self.config.logit_scale
 
 
 class Cohere2ForCausalLM(CohereForCausalLM):
-    """The modules of Command R with the config of Command R7B."""
+    """A Command R with sliding windows, and layers without rotary embedding."""
 
     config_class: ClassVar[type[LlamaConfig]] = Cohere2Config

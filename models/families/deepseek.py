@@ -1,15 +1,20 @@
-"""DeepSeek-V2: multi-head latent attention, and experts beside shared ones.
+"""DeepseekV2ForCausalLM (DeepSeek-V2).
 
-Keys and values of all heads are linear maps of one vector per token, the latent. It is all that is cached,
-beside a part of the key with rotary positions, which all heads have in common:
+Differences from Llama: multi-head latent attention (MLA), and a mixture of experts with shared experts in
+place of most MLPs.
 
-    cached by token       | latent: kv_lora_rank | rotated: qk_rope_head_dim |
-    key of head h         W_UK[h] latent, and the rotated part
-    value of head h       W_UV[h] latent
+In MLA, keys and values of all heads are linear projections of one vector per token, the latent. Only the
+latent is cached, together with a key part of qk_rope_head_dim numbers that has the rotary embedding and is
+common to all heads:
 
-q . (W_UK c) is (W_UK^T q) . c, and a weighted sum of W_UV c is W_UV of the weighted sum. So queries are
-multiplied by W_UK^T, attend to what is cached as the heads of a single kv head, and W_UV follows: no key or
-value of a head is ever computed, not even in a prompt.
+    cache entry of a token    | latent: kv_lora_rank | rotated: qk_rope_head_dim |
+    key of head h             W_UK[h] latent, followed by the rotated part
+    value of head h           W_UV[h] latent
+
+Keys and values per head are never computed, not even in prefill. Since q . (W_UK c) equals (W_UK^T q) . c,
+queries are multiplied by W_UK^T and then attend to the cache entries as if these were the keys of a single kv
+head. Since a weighted sum of W_UV c equals W_UV times the weighted sum of c, W_UV is applied to the output of
+the attention.
 
 Source: DeepSeek-AI, DeepSeek-V2, 2024; names and semantics of the weights as in Hugging Face's
 DeepseekV2ForCausalLM.
@@ -35,25 +40,26 @@ from jax_paged.models.parallel.sharding import even
 from jax_paged.models.quantization.quantized_linear import QuantizedWeight
 from jax_paged.models.rope import Rope, rope_values, yarn_score_factor
 
-# Of the norms of latents, whatever rms_norm_eps is.
+# Epsilon of the norms of latents, which does not depend on rms_norm_eps.
 LATENT_NORM_EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepseekV2Config(MoeConfig):
-    """Shape of a DeepSeek-V2; most names are those of config.json.
+    """Configuration of a DeepSeek-V2; most names are as in config.json.
 
     Args:
-        head_dim: Numbers of a query, those with rotary positions among them.
-        q_lora_rank: Size of the vector that queries are a linear map of; None if that is the hidden state.
-        kv_lora_rank: Size of a latent.
-        qk_rope_head_dim: Numbers of a query or a key that have rotary positions.
-        v_head_dim: Numbers of a value.
-        scale: Factor of the scores.
-        shared_intermediate_size: Width of the experts that all tokens go through, together.
-        n_group: Groups that the experts are divided into.
-        topk_group: Groups that the experts of a token may be in.
-        routed_scaling_factor: Of the outputs of the chosen experts.
+        head_dim: Elements of a query, including the elements with the rotary embedding.
+        q_lora_rank: Size of the latent that queries are projected from; None if they are projected from the
+            hidden state.
+        kv_lora_rank: Size of the latent of keys and values.
+        qk_rope_head_dim: Elements of a query or key that have the rotary embedding.
+        v_head_dim: Elements of a value.
+        scale: Factor of the attention scores.
+        shared_intermediate_size: Total width of the shared experts.
+        n_group: Number of groups that the experts are divided into.
+        topk_group: Maximum number of groups that the experts of a token may belong to.
+        routed_scaling_factor: Factor of the outputs of the routed experts.
     """
 
     q_lora_rank: int | None
@@ -81,11 +87,12 @@ class DeepseekV2Config(MoeConfig):
 
     @property
     def qk_nope_head_dim(self) -> int:
-        """Numbers of a query or a key that have no rotary positions."""
+        """The number of elements of a query or key without the rotary embedding."""
         return self.head_dim - self.qk_rope_head_dim
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         head_dim = read.integer("qk_nope_head_dim") + read.integer("qk_rope_head_dim")
         read.choice("mlp_bias", False, (False,))
@@ -113,15 +120,16 @@ class DeepseekV2Config(MoeConfig):
 
     @classmethod
     def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
+        """Returns the rotary embedding, for qk_rope_head_dim dimensions."""
         size, rope = read.integer("qk_rope_head_dim"), rope_values(read, max_position_embeddings)
         read.check(size % 2 == 0, "qk_rope_head_dim", size, "an even integer")
-        # The others have no factor of the scores.
+        # Other rope types are not supported, because their factor of the attention scores is not defined.
         rope.choice("rope_type", rope.get("type", "default"), ("default", "yarn"))
         return super().read_rope(read, size, max_position_embeddings)
 
     @classmethod
     def read_router(cls, read: ConfigReader) -> dict[str, Any]:
-        """Returns the fields that say how experts are chosen."""
+        """Returns the fields that describe how experts are chosen."""
         read.choice("scoring_func", "softmax", ("softmax",))
         method = read.choice("topk_method", "greedy", ("greedy", "group_limited_greedy"))
         groups = {"n_group": 1, "topk_group": 1} if method == "greedy" else cls.read_groups(read)
@@ -135,16 +143,17 @@ class DeepseekV2Config(MoeConfig):
         allowed = f"a divisor of n_routed_experts, which is {num}"
         if read.check(num % groups == 0, "n_group", groups, allowed, also_needs=("n_routed_experts",)):
             most, least = groups, -(-chosen * groups // num)
-            allowed = f"in [{least}, {most}], at most n_group"
+            allowed = f"in [{least}, {most}] (enough groups for num_experts_per_tok experts, at most n_group)"
             needs = ("n_routed_experts", "num_experts_per_tok", "n_group")
             read.check(least <= best <= most, "topk_group", best, allowed, also_needs=needs)
         return {"n_group": groups, "topk_group": best}
 
 
-class LatentMaps(nnx.Module):
-    """The maps from a latent to each head's key without positions, and to its value: kv_b_proj.
+class LatentProjections(nnx.Module):
+    """Projections from a latent to the keys (without rotary embedding) and values of each head: kv_b_proj.
 
-    It is no Module of the context, as neither map is applied to a latent: see the top of the file.
+    This is not a Module with a context, because neither projection is applied to latents: see the module
+    docstring.
     """
 
     kernel_names: ClassVar[tuple[str, ...]] = ("kernel",)
@@ -156,22 +165,22 @@ class LatentMaps(nnx.Module):
         self.kernel: nnx.Param | QuantizedWeight = parameter(value, (None, even(heads, size)))
 
     def per_head(self, dtype: jnp.dtype) -> Float[Array, "r h d"]:
-        """Returns the kernel by heads: what makes keys, and behind it what makes values."""
+        """Returns the kernel by head, [kv_lora_rank, heads, qk_nope_head_dim + v_head_dim]."""
         kernel = self.kernel
         kernel = kernel.dense(dtype) if isinstance(kernel, QuantizedWeight) else kernel[...]
         return kernel.reshape(len(kernel), -1, sum(self.sizes))
 
     def queries(self, q: Float[Array, "*t h n"]) -> Float[Array, "*t h r"]:
-        """Returns queries for latents, of those for keys."""
+        """Returns the queries for latents, W_UK^T q."""
         return jnp.einsum("...hn,rhn->...hr", q, self.per_head(q.dtype)[..., : self.sizes[0]])
 
     def values(self, latents: Float[Array, "*t h r"]) -> Float[Array, "*t h v"]:
-        """Returns sums of values, of the same sums of latents."""
+        """Returns weighted sums of values, given the same weighted sums of latents."""
         return jnp.einsum("...hr,rhv->...hv", latents, self.per_head(latents.dtype)[..., self.sizes[0] :])
 
 
 class LatentAttention(Module):
-    """Multi-head latent attention; queries are a linear map of the hidden state."""
+    """Multi-head latent attention, with queries that are projected from the hidden state."""
 
     same_input: ClassVar[tuple[str, ...]] = ("q_proj", "kv_a_proj_with_mqa")
 
@@ -188,25 +197,32 @@ class LatentAttention(Module):
             split=(None, None),
         )
         self.kv_a_layernorm = norm(rank)
-        self.kv_b_proj = LatentMaps(config, dtype=dtype, rngs=rngs)
+        self.kv_b_proj = LatentProjections(config, dtype=dtype, rngs=rngs)
         heads, size = config.num_attention_heads, config.v_head_dim
         self.o_proj = make(
             heads * size, config.hidden_size, bias=config.output_bias, split=(even(heads, size), None)
         )
 
     def make_queries(self, make: Callable[..., Linear], norm: Callable[[int], RMSNorm]) -> None:
-        self.q_proj = self.query_map(make, self.config.hidden_size)
+        """Creates the projection to the queries.
 
-    def query_map(self, make: Callable[..., Linear], in_features: int) -> Linear:
-        """Returns the map to the queries of all heads."""
+        Args:
+            make: Creates a linear layer.
+            norm: Creates a norm of a given size.
+        """
+        self.q_proj = self.make_query_projection(make, self.config.hidden_size)
+
+    def make_query_projection(self, make: Callable[..., Linear], in_features: int) -> Linear:
+        """Returns the projection to the queries of all heads."""
         heads, size = self.config.num_attention_heads, self.config.head_dim
         return make(in_features, heads * size, bias=False, split=(None, even(heads, size)))
 
     def queries(self, x: Float[Array, "*t e"], context: ForwardContext) -> Array:
-        """Returns the queries, their heads joined."""
+        """Returns the queries, with their heads concatenated."""
         return self.q_proj(x, context)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the output of the attention block."""
         c, rotate = self.config, context.rotations[self.rope]
         q = self.queries(x, context).reshape(*x.shape[:-1], -1, c.head_dim)
         plain, rotated = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
@@ -219,30 +235,32 @@ class LatentAttention(Module):
 
 
 class LowRankQueryAttention(LatentAttention):
-    """Multi-head latent attention whose queries are made of a latent too."""
+    """Multi-head latent attention, with queries that are projected from a latent too."""
 
     same_input: ClassVar[tuple[str, ...]] = ("q_a_proj", "kv_a_proj_with_mqa")
 
     def make_queries(self, make: Callable[..., Linear], norm: Callable[[int], RMSNorm]) -> None:
+        """Creates the projections to the latent of the queries and from it."""
         c = self.config
         self.q_a_proj = make(c.hidden_size, c.q_lora_rank, bias=c.attention_bias, split=(None, None))
         self.q_a_layernorm = norm(self.q_a_proj.out_features)
-        self.q_b_proj = self.query_map(make, self.q_a_proj.out_features)
+        self.q_b_proj = self.make_query_projection(make, self.q_a_proj.out_features)
 
     def queries(self, x: Float[Array, "*t e"], context: ForwardContext) -> Array:
+        """Returns the queries, with their heads concatenated."""
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x, context), context), context)
 
 
 def latent_attention(
     config: DeepseekV2Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
 ) -> LatentAttention:
-    """Returns the attention of a layer."""
+    """Returns the attention module of a layer."""
     kind = LatentAttention if config.q_lora_rank is None else LowRankQueryAttention
     return kind(config, layer, dtype=dtype, rngs=rngs)
 
 
 class DeepseekMoE(Module):
-    """Experts of which each token goes through a few, and shared ones, which all tokens go through."""
+    """Routed experts, a few of which are chosen for each token, and shared experts for all tokens."""
 
     router_class: ClassVar[type[Router]] = Router
 
@@ -256,28 +274,29 @@ class DeepseekMoE(Module):
         self.shared_experts = LlamaMLP(shared, layer, dtype=dtype, rngs=rngs)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the weighted sum of the routed experts' outputs plus the output of the shared experts."""
         weights, chosen = self.choose(self.gate(x, context))
         weights = weights * self.config.routed_scaling_factor
         return self.experts(RoutedTokens(x, chosen, weights), context) + self.shared_experts(x, context)
 
     def choose(self, logits: Float[Array, "*t g"]) -> tuple[Float[Array, "*t k"], Int[Array, "*t k"]]:
-        """Returns the weights of the experts of each token, and which they are."""
+        """Returns the weights of the chosen experts of each token, and their indices."""
         c = self.config
-        scores = of_best_groups(jax.nn.softmax(logits), c.n_group, c.topk_group, num_ranked=1)
+        scores = mask_other_groups(jax.nn.softmax(logits), c.n_group, c.topk_group, num_ranked=1)
         weights, chosen = jax.lax.top_k(scores, c.num_experts_per_tok)
         return weights, chosen
 
 
-def of_best_groups(
+def mask_other_groups(
     scores: Float[Array, "*t g"], num_groups: int, num_best: int, *, num_ranked: int
 ) -> Float[Array, "*t g"]:
-    """Returns the scores of the groups that are the best; -inf for experts of the others.
+    """Returns the scores with -inf for all experts outside of the best groups.
 
     Args:
-        scores: Of all experts.
-        num_groups: That they are divided into.
-        num_best: Groups that remain.
-        num_ranked: Experts of a group that it is ranked by: its best ones, whose scores are added.
+        scores: Scores of all experts.
+        num_groups: Number of groups that the experts are divided into.
+        num_best: Number of groups that are selected.
+        num_ranked: A group is ranked by the sum of this many of its best scores.
     """
     if num_groups == 1:
         return scores
@@ -288,14 +307,14 @@ def of_best_groups(
 
 
 class DeepseekDecoderLayer(MoeDecoderLayer):
-    """A Llama's layer with latent attention, and with experts where the config says so."""
+    """Llama's layer with latent attention, and with DeepseekMoE in the layers that have experts."""
 
     attention_class: ClassVar[Callable[..., Module]] = staticmethod(latent_attention)
     moe_class: ClassVar[Callable[..., Module]] = DeepseekMoE
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
-    """A Llama with the layers above."""
+    """A Llama with latent attention and a mixture of experts."""
 
     config: DeepseekV2Config
     config_class: ClassVar[type[LlamaConfig]] = DeepseekV2Config
@@ -303,6 +322,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     weight_table: ClassVar[WeightTable] = EXPERT_TABLE
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """Returns what each layer caches: a latent and the rotated part of the key."""
         c = self.config
         spec = LatentAttentionSpec(c.kv_lora_rank + c.qk_rope_head_dim, value_dim=c.kv_lora_rank)
         return [spec] * c.num_hidden_layers

@@ -1,4 +1,7 @@
-"""DeepSeek-V3, Kimi K2 and Moonlight: a DeepSeek-V2 that chooses experts in another way.
+"""DeepseekV3ForCausalLM (DeepSeek-V3, Kimi K2 and Moonlight): a DeepSeek-V2 with another router.
+
+The router uses a sigmoid instead of a softmax, and adds a trained bias to the score of each expert when it
+chooses experts, but not when it weights their outputs.
 
 Source: DeepSeek-AI, DeepSeek-V3, 2024; names and semantics of the weights as in Hugging Face's
 DeepseekV3ForCausalLM.
@@ -17,7 +20,7 @@ from jax_paged.models.families.deepseek import (
     DeepseekMoE,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
-    of_best_groups,
+    mask_other_groups,
 )
 from jax_paged.models.families.llama import LlamaConfig
 from jax_paged.models.forward_context import Module
@@ -29,7 +32,7 @@ from jax_paged.models.rope import Rope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepseekV3Config(DeepseekV2Config):
-    """Shape of a DeepSeek-V3."""
+    """Configuration of a DeepSeek-V3."""
 
     defaults: ClassVar[dict[str, Any]] = DeepseekV2Config.defaults | {
         "first_k_dense_replace": 3,
@@ -44,11 +47,13 @@ class DeepseekV3Config(DeepseekV2Config):
 
     @classmethod
     def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
+        """Returns the rotary embedding."""
         rope = super().read_rope(read, head_dim, max_position_embeddings)
         return dataclasses.replace(rope, is_interleaved=read.choice("rope_interleave", True, (False, True)))
 
     @classmethod
     def read_router(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields that describe how experts are chosen."""
         read.choice("scoring_func", "sigmoid", ("sigmoid",))
         read.choice("topk_method", "noaux_tc", ("noaux_tc",))
         groups, num = cls.read_groups(read), read.integer("n_routed_experts")
@@ -58,23 +63,24 @@ class DeepseekV3Config(DeepseekV2Config):
 
 
 class CorrectedRouter(Router):
-    """A router with a number for each expert that counts in its choice, and not in its weight."""
+    """A router with a bias per expert that affects the choice of experts, but not their weights."""
 
     def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
         super().__init__(in_features, out_features, **options)
-        # Such numbers differ by less than bfloat16 shows.
+        # The biases are float32, because they differ by less than the precision of bfloat16.
         self.e_score_correction_bias = Float32Param(jnp.zeros(out_features, jnp.float32), split=(None,))
 
 
 class DeepseekV3MoE(DeepseekMoE):
-    """Experts whose scores do not depend on each other."""
+    """Routed experts with sigmoid scores, and shared experts."""
 
     router_class: ClassVar[type[Router]] = CorrectedRouter
 
     def choose(self, logits: Float[Array, "*t g"]) -> tuple[Float[Array, "*t k"], Int[Array, "*t k"]]:
+        """Returns the weights of the chosen experts of each token, and their indices."""
         c, scores = self.config, jax.nn.sigmoid(logits)
         corrected = scores + self.gate.e_score_correction_bias[...]
-        best = of_best_groups(corrected, c.n_group, c.topk_group, num_ranked=2)
+        best = mask_other_groups(corrected, c.n_group, c.topk_group, num_ranked=2)
         _, chosen = jax.lax.top_k(best, c.num_experts_per_tok)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if c.norm_topk_prob:
@@ -83,17 +89,18 @@ class DeepseekV3MoE(DeepseekMoE):
 
 
 class DeepseekV3DecoderLayer(DeepseekDecoderLayer):
-    """A DeepSeek-V2's layer with these experts."""
+    """DeepSeek-V2's layer with DeepseekV3MoE."""
 
     moe_class: ClassVar[Callable[..., Module]] = DeepseekV3MoE
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    """A DeepSeek-V2 with the layers above."""
+    """A DeepSeek-V2 with the router of DeepSeek-V3."""
 
     config_class: ClassVar[type[LlamaConfig]] = DeepseekV3Config
     layer_class: ClassVar[Callable[..., Module]] = DeepseekV3DecoderLayer
-    # Layer 61 of the published checkpoints, behind their last one, predicts further tokens.
+    # Layer 61 of the published checkpoints comes after the last decoder layer. It predicts further tokens and
+    # is not loaded.
     weight_table: ClassVar[WeightTable] = EXPERT_TABLE.with_names(
         ignored=EXPERT_TABLE.ignored + r"|model\.layers\.61\..*"
     )

@@ -1,10 +1,15 @@
-"""EAGLE-3 heads for Llama and its relatives: one layer that continues the hidden states of a model.
+"""EAGLE-3 heads, which draft tokens for a Llama or a similar target model (speculative decoding).
 
-    low, middle, high hidden state of token p ---- fc ----> g_p
+A head is one decoder layer. It reads hidden states from three layers of the target model:
+
+    low, middle, high hidden state of token p ---- fc ----> feature g_p
     [input_layernorm(embedding of token p + 1), hidden_norm(g_p)] --> attention --> MLP --> h_p
-    lm_head(norm(h_p)) --> token p + 2, and h_p stands in for g_(p+1), which nobody knows yet
+    lm_head(norm(h_p)) --> token p + 2, and h_p takes the place of g_(p+1)
 
-Where g_p is known, the key and the value at position p need nothing else: no pass before it, no attention.
+The row of a head at position p thus consists of the embedding of token p + 1 and the feature of token p. The
+target model has not computed features of drafted tokens yet, so for these the head uses its own output h_p.
+For all other tokens g_p is known, and their keys and values depend only on g_p and token p + 1.
+`key_and_value` therefore computes them without the attention and the MLP of the head.
 
 Source: Li et al., EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test,
 2025; names of the weights as in SafeAILab/EAGLE (eagle/model/cnets.py) and vLLM (llama_eagle3.py).
@@ -21,31 +26,35 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.models.attention import FullAttentionSpec, SlidingWindowSpec
 from jax_paged.models.families.llama import LlamaAttention, LlamaConfig, LlamaMLP
-from jax_paged.models.forward_context import Attend, ForwardContext, Module
+from jax_paged.models.forward_context import ForwardContext, Module, SelfAttention
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import Embedding, Linear, RMSNorm
 from jax_paged.models.parallel.sharding import DeviceGrid, padded, whole_logits
 
-# How many hidden states of the model a head reads.
+# Number of hidden states of the target model that a head reads.
 NUM_FEATURES = 3
 
 WEIGHT_TABLE = WeightTable(names=(), tied={}, ignored=r"t2d|midlayer\.self_attn\.rotary_emb\.inv_freq")
 
 
-def usual_key(key: str) -> str:
-    """Returns the name that a tensor has in the table; some checkpoints name it as a model of one layer's."""
+def canonical_key(key: str) -> str:
+    """Returns the name of a tensor as in the weight table.
+
+    Some checkpoints name the tensors like a model with one layer: layers.0 instead of midlayer.
+    """
     return re.sub(r"^layers\.0\.", "midlayer.", key.removeprefix("model."))
 
 
 @dataclasses.dataclass(frozen=True)
 class EagleConfig(LlamaConfig):
-    """Shape of a head; vocab_size is that of the model that it drafts for.
+    """Configuration of a head. vocab_size is the vocabulary size of the target model.
 
     Args:
-        draft_vocab_size: Tokens that it can draft.
-        target_hidden_size: Of the model that it drafts for.
-        norm_before_residual: Whether what is added to the attention is normed, too.
-        feature_layers: It reads what goes into these layers of the model; empty for the usual ones.
+        draft_vocab_size: Number of tokens that the head can draft.
+        target_hidden_size: Hidden size of the target model.
+        norm_before_residual: Whether the residual stream starts with the normalized feature instead of the
+            feature.
+        feature_layers: Layers of the target model whose inputs are read; empty for the default layers.
     """
 
     draft_vocab_size: int = 0
@@ -55,6 +64,7 @@ class EagleConfig(LlamaConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         read.check(fields["num_hidden_layers"] == 1, "num_hidden_layers", fields["num_hidden_layers"], "1")
         draft_vocab_size = read.integer("draft_vocab_size", fields["vocab_size"])
@@ -70,10 +80,10 @@ class EagleConfig(LlamaConfig):
 
     @staticmethod
     def read_feature_layers(read: ConfigReader) -> tuple[int, ...]:
-        """Returns the layers whose inputs are read, if config.json names them.
+        """Returns the layers whose inputs are read, if config.json names them; otherwise ().
 
-        Under eagle_config (SpecForge, SGLang) they are numbered by what comes out of them, at the top (vLLM)
-        by what goes in.
+        In eagle_config (SpecForge, SGLang) the numbers refer to the outputs of layers, at the top level
+        (vLLM) to the inputs.
         """
         name, nested = (
             "eagle_aux_hidden_state_layer_ids",
@@ -85,17 +95,20 @@ class EagleConfig(LlamaConfig):
             ids = reader.get(name, [])
             is_list = isinstance(ids, list) and len(ids) in (0, NUM_FEATURES)
             ok = is_list and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
-            if reader.check(ok, name, ids, f"{NUM_FEATURES} indices of layers, or none") and ids:
+            if (
+                reader.check(ok, name, ids, f"a list of {NUM_FEATURES} layer indices, or an empty list")
+                and ids
+            ):
                 found = tuple(i + shift for i in ids)
         return found
 
-    def features_of(self, num_layers: int) -> tuple[str, ...]:
-        """Returns the paths of the modules of a model whose outputs are the hidden states to read.
+    def feature_paths(self, num_layers: int) -> tuple[str, ...]:
+        """Returns the paths of the target model's modules whose outputs are read.
 
-        The usual ones go into the layers 2, n // 2 and n - 3; of a model with few layers, the nearest.
+        By default these are the inputs of layers 2, n // 2 and n - 3, limited to the range [1, n].
 
         Args:
-            num_layers: Of the model.
+            num_layers: Number of layers of the target model, n.
         """
         usual = [min(max(1, i), num_layers) for i in (2, num_layers // 2, num_layers - 3)]
         layers = self.feature_layers or usual
@@ -103,23 +116,25 @@ class EagleConfig(LlamaConfig):
 
 
 class EagleAttention(LlamaAttention):
-    """Attention over rows that are twice as wide: an embedding and a hidden state."""
+    """Llama's attention with an input of twice the hidden size: an embedding and a feature."""
 
     def make_projections(self, make: Callable[..., Linear]) -> None:
-        def of_pairs(in_features: int, out_features: int, **how: Any) -> Linear:
+        """Creates the projections to queries, keys and values."""
+
+        def project_pairs(in_features: int, out_features: int, **how: Any) -> Linear:
             return make(2 * in_features, out_features, **how)
 
-        super().make_projections(of_pairs)
+        super().make_projections(project_pairs)
 
     def key_and_value(self, x: Float[Array, "*t e2"], context: ForwardContext) -> tuple[Array, Array]:
-        """Returns what is cached of every row."""
+        """Returns the keys and values that are cached."""
         heads = (*x.shape[:-1], -1, self.config.head_dim)
         key = self.k_proj(x, context).reshape(heads)
         return context.rotations[self.rope](key), self.v_proj(x, context).reshape(heads)
 
 
 class EagleLayer(Module):
-    """A decoder layer that takes a pair: the embeddings of tokens, and the hidden states before them."""
+    """Decoder layer whose input is a pair: embeddings of tokens, and features of the tokens before them."""
 
     def __init__(self, config: EagleConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -130,13 +145,14 @@ class EagleLayer(Module):
         self.mlp = LlamaMLP(config, 0, dtype=dtype, rngs=rngs)
 
     def forward(self, x: tuple[Array, Array], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the hidden states after the layer."""
         rows, normed = self._rows(x, context)
         hidden = normed if self.config.norm_before_residual else x[1]
         hidden = hidden + self.self_attn(rows, context)
         return hidden + self.mlp(self.post_attention_layernorm(hidden, context), context)
 
     def key_and_value(self, x: tuple[Array, Array], context: ForwardContext) -> tuple[Array, Array]:
-        """Returns what is cached of every row."""
+        """Returns the keys and values that are cached."""
         return self.self_attn.key_and_value(self._rows(x, context)[0], context)
 
     def _rows(self, x: tuple[Array, Array], context: ForwardContext) -> tuple[Array, Array]:
@@ -145,18 +161,21 @@ class EagleLayer(Module):
         return jnp.concatenate([self.input_layernorm(embedded, context), normed], axis=-1), normed
 
 
-class DraftColumns(nnx.Variable[Array]):
-    """int32 [V]: which of the head's logits each token of the model has; draft_vocab_size for none."""
+class DraftLogitIndex(nnx.Variable[Array]):
+    """int32 [V], the column of the head's logits for each token of the target model.
+
+    Tokens that the head cannot draft have the value draft_vocab_size.
+    """
 
 
 class EagleHead(nnx.Module):
-    """A head of EAGLE-3; its rows at position p are token p + 1 and the feature of token p.
+    """An EAGLE-3 head. Its row at position p is token p + 1 and the feature of token p.
 
     Args:
-        config: The shape.
-        has_embedding: Whether it has embeddings of its own; else the model's are read.
-        dtype: Of weights and activations.
-        rngs: Where random weights come from.
+        config: The configuration.
+        has_embedding: Whether the head has its own embeddings; otherwise it uses the target model's.
+        dtype: Dtype of weights and activations.
+        rngs: Source of random weights.
     """
 
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
@@ -175,41 +194,58 @@ class EagleHead(nnx.Module):
         self.lm_head = Linear(
             c.hidden_size, c.draft_vocab_size, split=(None, padded(c.draft_vocab_size)), **make
         )
-        self.columns = DraftColumns(jnp.arange(c.vocab_size, dtype=jnp.int32))
+        self.columns = DraftLogitIndex(jnp.arange(c.vocab_size, dtype=jnp.int32))
 
     def context(
-        self, positions: Int[Array, "*t"], attend: Attend, grid: DeviceGrid | None = None
+        self, positions: Int[Array, "*t"], attend: SelfAttention, grid: DeviceGrid | None = None
     ) -> ForwardContext:
-        """Returns the context of a pass, whose tokens attend so, on these devices."""
+        """Returns the context of a forward pass.
+
+        Args:
+            positions: int32, positions of the rows.
+            attend: How the rows attend to each other.
+            grid: Devices that the head is divided among; None for one.
+        """
         rope = self.config.rope
         return ForwardContext(self, positions, attend, rotations={rope: rope.at(positions)}, grid=grid)
 
     def embed(
         self, tokens: Int[Array, "*t"], embedding: Embedding, context: ForwardContext
     ) -> Float[Array, "*t e"]:
-        """Returns the embeddings of tokens: its own, or else those of the model."""
+        """Returns the embeddings of tokens.
+
+        Args:
+            tokens: int32, token ids.
+            embedding: The target model's embeddings, which are used if the head has none.
+            context: Context of the forward pass.
+        """
         return (embedding if self.embed_tokens is None else self.embed_tokens)(tokens, context)
 
     def features(
         self, hidden_states: list[Float[Array, "*t m"]], context: ForwardContext
     ) -> Float[Array, "*t e"]:
-        """Returns what it continues, of the hidden states that it reads of the model."""
+        """Returns the features of tokens.
+
+        Args:
+            hidden_states: The hidden states of the target model that the head reads.
+            context: Context of the forward pass.
+        """
         return self.fc(jnp.concatenate(hidden_states, axis=-1), context)
 
     def hidden(
         self, embedded: Float[Array, "*t e"], features: Float[Array, "*t e"], context: ForwardContext
     ) -> Float[Array, "*t e"]:
-        """Returns what stands in for the features of the next position."""
+        """Returns the hidden states h_p, which take the place of the next position's features."""
         return self.midlayer((embedded, features), context)
 
     def key_and_value(
         self, embedded: Float[Array, "*t e"], features: Float[Array, "*t e"], context: ForwardContext
     ) -> tuple[Float[Array, "*t k d"], Float[Array, "*t k d"]]:
-        """Returns what is cached of rows."""
+        """Returns the keys and values that are cached."""
         return self.midlayer.key_and_value((embedded, features), context)
 
     def logits(self, hidden: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t v"]:
-        """Returns the float32 logits of the model's tokens; -inf of those that it can't draft."""
+        """Returns float32 logits of the target model's tokens; -inf for tokens that the head cannot draft."""
         own = self.lm_head.logits(self.norm(hidden, context))
         own = whole_logits(own, self.config.draft_vocab_size, context.grid)
         if self.config.draft_vocab_size == self.config.vocab_size:
@@ -217,6 +253,10 @@ class EagleHead(nnx.Module):
         return own.at[..., self.columns[...]].get(mode="fill", fill_value=-jnp.inf)
 
     def kv_cache_spec(self, window: int | None) -> FullAttentionSpec | SlidingWindowSpec:
-        """Returns what its layer caches, among layers with a window or without."""
+        """Returns what the head's layer caches.
+
+        Args:
+            window: Sliding window of the head's layer (tokens); None for full attention.
+        """
         shape = self.config.num_key_value_heads, self.config.head_dim
         return FullAttentionSpec(*shape) if window is None else SlidingWindowSpec(*shape, window)

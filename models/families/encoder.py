@@ -1,4 +1,13 @@
-"""Encoders that read whole texts without a cache: BERT, RoBERTa and XLM-R, ModernBERT.
+"""Encoders for embeddings and classification: BERT, RoBERTa, XLM-RoBERTa and ModernBERT.
+
+The architectures are *Model and *ForSequenceClassification. Every token attends to the whole text, or to a
+window on both sides. A text is processed in one pass, and nothing is cached. Differences from Llama:
+
+- BERT: learned embeddings of positions and of token types; post-norm layers with LayerNorm; biases; an MLP
+  without a gate.
+- RoBERTa and XLM-RoBERTa: as BERT, with positions that start after the padding id.
+- ModernBERT: LayerNorm without biases, before attention and MLP; a fused projection to queries, keys and
+  values, and one to the two inputs of the gated MLP; windows in most layers.
 
 Source: Devlin et al., BERT, 2019; Liu et al., RoBERTa, 2019; Warner et al., ModernBERT, 2024; names and
 semantics of the weights as in Hugging Face's models.
@@ -24,15 +33,16 @@ from jax_paged.models.rope import Rope, read_rope
 
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig:
-    """Shape of a BERT or a relative; most names are those of config.json.
+    """Configuration of a BERT or a similar model; most names are as in config.json.
 
     Args:
-        max_position_embeddings: Maximum tokens of a text.
-        first_position: Row of the table of positions that the first token has.
-        type_vocab_size: Kinds of texts that are told apart; 0 for none.
-        ropes: Rotary positions of each layer; empty if positions are embedded.
-        windows: How far to either side the tokens of each layer attend, None for all; empty for no windows.
-        num_labels: Classes of a classifier; 0 of any other model.
+        max_position_embeddings: Maximum length of a text (tokens).
+        first_position: Row of the position table for the first token.
+        type_vocab_size: Number of token types, which distinguish the texts of a pair; 0 for none.
+        ropes: Rotary embedding of each layer; empty for models with learned position embeddings.
+        windows: For each layer, the number of tokens on either side that a token attends to, None for all;
+            empty if no layer has a window.
+        num_labels: Number of classes of a classifier; 0 for other models.
     """
 
     vocab_size: int
@@ -52,11 +62,11 @@ class EncoderConfig:
 
     @classmethod
     def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
-        """Reads a config.json.
+        """Returns the configuration for a parsed config.json.
 
         Args:
             hf_config: The parsed config.json.
-            max_model_len: Not used: no encoder reads longer texts than it was made for.
+            max_model_len: Ignored: encoders do not support longer texts than they were trained for.
 
         Raises:
             ValueError: If values are missing, out of range or not supported; the message lists all of them.
@@ -68,7 +78,7 @@ class EncoderConfig:
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
-        """Returns the fields of the dataclass; a relative adds its own."""
+        """Returns the fields of the dataclass. Subclasses add their own."""
         hidden_size, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
         ok, allowed = hidden_size % heads == 0, f"a multiple of num_attention_heads, which is {heads}"
         read.check(ok, "hidden_size", hidden_size, allowed, also_needs=("num_attention_heads",))
@@ -90,10 +100,11 @@ class EncoderConfig:
 
 
 class RobertaConfig(EncoderConfig):
-    """Shape of a RoBERTa: its positions begin behind that of padding."""
+    """Configuration of a RoBERTa, whose positions start after the id of padding."""
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         first = read.integer("pad_token_id", 1, low=0) + 1
         num_positions = fields["max_position_embeddings"] - first
@@ -102,10 +113,11 @@ class RobertaConfig(EncoderConfig):
 
 
 class ModernBertConfig(EncoderConfig):
-    """Shape of a ModernBERT: rotary positions, and layers that attend to their surroundings only."""
+    """Configuration of a ModernBERT, with rotary embeddings, and windows in some layers."""
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         for name in ("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"):
             read.choice(name, False, (False,))
@@ -132,7 +144,7 @@ class ModernBertConfig(EncoderConfig):
 
 
 class EncoderLayer(Module):
-    """Attention of every token to the whole text, then an MLP; each followed by a norm, or in front of it."""
+    """Attention without a causal mask, then an MLP, each added and followed by a norm."""
 
     same_input: ClassVar[tuple[str, ...]] = ("query", "key", "value")
 
@@ -148,7 +160,7 @@ class EncoderLayer(Module):
         self.mlp_norm = LayerNorm(e, epsilon=config.norm_eps, dtype=dtype)
 
     def attend(self, q: Array, k: Array, v: Array, context: ForwardContext) -> Array:
-        """Returns the attention of every token, of queries, keys and values whose heads are joined."""
+        """Returns the attention of every token. Queries, keys, values and result have concatenated heads."""
         heads = (*q.shape[:-1], self.config.num_attention_heads, -1)
         q, k, v = (y.reshape(heads) for y in (q, k, v))
         if self.config.ropes:
@@ -158,6 +170,7 @@ class EncoderLayer(Module):
         return out.reshape(*out.shape[:-2], -1)
 
     def forward(self, x: Float[Array, "b n e"], context: ForwardContext) -> Float[Array, "b n e"]:
+        """Returns the hidden states after the layer."""
         q, k, v = self.query(x, context), self.key(x, context), self.value(x, context)
         x = self.attn_norm(x + self.out(self.attend(q, k, v, context), context), context)
         inner = ACTIVATIONS[self.config.hidden_act](self.up(x, context))
@@ -165,7 +178,7 @@ class EncoderLayer(Module):
 
 
 class ModernBertLayer(EncoderLayer):
-    """The same with the norms in front, without biases, and with a gated MLP."""
+    """EncoderLayer with norms before attention and MLP, without biases, and with a gated MLP."""
 
     same_input: ClassVar[tuple[str, ...]] = ()
 
@@ -176,12 +189,13 @@ class ModernBertLayer(EncoderLayer):
         norm = functools.partial(LayerNorm, e, epsilon=config.norm_eps, bias=False, dtype=dtype)
         self.qkv = make(e, 3 * e, split=(None, None))
         self.out = make(e, e, split=(None, None))
-        self.attn_norm = norm() if layer else None  # the embeddings are normed
+        self.attn_norm = norm() if layer else None  # the embeddings are already normalized
         self.up = make(e, 2 * i, split=(None, None))
         self.down = make(i, e, split=(None, None))
         self.mlp_norm = norm()
 
     def forward(self, x: Float[Array, "b n e"], context: ForwardContext) -> Float[Array, "b n e"]:
+        """Returns the hidden states after the layer."""
         y = x if self.attn_norm is None else self.attn_norm(x, context)
         q, k, v = jnp.split(self.qkv(y, context), 3, axis=-1)
         x = x + self.out(self.attend(q, k, v, context), context)
@@ -190,7 +204,7 @@ class ModernBertLayer(EncoderLayer):
 
 
 class EncoderModel(LanguageModel):
-    """An encoder; it draws no tokens, and caches nothing."""
+    """An encoder, with the head of a classifier if the config has labels. It generates no tokens."""
 
     layer_class: ClassVar[type[EncoderLayer]] = EncoderLayer
 
@@ -216,7 +230,13 @@ class EncoderModel(LanguageModel):
     def hidden(
         self, tokens: Int[Array, "b n"], context: ForwardContext, types: Int[Array, "b n"] | None = None
     ) -> Float[Array, "b n e"]:
-        """Returns the last hidden state of every token; `types` tells the two texts of a pair apart."""
+        """Returns the last hidden state of every token.
+
+        Args:
+            tokens: int32, token ids.
+            context: Context of the forward pass.
+            types: int32, token types, 0 for the first text of a pair and 1 for the second; None for all 0.
+        """
         x = self.words(tokens, context)
         if self.positions is not None:
             x += self.positions(context.positions + self.config.first_position, context)
@@ -232,12 +252,12 @@ class EncoderModel(LanguageModel):
     def encode(
         self, tokens: Int[Array, "b n"], lens: Int[Array, " b"], second_texts: Int[Array, " b"]
     ) -> Float[Array, "b n e"]:
-        """Returns the last hidden state of every token of a padded batch, arbitrary in padding.
+        """Returns the last hidden state of every token of a padded batch; arbitrary for padding.
 
         Args:
             tokens: int32, token ids.
-            lens: int32, tokens of each text; what is behind them is not attended to.
-            second_texts: int32, where the second text of each pair begins.
+            lens: int32, length of each text; tokens after it are not attended to.
+            second_texts: int32, index at which the second text of each pair begins.
         """
         windows = self.config.windows
 
@@ -251,7 +271,8 @@ class EncoderModel(LanguageModel):
         types = (positions >= second_texts[:, None]).astype(jnp.int32)
         return self.hidden(tokens, ForwardContext(self, positions, attend), types)
 
-    def pooled(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
+    def pooled_output(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
+        """Returns the float32 logits of the classes; `hidden` itself for models without classes."""
         if self.dense is None or self.classifier is None:
             return hidden
         context = ForwardContext(self, jnp.zeros(hidden.shape[:1], jnp.int32), _no_attention)
@@ -260,18 +281,21 @@ class EncoderModel(LanguageModel):
         return self.classifier(x, context).astype(jnp.float32)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
-        raise AssertionError("an encoder draws no tokens")
+        """Raises AssertionError, because an encoder generates no tokens."""
+        raise AssertionError("an encoder generates no tokens and has no logits")
 
     @property
     def head(self) -> None:
+        """None, because an encoder has no language model head."""
         return None
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """Returns an empty list, because nothing is cached."""
         return []
 
 
 def _no_attention(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
-    raise AssertionError("the head of a classifier does not attend")
+    raise AssertionError("the classification head has no attention")
 
 
 def _bert_table(prefix: str, dense: str, classifier: str) -> WeightTable:
@@ -302,7 +326,7 @@ class BertModel(EncoderModel):
 
 
 class BertForSequenceClassification(BertModel):
-    """A BERT that classifies."""
+    """A BERT that classifies texts."""
 
 
 class RobertaModel(EncoderModel):
@@ -313,15 +337,15 @@ class RobertaModel(EncoderModel):
 
 
 class RobertaForSequenceClassification(RobertaModel):
-    """A RoBERTa that classifies."""
+    """A RoBERTa that classifies texts."""
 
 
 class XLMRobertaModel(RobertaModel):
-    """A RoBERTa of many languages."""
+    """An XLM-RoBERTa."""
 
 
 class XLMRobertaForSequenceClassification(RobertaModel):
-    """A RoBERTa of many languages that classifies."""
+    """An XLM-RoBERTa that classifies texts."""
 
 
 class ModernBertModel(EncoderModel):
@@ -348,4 +372,4 @@ class ModernBertModel(EncoderModel):
 
 
 class ModernBertForSequenceClassification(ModernBertModel):
-    """A ModernBERT that classifies."""
+    """A ModernBERT that classifies texts."""

@@ -1,10 +1,21 @@
-"""The text models of Gemma 4: wide heads in layers without a window, and layers that share keys and values.
+"""Gemma4ForCausalLM, and the text model of Gemma4ForConditionalGeneration.
 
-    layer            0    1    2    3    4    5    6    7        num_kv_shared_layers = 4
-    window           -w-  -w-  -w-       -w-  -w-  -w-
-    attends to       0    1    2    3    2    2    2    3        those that share have no cache of their own
+Differences from Gemma 3:
 
-Small models give every layer a vector of its own for every token, beside the residual stream.
+- Layers with full attention have a different number and size of kv heads than layers with a window.
+- The last layers may share the keys and values of earlier layers. A sharing layer attends to the keys and
+  values of the last non-sharing layer with the same window, and has no cache of its own:
+
+      layer            0    1    2    3    4    5    6    7        num_kv_shared_layers = 4
+      window           -w-  -w-  -w-       -w-  -w-  -w-
+      attends to       0    1    2    3    2    2    2    3
+
+- Values are normalized, like queries and keys, and may be computed by the same projection as the keys.
+- The scale of norms is the weight instead of 1 + weight, and attention scores are not scaled.
+- Each layer's output is multiplied by a trained scalar.
+- Small models have per-layer embeddings: an additional vector for each token and layer, which a gated
+  projection adds to the residual stream at the end of the layer.
+- Some models have a mixture of experts beside each MLP.
 
 Source: Gemma 4, 2026; semantics as in Hugging Face's Gemma4ForCausalLM.
 """
@@ -24,7 +35,7 @@ from jax_paged.models.families.gemma import Gemma2ForCausalLM
 from jax_paged.models.families.gemma4_config import Gemma4ConditionalConfig, Gemma4Config
 from jax_paged.models.families.llama import WEIGHT_TABLE, LlamaConfig, LlamaMLP
 from jax_paged.models.forward_context import ForwardContext, Module
-from jax_paged.models.hf_format import WeightTable, of_text_model
+from jax_paged.models.hf_format import WeightTable, multimodal_table
 from jax_paged.models.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, parameter
 from jax_paged.models.moe import FusedExperts, RoutedTokens, Router
 from jax_paged.models.parallel.sharding import even, repeated
@@ -43,14 +54,15 @@ def unit_norm(x: Float[Array, "... e"], epsilon: float) -> Float[Array, "... e"]
 
 
 class Gemma4RMSNorm(RMSNorm):
-    """An RMSNorm that rounds to the model's type at the very end."""
+    """RMSNorm that is computed in float32 and rounded to the model's dtype at the end."""
 
     def forward(self, x: Float[Array, "... e"], context: ForwardContext) -> Float[Array, "... e"]:
+        """Returns the normalized input."""
         return (unit_norm(x, self.epsilon) * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
 class SharingAttention(Module):
-    """The attention of a layer to the keys and values of an earlier one."""
+    """Attention of a layer that shares the keys and values of an earlier layer. It computes queries only."""
 
     def __init__(self, config: Gemma4Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.layer = config.kv_source(layer)
@@ -65,16 +77,17 @@ class SharingAttention(Module):
         self.q_norm = Gemma4RMSNorm(self.head_dim, epsilon=self.epsilon, dtype=dtype)
 
     def in_heads(self, y: Float[Array, "*t d"]) -> Float[Array, "*t h e"]:
-        """Returns the output of a projection with its heads apart."""
+        """Returns the output of a projection with its heads separated: [*t, heads, head_dim]."""
         return y.reshape(*y.shape[:-1], -1, self.head_dim)
 
     def keys_and_values(
         self, x: Float[Array, "*t e"], context: ForwardContext
     ) -> tuple[Float[Array, "*t k d"] | None, Float[Array, "*t k d"] | None]:
-        """Returns what the layer adds to the cache; None, None if it adds nothing."""
+        """Returns the keys and values that the layer adds to the cache; (None, None) if it shares them."""
         return None, None
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the output of the attention block."""
         q = self.q_norm(self.in_heads(self.q_proj(x, context)), context)
         k, v = self.keys_and_values(x, context)
         out = context.attend(self.layer, context.rotations[self.rope](q), k, v, scale=1.0)
@@ -82,7 +95,7 @@ class SharingAttention(Module):
 
 
 class Gemma4Attention(SharingAttention):
-    """The attention of a layer that has keys and values of its own, which are normed both."""
+    """Attention of a layer that computes its own keys and values."""
 
     same_input: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
 
@@ -104,6 +117,7 @@ class Gemma4Attention(SharingAttention):
     def keys_and_values(
         self, x: Float[Array, "*t e"], context: ForwardContext
     ) -> tuple[Float[Array, "*t k d"], Float[Array, "*t k d"]]:
+        """Returns the keys and values that the layer adds to the cache."""
         k = self.in_heads(self.k_proj(x, context))
         v = k if self.v_proj is None else self.in_heads(self.v_proj(x, context))
         k = context.rotations[self.rope](self.k_norm(k, context))
@@ -111,7 +125,7 @@ class Gemma4Attention(SharingAttention):
 
 
 class Gemma4DecoderLayer(Module):
-    """Attention, then the MLP, each with a norm before and after it; what comes out is scaled by a weight."""
+    """Decoder layer: attention, then the MLP, with norms before and after; multiplied by a trained scalar."""
 
     def __init__(self, config: Gemma4Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         norm = functools.partial(Gemma4RMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
@@ -119,55 +133,59 @@ class Gemma4DecoderLayer(Module):
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
         attention = Gemma4Attention if config.kv_source(layer) == layer else SharingAttention
         self.self_attn = attention(config, layer, dtype=dtype, rngs=rngs)
-        own = dataclasses.replace(config, intermediate_size=config.mlp_widths[layer])
-        self.mlp = LlamaMLP(own, layer, dtype=dtype, rngs=rngs)
+        mlp_config = dataclasses.replace(config, intermediate_size=config.mlp_widths[layer])
+        self.mlp = LlamaMLP(mlp_config, layer, dtype=dtype, rngs=rngs)
         self.layer_scalar = parameter(jnp.ones(1, dtype), (None,))
 
     def feed_forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the output of the MLP, before the norm that follows it."""
         return self.mlp(self.pre_feedforward_layernorm(x, context), context)
 
-    def unscaled(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+    def attention_and_mlp(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the residual stream after attention and MLP, without the trained scalar."""
         attended = self.self_attn(self.input_layernorm(x, context), context)
         x = x + self.post_attention_layernorm(attended, context)
         return x + self.post_feedforward_layernorm(self.feed_forward(x, context), context)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
-        return self.unscaled(x, context) * self.layer_scalar[...]
+        """Returns the residual stream after the layer."""
+        return self.attention_and_mlp(x, context) * self.layer_scalar[...]
 
 
 class LayerInput(NamedTuple):
-    """The input of a layer that has a vector of its own for every token.
+    """Input of a layer with per-layer embeddings.
 
     Args:
         hidden: [*t, E], the residual stream.
-        own: [*t, P], the layer's vectors.
+        per_layer: [*t, P], the layer's embeddings of the tokens.
     """
 
     hidden: Float[Array, "*t e"]
-    own: Float[Array, "*t p"]
+    per_layer: Float[Array, "*t p"]
 
 
 class PerLayerDecoderLayer(Gemma4DecoderLayer):
-    """The layer above, which then adds what it makes of its own vectors, gated by the residual stream."""
+    """Gemma4DecoderLayer with per-layer embeddings, which it gates and adds to the residual stream."""
 
     def __init__(self, config: Gemma4Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
         self.activation = ACTIVATIONS[config.hidden_act]
-        size, own = config.hidden_size, config.hidden_size_per_layer_input
+        size, per_layer = config.hidden_size, config.hidden_size_per_layer_input
         make = functools.partial(Linear, bias=False, std=config.initializer_range, dtype=dtype, rngs=rngs)
-        self.per_layer_input_gate = make(size, own, split=(None, even(own)))
-        self.per_layer_projection = make(own, size, split=(even(own), None))
+        self.per_layer_input_gate = make(size, per_layer, split=(None, even(per_layer)))
+        self.per_layer_projection = make(per_layer, size, split=(even(per_layer), None))
         self.post_per_layer_input_norm = Gemma4RMSNorm(size, epsilon=config.rms_norm_eps, dtype=dtype)
 
     def forward(self, x: Any, context: ForwardContext) -> Float[Array, "*t e"]:
-        hidden = self.unscaled(x.hidden, context)
-        own = self.activation(self.per_layer_input_gate(hidden, context)) * x.own
-        added = self.post_per_layer_input_norm(self.per_layer_projection(own, context), context)
+        """Returns the residual stream after the layer."""
+        hidden = self.attention_and_mlp(x.hidden, context)
+        per_layer = self.activation(self.per_layer_input_gate(hidden, context)) * x.per_layer
+        added = self.post_per_layer_input_norm(self.per_layer_projection(per_layer, context), context)
         return (hidden + added) * self.layer_scalar[...]
 
 
 class Gemma4Router(Module):
-    """Chooses the experts of each token: a factor for each expert, 0 for those that are not chosen."""
+    """Router of a mixture of experts."""
 
     def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         size, num, std = config.hidden_size, config.num_experts, config.initializer_range
@@ -177,6 +195,7 @@ class Gemma4Router(Module):
         self.proj = Router(size, num, bias=False, split=(None, None), std=std, dtype=dtype, rngs=rngs)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t g"]:
+        """Returns the factor of each expert's output, 0 for experts that are not chosen."""
         normed = unit_norm(x, self.epsilon).astype(x.dtype) * self.hidden_scale[...] * x.shape[-1] ** -0.5
         probabilities = jax.nn.softmax(self.proj(normed, context))
         best, chosen = jax.lax.top_k(probabilities, self.num_chosen)
@@ -185,7 +204,7 @@ class Gemma4Router(Module):
 
 
 class MoeGemma4DecoderLayer(Gemma4DecoderLayer):
-    """The layer above with experts beside its MLP."""
+    """Gemma4DecoderLayer with a mixture of experts beside the MLP; their outputs are added."""
 
     def __init__(self, config: Gemma4Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
@@ -196,6 +215,7 @@ class MoeGemma4DecoderLayer(Gemma4DecoderLayer):
         self.experts = FusedExperts(config, dtype=dtype, rngs=rngs)
 
     def feed_forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the sum of the outputs of MLP and experts, before the norm that follows."""
         by_mlp = self.post_feedforward_layernorm_1(super().feed_forward(x, context), context)
         factors = self.router(x, context)
         _, chosen = jax.lax.top_k(jnp.abs(factors), self.router.num_chosen)
@@ -205,11 +225,11 @@ class MoeGemma4DecoderLayer(Gemma4DecoderLayer):
 
 
 class EmbeddedTokens(NamedTuple):
-    """What PerLayerInputs takes.
+    """Input of PerLayerInputs.
 
     Args:
         tokens: int32 [*t], token ids.
-        hidden: [*t, E], what goes into the first layer.
+        hidden: [*t, E], input of the first layer.
     """
 
     tokens: Int[Array, "*t"]
@@ -217,7 +237,7 @@ class EmbeddedTokens(NamedTuple):
 
 
 class PerLayerInputs(Module):
-    """The vectors that each layer has for itself, made of a table and of what goes into the first layer."""
+    """Per-layer embeddings of all layers: an embedding table plus a projection of the first layer's input."""
 
     def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.size, std = config.hidden_size_per_layer_input, config.initializer_range
@@ -230,6 +250,7 @@ class PerLayerInputs(Module):
         self.per_layer_projection_norm = Gemma4RMSNorm(self.size, epsilon=config.rms_norm_eps, dtype=dtype)
 
     def forward(self, x: EmbeddedTokens, context: ForwardContext) -> Float[Array, "*t p"]:
+        """Returns the per-layer embeddings of all layers, concatenated."""
         table = self.embed_tokens_per_layer(x.tokens, context)
         table = table * jnp.asarray(self.size**0.5, table.dtype)
         made = self.per_layer_model_projection(x.hidden, context) * x.hidden.shape[-1] ** -0.5
@@ -238,17 +259,17 @@ class PerLayerInputs(Module):
 
 
 def make_layer(config: Gemma4Config, layer: int, **options: Any) -> Gemma4DecoderLayer:
-    """Makes a layer of the kind that the config asks for."""
+    """Returns a layer of the class that the config requires."""
     if config.num_experts:
         return MoeGemma4DecoderLayer(config, layer, **options)
-    has_own = config.hidden_size_per_layer_input > 0
-    return (PerLayerDecoderLayer if has_own else Gemma4DecoderLayer)(config, layer, **options)
+    has_per_layer = config.hidden_size_per_layer_input > 0
+    return (PerLayerDecoderLayer if has_per_layer else Gemma4DecoderLayer)(config, layer, **options)
 
 
 class Gemma4ForCausalLM(Gemma2ForCausalLM):
-    """A Gemma 2 with the layers above, and the vectors that each has for itself."""
+    """A Gemma 4 text model."""
 
-    # Given vectors would have none of those, which are made of tokens.
+    # Prompt embeddings are not supported, because per-layer embeddings are computed from token ids.
     embed_path: ClassVar[str] = ""
     config_class: ClassVar[type[LlamaConfig]] = Gemma4Config
     weight_table: ClassVar[WeightTable] = GEMMA4_TABLE
@@ -257,32 +278,39 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
 
     def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         super().__init__(config, dtype=dtype, rngs=rngs)
-        has_own = config.hidden_size_per_layer_input > 0
-        self.per_layer_inputs = PerLayerInputs(config, dtype=dtype, rngs=rngs) if has_own else None
+        has_per_layer = config.hidden_size_per_layer_input > 0
+        self.per_layer_inputs = PerLayerInputs(config, dtype=dtype, rngs=rngs) if has_per_layer else None
 
     @property
     def pp_unsupported_reason(self) -> str:
+        """The reason why the model cannot be divided into pipeline stages; empty if it can."""
         if self.config.num_kv_shared_layers:
-            return "its last layers attend to the keys and values of earlier ones"
-        return "its layers have vectors of their own for each token" if self.per_layer_inputs else ""
+            return "its last layers share the keys and values of earlier layers"
+        return (
+            "its layers have per-layer embeddings, which are computed from the token ids"
+            if self.per_layer_inputs
+            else ""
+        )
 
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
-        """Returns the residual stream, and behind it the vectors of each layer, if there are any."""
+        """Returns the token embeddings, followed by the per-layer embeddings of all layers, if any."""
         x = super().embed(tokens, context)
         if self.per_layer_inputs is None:
             return x
         return jnp.concatenate([x, self.per_layer_inputs(EmbeddedTokens(tokens, x), context)], axis=-1)
 
     def apply_layers(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the residual stream after the last layer."""
         if self.per_layer_inputs is None:
             return super().apply_layers(x, context)
-        hidden, own = jnp.split(x, [self.config.hidden_size], axis=-1)
+        hidden, per_layer = jnp.split(x, [self.config.hidden_size], axis=-1)
         context, layers = self.with_rotations(context), self.own_layers
-        for layer, vectors in zip(layers, jnp.split(own, len(layers), axis=-1), strict=True):
+        for layer, vectors in zip(layers, jnp.split(per_layer, len(layers), axis=-1), strict=True):
             hidden = layer(LayerInput(hidden, vectors), context)
         return hidden
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """Returns what each layer caches, without the layers at the end that share keys and values."""
         c: Gemma4Config = self.config
         specs = list[KVCacheSpec]()
         for layer in range(c.num_hidden_layers - c.num_kv_shared_layers):
@@ -292,9 +320,9 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
-    """The text model of a checkpoint whose other weights, for images and sounds, are not read."""
+    """The text model of a Gemma 4 checkpoint with image and audio input, whose weights are not loaded."""
 
     config_class: ClassVar[type[LlamaConfig]] = Gemma4ConditionalConfig
-    weight_table: ClassVar[WeightTable] = of_text_model(
+    weight_table: ClassVar[WeightTable] = multimodal_table(
         GEMMA4_TABLE, ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
     )

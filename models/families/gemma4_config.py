@@ -1,4 +1,4 @@
-"""The config of Gemma 4's text models."""
+"""Configuration of Gemma 4's text models."""
 
 import dataclasses
 from typing import Any, ClassVar, Self
@@ -10,18 +10,20 @@ from jax_paged.models.rope import Rope, base_frequencies, read_rope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4Config(GemmaConfig):
-    """Shape of a Gemma 4's text model; head_dim and num_key_value_heads are those of layers with a window.
+    """Configuration of a Gemma 4 text model.
+
+    head_dim and num_key_value_heads apply to the layers with a sliding window.
 
     Args:
-        global_head_dim: Size of a head in layers without a window.
-        num_global_key_value_heads: Key and value heads in these layers.
-        attention_k_eq_v: Whether values are made of the keys' projection in these layers.
-        num_kv_shared_layers: Layers at the end that attend to the keys and values of earlier ones.
+        global_head_dim: Size of a head in layers with full attention.
+        num_global_key_value_heads: Number of kv heads in layers with full attention.
+        attention_k_eq_v: Whether layers with full attention compute values with the projection to keys.
+        num_kv_shared_layers: Number of layers at the end that share the keys and values of earlier layers.
         mlp_widths: Width of each layer's MLP.
-        hidden_size_per_layer_input: Size of the vectors that each layer has for itself; 0 for none.
-        vocab_size_per_layer_input: Tokens that have such vectors.
-        num_experts: Experts beside each MLP; 0 for none.
-        num_experts_per_tok: Experts per token.
+        hidden_size_per_layer_input: Size of the per-layer embeddings; 0 for none.
+        vocab_size_per_layer_input: Number of tokens with per-layer embeddings.
+        num_experts: Number of experts beside each MLP; 0 for none.
+        num_experts_per_tok: Number of experts per token.
         moe_intermediate_size: Width of an expert.
     """
 
@@ -63,18 +65,22 @@ class Gemma4Config(GemmaConfig):
 
     @classmethod
     def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
+        """Returns the configuration for a parsed config.json. Values of None are treated as missing."""
         return super().from_hf({k: v for k, v in hf_config.items() if v is not None}, max_model_len)
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super(GemmaConfig, cls).read(read)
-        read.choice("use_bidirectional_attention", None, (None, "vision"))  # which is about images only
+        read.choice("use_bidirectional_attention", None, (None, "vision"))  # "vision" concerns images only
         num_layers, num_shared = fields["num_hidden_layers"], read.integer("num_kv_shared_layers", 0, low=0)
         types = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(num_layers)]
-        # transformers makes the last layer a full one, whatever config.json says.
+        # In transformers the last layer always has full attention, whatever config.json says.
         windows = (*read.windows(num_layers, types, read.integer("sliding_window"))[:-1], None)
         own = windows[: max(0, num_layers - num_shared)]
-        allowed = f"so small that the first {num_layers} - num_kv_shared_layers layers have all types"
+        allowed = (
+            f"small enough that the first {num_layers} - num_kv_shared_layers layers include every layer type"
+        )
         needs = ("num_hidden_layers", "layer_types", "sliding_window")
         ok = set(own) == set(windows)
         read.check(ok, "num_kv_shared_layers", num_shared, allowed, also_needs=needs)
@@ -108,21 +114,24 @@ class Gemma4Config(GemmaConfig):
 
     @classmethod
     def read_max_positions(cls, read: ConfigReader, max_position_embeddings: int) -> int:
+        """Returns the maximum length of a sequence (tokens)."""
         return max_position_embeddings
 
     @classmethod
     def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
-        # That of layers without a window needs the size of their heads, and is read with it.
+        """Returns an empty rotary embedding; read_global_heads reads the actual one."""
+        # The rotary embedding of layers with full attention depends on the size of their heads, and is read
+        # together with it.
         return Rope(())
 
     @staticmethod
     def read_global_heads(
         read: ConfigReader, fields: dict[str, Any], windows: tuple[int | None, ...]
     ) -> dict[str, Any]:
-        """Returns the fields about the heads of layers without a window.
+        """Returns the fields that describe the heads of layers with full attention.
 
-        There are two forms: global_head_dim beside num_global_key_value_heads, and per_layer_config, which
-        transformers writes from 5.20 on.
+        config.json has two formats: global_head_dim and num_global_key_value_heads, or per_layer_config,
+        which transformers writes since version 5.20.
         """
         same = read.choice("attention_k_eq_v", False, (False, True))
         heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
@@ -154,11 +163,11 @@ class Gemma4Config(GemmaConfig):
 
     @staticmethod
     def read_experts(read: ConfigReader, per_layer_size: int) -> dict[str, int]:
-        """Returns the fields about experts."""
+        """Returns the fields that describe the experts."""
         names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
         if not read.choice("enable_moe_block", False, (False, True)):
             return dict.fromkeys(names, 0)
-        allowed = "0 with enable_moe_block"
+        allowed = "0 because enable_moe_block is true"
         read.check(per_layer_size == 0, "hidden_size_per_layer_input", per_layer_size, allowed)
         num, chosen = read.integer("num_experts"), read.integer("top_k_experts")
         allowed = f"at most num_experts, which is {num}"
@@ -166,23 +175,24 @@ class Gemma4Config(GemmaConfig):
         return dict(zip(names, (num, chosen, read.integer("moe_intermediate_size")), strict=True))
 
     def kv_source(self, layer: int) -> int:
-        """Returns the layer whose keys and values a layer attends to: itself, or an earlier one."""
+        """Returns the layer whose keys and values a layer attends to: itself or an earlier layer."""
         num_own = self.num_hidden_layers - self.num_kv_shared_layers
         if layer < num_own:
             return layer
         return max(i for i in range(num_own) if self.windows[i] == self.windows[layer])
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
-        """Returns the key and value heads of a layer, and their size."""
+        """Returns the number of kv heads of a layer, and their size."""
         if self.windows[layer] is None:
             return self.num_global_key_value_heads, self.global_head_dim
         return self.num_key_value_heads, self.head_dim
 
 
 def _rope(read: ConfigReader, layer_type: str, head_dim: int) -> Rope:
-    """Returns the rotary positions of one type of layers.
+    """Returns the rotary embedding of one layer type.
 
-    "proportional" rotates some of the pairs as if all were rotated, and leaves the rest as they are.
+    The rope type "proportional" rotates only the first pairs of dimensions, with the frequencies that they
+    would have if all pairs were rotated.
     """
     name = "rope_parameters"
     values = read.nested(f"{name}.{layer_type}", read.nested(name, read.table(name)).table(layer_type))
@@ -190,7 +200,7 @@ def _rope(read: ConfigReader, layer_type: str, head_dim: int) -> Rope:
         return read_rope(values, head_dim, read.integer("max_position_embeddings"))
     theta, factor = values.number("rope_theta", low=1.0), values.number("factor", 1.0)
     share = values.number("partial_rotary_factor", 1.0)
-    values.check(share <= 1, "partial_rotary_factor", share, "a number above 0, at most 1")
+    values.check(share <= 1, "partial_rotary_factor", share, "a number above 0 and at most 1")
     num_pairs, num_rotated = head_dim // 2, int(share * head_dim // 2)
     rotated = base_frequencies(head_dim, theta)[:num_rotated]
     return Rope(tuple(f / factor for f in rotated) + (0.0,) * (num_pairs - num_rotated))
@@ -198,8 +208,9 @@ def _rope(read: ConfigReader, layer_type: str, head_dim: int) -> Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4ConditionalConfig(Gemma4Config):
-    """Shape of the text model in a checkpoint that reads images and sounds, too."""
+    """Configuration of the text model in a Gemma 4 checkpoint with image and audio input."""
 
     @classmethod
     def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
+        """Returns the configuration for a parsed config.json, whose text values are in `text_config`."""
         return super().from_hf(text_values(hf_config), max_model_len)

@@ -1,6 +1,8 @@
-"""GLM-4: a Llama with partly rotated heads, whose pairs are neighbours, and a fused MLP.
+"""GlmForCausalLM (GLM-4 of 2024) and Glm4ForCausalLM (GLM-4 of 2025).
 
-GlmForCausalLM is the GLM-4 of 2024; Glm4ForCausalLM, of 2025, has a norm after each part of a layer too.
+Differences from Llama: partial and interleaved rotary embedding (pairs of adjacent dimensions); biases in the
+projections to queries, keys and values, by default; a fused projection to gate and up of the MLP.
+Glm4ForCausalLM also has norms after attention and MLP.
 
 Source: GLM et al., ChatGLM, 2024; names and semantics of the weights as in Hugging Face's classes.
 """
@@ -18,7 +20,7 @@ from jax_paged.models.forward_context import ForwardContext, Module
 
 @dataclasses.dataclass(frozen=True)
 class GlmConfig(LlamaConfig):
-    """Shape of a GLM-4 of 2024."""
+    """Configuration of a GLM-4."""
 
     defaults: ClassVar[dict[str, Any]] = {
         "num_key_value_heads": 2,
@@ -33,26 +35,28 @@ class GlmConfig(LlamaConfig):
 
 
 class GlmDecoderLayer(LlamaDecoderLayer):
-    """A Llama's layer with the MLP of Phi-3."""
+    """Llama's layer with the MLP of Phi-3."""
 
     mlp_class: ClassVar[Callable[..., Module]] = Phi3MLP
 
 
 class GlmForCausalLM(LlamaForCausalLM):
-    """A Llama with the layers above."""
+    """A Llama with partial rotary embedding and a fused MLP."""
 
     config_class: ClassVar[type[LlamaConfig]] = GlmConfig
     layer_class: ClassVar[Callable[..., Module]] = GlmDecoderLayer
 
 
 class Glm4DecoderLayer(GlmDecoderLayer):
-    """Attention, then the MLP, each with a norm before and after it, then added to the residual stream."""
+    """Decoder layer: attention, then the MLP, each with a norm before and after it, then added."""
 
     def make_norms(self, make: Callable[[], Module]) -> None:
+        """Creates the norms before and after attention and MLP."""
         super().make_norms(make)
         self.post_self_attn_layernorm, self.post_mlp_layernorm = make(), make()
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the residual stream after the layer."""
         attended = self.self_attn(self.input_layernorm(x, context), context)
         x = x + self.post_self_attn_layernorm(attended, context)
         out = self.mlp(self.post_attention_layernorm(x, context), context)
@@ -60,6 +64,6 @@ class Glm4DecoderLayer(GlmDecoderLayer):
 
 
 class Glm4ForCausalLM(GlmForCausalLM):
-    """A GLM-4 of 2024 with the layers above."""
+    """A GLM-4 of 2024 with additional norms."""
 
     layer_class: ClassVar[Callable[..., Module]] = Glm4DecoderLayer

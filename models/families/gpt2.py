@@ -1,4 +1,7 @@
-"""GPT-2: LayerNorm, learned positions, fused projections, GELU.
+"""GPT2LMHeadModel (GPT-2).
+
+Differences from Llama: LayerNorm; learned position embeddings; one fused projection to queries, keys and
+values; multi-head attention; an MLP without a gate, with GELU; biases in all linear layers.
 
 Source: Radford et al., Language Models are Unsupervised Multitask Learners, 2019; names and semantics of the
 weights as in Hugging Face's GPT2LMHeadModel.
@@ -31,10 +34,10 @@ WEIGHT_TABLE = WeightTable(
 
 @dataclasses.dataclass(frozen=True)
 class GPT2Config:
-    """Shape of a GPT-2; the names are those that other families use for the same values.
+    """Configuration of a GPT-2. Most fields have the names that other families use.
 
     Args:
-        scales: Factor of each layer's attention scores.
+        scales: Factor of the attention scores of each layer.
     """
 
     vocab_size: int
@@ -51,7 +54,11 @@ class GPT2Config:
 
     @classmethod
     def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
-        """Reads a config.json; what it leaves out has transformers' default.
+        """Returns the configuration for a parsed config.json.
+
+        Args:
+            hf_config: The parsed config.json. Missing keys have the default value of transformers.
+            max_model_len: Maximum length of a sequence that the user requests.
 
         Raises:
             ValueError: If values are missing, out of range or not supported; the message lists all of them.
@@ -84,7 +91,7 @@ class GPT2Config:
 
 
 class GPT2Attention(Module):
-    """Queries, keys and values from one matrix; the context knows how the tokens attend."""
+    """Attention with a fused projection. How tokens attend to each other is determined by the context."""
 
     def __init__(self, config: GPT2Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.layer, self.num_heads, self.scale = layer, config.num_attention_heads, config.scales[layer]
@@ -95,15 +102,16 @@ class GPT2Attention(Module):
         self.c_proj = make(size, size, split=(self.units, None))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the output of the attention block."""
         heads = (*x.shape[:-1], self.num_heads, -1)
-        parts = context.parts(self.c_attn(x, context), 3 * self.units)
+        parts = context.split_output(self.c_attn(x, context), 3 * self.units)
         q, k, v = (y.reshape(heads) for y in parts)
         out = context.attend(self.layer, q, k, v, scale=self.scale)
         return self.c_proj(out.reshape(x.shape), context)
 
 
 class GPT2MLP(Module):
-    """Two linear maps with an activation between them."""
+    """Two linear layers with an activation between them."""
 
     def __init__(self, config: GPT2Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.activation = ACTIVATIONS[config.activation_function]
@@ -113,11 +121,12 @@ class GPT2MLP(Module):
         self.c_proj = make(inner, size, split=(even(inner), None))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the output of the MLP."""
         return self.c_proj(self.activation(self.c_fc(x, context)), context)
 
 
 class GPT2Block(Module):
-    """Attention, then the MLP, each with a norm before it and added to the residual stream."""
+    """Decoder layer: attention, then the MLP, each preceded by a norm and added to the residual stream."""
 
     def __init__(self, config: GPT2Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         norm = functools.partial(
@@ -128,18 +137,19 @@ class GPT2Block(Module):
         self.mlp = GPT2MLP(config, dtype=dtype, rngs=rngs)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the residual stream after the layer."""
         x = x + self.attn(self.ln_1(x, context), context)
         return x + self.mlp(self.ln_2(x, context), context)
 
 
 class GPT2LMHeadModel(CausalLM):
-    """A GPT-2; the same modules train it (dense call) and serve it (paged call)."""
+    """A GPT-2. The same modules are used for training (dense call) and for serving (paged call)."""
 
     config_class: ClassVar[type[GPT2Config]] = GPT2Config
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
     embed_path: ClassVar[str] = "wte"
     layers_name: ClassVar[str] = "h"
-    first_names: ClassVar[tuple[str, ...]] = ("wte", "wpe")
+    pre_layer_names: ClassVar[tuple[str, ...]] = ("wte", "wpe")
 
     def __init__(self, config: GPT2Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -159,24 +169,30 @@ class GPT2LMHeadModel(CausalLM):
         )
 
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the sum of token and position embeddings."""
         return self.wte(tokens, context) + self.wpe(context.positions, context)
 
     def apply_layers(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the residual stream after the last layer."""
         for block in self.own_layers:
             x = block(x, context)
         return x
 
     def final_norm(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the normalized hidden states."""
         return self.ln_f(x, context)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        """Returns the float32 logits."""
         return self.head.logits(hidden)
 
     @property
     def head(self) -> Linear | Embedding:
+        """The language model head."""
         return self.wte if self.lm_head is None else self.lm_head
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """Returns what each layer caches: keys and values of all heads."""
         c = self.config
         heads = c.num_attention_heads
         return [FullAttentionSpec(heads, c.hidden_size // heads)] * c.num_hidden_layers

@@ -1,7 +1,10 @@
-"""gpt-oss: a mixture of experts whose attention has sinks, with a window in every other layer.
+"""GptOssForCausalLM (gpt-oss).
 
-Source: gpt-oss-120b & gpt-oss-20b Model Card, 2025; sinks: Xiao et al., Efficient Streaming Language
-Models with Attention Sinks, 2024; semantics as in Hugging Face's GptOssForCausalLM.
+Differences from Llama: a mixture of experts, with biases and a clamped SwiGLU, in place of every MLP;
+attention sinks; biases in the projections of the attention; a sliding window in every other layer.
+
+Source: gpt-oss-120b & gpt-oss-20b Model Card, 2025; sinks: Xiao et al., Efficient Streaming Language Models
+with Attention Sinks, 2024; semantics as in Hugging Face's GptOssForCausalLM.
 """
 
 import dataclasses
@@ -24,11 +27,11 @@ from jax_paged.models.quantization.quantized_linear import QuantizedWeight
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptOssConfig(MoeConfig):
-    """Shape of a gpt-oss.
+    """Configuration of a gpt-oss.
 
     Args:
         swiglu_alpha: Factor in the sigmoid of the experts' activation.
-        swiglu_limit: What gate and up are clamped to.
+        swiglu_limit: Upper limit of gate, and limit of the absolute value of up.
     """
 
     swiglu_alpha: float
@@ -54,6 +57,7 @@ class GptOssConfig(MoeConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         num_layers = fields["num_hidden_layers"]
         types = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
@@ -64,7 +68,8 @@ class GptOssConfig(MoeConfig):
                 "windows": read.windows(num_layers, types, read.integer("sliding_window")),
                 "moe_layers": tuple(range(num_layers)),
                 "moe_intermediate_size": fields["intermediate_size"],
-                # A softmax over the chosen experts is one over all, scaled to sum to 1.
+                # A softmax over the chosen experts is equal to a softmax over all experts whose chosen
+                # weights are scaled to a sum of 1.
                 "norm_topk_prob": True,
                 "swiglu_alpha": read.number("swiglu_alpha", 1.702),
                 "swiglu_limit": read.number("swiglu_limit", 7.0),
@@ -74,7 +79,7 @@ class GptOssConfig(MoeConfig):
 
 
 class GptOssAttention(LlamaAttention):
-    """A Llama's attention with a sink for each head."""
+    """Llama's attention with a sink per query head."""
 
     def __init__(self, config: GptOssConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
@@ -84,26 +89,29 @@ class GptOssAttention(LlamaAttention):
         )
 
     def attend(self, q: Array, k: Array, v: Array, context: ForwardContext) -> Float[Array, "*t h d"]:
+        """Returns the attention of every token."""
         sinks = self.sinks[...].astype(jnp.float32)
         return context.attend(self.layer, q, k, v, scale=self.scale, sinks=sinks)
 
 
 class GptOssExperts(Experts):
-    """Experts with biases, whose columns of gate and up alternate, and a SwiGLU that is clamped."""
+    """Experts with biases and a clamped SwiGLU. The columns of gate and up alternate in one matrix."""
 
     kernel_names: ClassVar[tuple[str, ...]] = ("gate_up_proj", "down_proj")
     config: GptOssConfig
 
     def make_weights(self, make: Callable[..., nnx.Param]) -> None:
+        """Creates the weights of the experts."""
         size, inner = self.config.hidden_size, self.config.moe_intermediate_size
         self.gate_up_proj = make((size, 2 * inner), (None, even(inner, 2)))
         self.gate_up_proj_bias = make((2 * inner,), (even(inner, 2),), std=0.0)
         self.down_proj = make((inner, size), (even(inner), None))
-        # On every device: it is added once, behind the sum over devices.
+        # This bias is replicated on all devices, because it is added once, after the sum over devices.
         zeros = jnp.zeros((self.config.num_experts, size), self.down_proj.dtype)
         self.down_proj_bias = parameter(zeros, (None, None))
 
     def divided_weights(self) -> tuple[nnx.Param | QuantizedWeight, ...]:
+        """Returns the weights that are divided among devices."""
         return self.gate_up_proj, self.gate_up_proj_bias, self.down_proj
 
     def apply_experts(
@@ -113,6 +121,7 @@ class GptOssExperts(Experts):
         weights: tuple[Any, ...],
         multiply: Multiply,
     ) -> Float[Array, "n e"]:
+        """Returns the outputs of the experts, without the last bias, for rows that are sorted by expert."""
         gate_up_proj, bias, down_proj = weights
         limit = self.config.swiglu_limit
         gate_up = (multiply(rows, gate_up_proj) + bias[experts]).astype(jnp.float32)
@@ -120,20 +129,21 @@ class GptOssExperts(Experts):
         inner = (up + 1) * gate * jax.nn.sigmoid(self.config.swiglu_alpha * gate)
         return multiply(inner.astype(rows.dtype), down_proj)
 
-    def mixed(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
-        biases = self.down_proj_bias[...][x.chosen] * x.weights[..., None]
-        return super().mixed(x, context) + jnp.sum(biases, axis=-2)
+    def weighted_sum(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the weighted sum of the experts' outputs, with their last biases."""
+        biases = self.down_proj_bias[...][x.expert_ids] * x.weights[..., None]
+        return super().weighted_sum(x, context) + jnp.sum(biases, axis=-2)
 
 
 class GptOssMLP(MoeMLP):
-    """A router with a bias, and the experts above."""
+    """A router with a bias, and GptOssExperts."""
 
     router_bias: ClassVar[bool] = True
     experts_class: ClassVar[type[Experts]] = GptOssExperts
 
 
 class GptOssDecoderLayer(MoeDecoderLayer):
-    """A Llama's layer with the modules above."""
+    """Llama's layer with GptOssAttention and GptOssMLP."""
 
     attention_class: ClassVar[Callable[..., Module]] = GptOssAttention
 
@@ -141,7 +151,7 @@ class GptOssDecoderLayer(MoeDecoderLayer):
 
 
 class GptOssForCausalLM(LlamaForCausalLM):
-    """A Llama with the layers above."""
+    """A Llama with attention sinks and a mixture of experts."""
 
     config_class: ClassVar[type[LlamaConfig]] = GptOssConfig
     layer_class: ClassVar[Callable[..., Module]] = GptOssDecoderLayer

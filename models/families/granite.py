@@ -1,4 +1,7 @@
-"""Granite: a Llama with factors of embeddings, attention scores, what each part of a layer adds, and logits.
+"""GraniteForCausalLM (the dense models of Granite).
+
+Differences from Llama: constant factors for embeddings, attention scores, the outputs of attention and MLP
+before they are added to the residual stream, and logits.
 
 Source: Granite 3.0 Language Models, 2024; semantics as in Hugging Face's GraniteForCausalLM.
 """
@@ -18,13 +21,13 @@ from jax_paged.models.hf_format import ConfigReader
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraniteConfig(LlamaConfig):
-    """Shape of a Granite.
+    """Configuration of a Granite.
 
     Args:
-        embedding_multiplier: Factor of embeddings.
-        attention_multiplier: Factor of attention scores.
-        residual_multiplier: Factor of what each part of a layer adds.
-        logits_scaling: Logits are divided by it.
+        embedding_multiplier: Factor of the embeddings.
+        attention_multiplier: Factor of the attention scores.
+        residual_multiplier: Factor of the outputs of attention and MLP.
+        logits_scaling: Divisor of the logits.
     """
 
     embedding_multiplier: float
@@ -34,12 +37,13 @@ class GraniteConfig(LlamaConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
         return super().read(read) | {name: read.number(name, 1.0) for name in names}
 
 
 class GraniteAttention(LlamaAttention):
-    """A Llama's attention with another scale."""
+    """Llama's attention with `attention_multiplier` as the factor of the scores."""
 
     def __init__(self, config: GraniteConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
@@ -47,28 +51,31 @@ class GraniteAttention(LlamaAttention):
 
 
 class GraniteDecoderLayer(LlamaDecoderLayer):
-    """A Llama's layer that adds less to the residual stream."""
+    """Llama's layer with `residual_multiplier` as the factor of attention and MLP outputs."""
 
     attention_class: ClassVar[Callable[..., Module]] = GraniteAttention
 
     def __init__(self, config: GraniteConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
-        self.factor = config.residual_multiplier
+        self.residual_multiplier = config.residual_multiplier
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
-        x = x + self.factor * self.self_attn(self.input_layernorm(x, context), context)
-        return x + self.factor * self.mlp(self.post_attention_layernorm(x, context), context)
+        """Returns the residual stream after the layer."""
+        x = x + self.residual_multiplier * self.self_attn(self.input_layernorm(x, context), context)
+        return x + self.residual_multiplier * self.mlp(self.post_attention_layernorm(x, context), context)
 
 
 class GraniteForCausalLM(LlamaForCausalLM):
-    """A Llama with the layers above, scaled embeddings and scaled logits."""
+    """A Llama with scaled embeddings, layer outputs and logits."""
 
     config: GraniteConfig
     config_class: ClassVar[type[LlamaConfig]] = GraniteConfig
     layer_class: ClassVar[Callable[..., Module]] = GraniteDecoderLayer
 
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the scaled token embeddings."""
         return super().embed(tokens, context) * self.config.embedding_multiplier
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        """Returns the scaled float32 logits."""
         return super().logits(hidden) / self.config.logits_scaling

@@ -1,4 +1,4 @@
-"""Helium: a Llama whose pairs of rotated dimensions are neighbours.
+"""HeliumForCausalLM (Helium): a Llama with interleaved rotary embedding (pairs of adjacent dimensions).
 
 Source: Kyutai, Helium 1, 2025; semantics as in Hugging Face's HeliumForCausalLM.
 """
@@ -11,7 +11,7 @@ from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
 
 @dataclasses.dataclass(frozen=True)
 class HeliumConfig(LlamaConfig):
-    """Shape of a Helium."""
+    """Configuration of a Helium."""
 
     defaults: ClassVar[dict[str, Any]] = {
         "num_key_value_heads": 20,
@@ -24,6 +24,6 @@ class HeliumConfig(LlamaConfig):
 
 
 class HeliumForCausalLM(LlamaForCausalLM):
-    """A Llama with the config above."""
+    """A Llama with interleaved rotary embedding."""
 
     config_class: ClassVar[type[LlamaConfig]] = HeliumConfig

@@ -1,4 +1,7 @@
-"""Idefics3 and SmolVLM: a Llama that reads images, of which SigLIP makes vectors in place of tokens.
+"""Idefics3ForConditionalGeneration (Idefics3) and SmolVLMForConditionalGeneration (SmolVLM).
+
+The text model is a Llama. Images are divided into square tiles. For each tile, a SigLIP encoder and a linear
+layer (the connector) compute vectors that take the place of the embeddings of placeholder tokens.
 
 Source: Laurençon et al., Building and better understanding vision-language models, 2024; Marafioti et al.,
 SmolVLM, 2025; names and semantics of the weights as in Hugging Face's Idefics3ForConditionalGeneration.
@@ -43,12 +46,12 @@ WEIGHT_TABLE = WeightTable(
 
 @dataclasses.dataclass(frozen=True)
 class Idefics3Config(LlamaConfig):
-    """Shape of an Idefics3 or a SmolVLM: that of its text model, and of what reads images.
+    """Configuration of an Idefics3 or a SmolVLM: its text model and its image encoder.
 
     Args:
-        image_token_id: The placeholder in whose place the vectors of an image stand.
-        scale_factor: So many patches, squared, become one vector.
-        vision: The encoder of images.
+        image_token_id: Id of the placeholder token for image vectors.
+        scale_factor: Side of the square of patches that are merged into one vector.
+        vision: Configuration of the image encoder.
     """
 
     image_token_id: int = 128257
@@ -57,13 +60,16 @@ class Idefics3Config(LlamaConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         text = read.nested("text_config", read.table("text_config"))
         text.choice("model_type", "llama", ("llama",))
         fields = super().read(text)
         read_quantization(read)
         vision = SiglipConfig.read(read.nested("vision_config", read.table("vision_config")))
         factor, side = read.integer("scale_factor", 2), vision.num_patches_per_side
-        read.check(side % factor == 0, "scale_factor", factor, f"a divisor of {side} patches on a side")
+        read.check(
+            side % factor == 0, "scale_factor", factor, f"a divisor of {side}, the number of patches per side"
+        )
         token_id, size = read.integer("image_token_id", 128257, 0), fields["vocab_size"]
         needs = ("text_config.vocab_size",)
         ok, allowed = token_id < size, f"below vocab_size, which is {size}"
@@ -77,7 +83,7 @@ class Idefics3Config(LlamaConfig):
 
 
 class Idefics3ForConditionalGeneration(LlamaForCausalLM):
-    """An Idefics3; all but `encode_images` is a Llama, whose `embed` images take the place of."""
+    """An Idefics3: a Llama with an image encoder."""
 
     config_class: ClassVar[type[LlamaConfig]] = Idefics3Config
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
@@ -98,13 +104,20 @@ class Idefics3ForConditionalGeneration(LlamaForCausalLM):
 
     @property
     def image_spec(self) -> ImageSpec:
+        """The representation of images in prompts."""
         c = self.config
         return ImageSpec(c.image_token_id, c.vision.num_patches // c.scale_factor**2, c.vision.image_size)
 
     def encode_images(
         self, tiles: UInt8[Array, "b 3 s s"], scale: Float[Array, "b 3"], offset: Float[Array, "b 3"]
     ) -> Float[Array, "b n e"]:
-        """Returns the vectors that stand in place of the tokens of each tile; see images.Tile."""
+        """Returns the vectors that take the place of each tile's placeholder tokens.
+
+        Args:
+            tiles: Pixels, see image_inputs.Tile.
+            scale: Factor of each channel.
+            offset: Added to each channel after scaling.
+        """
         pixels = tiles * scale[:, :, None, None] + offset[:, :, None, None]
         vision = self.config.vision
         ids = position_ids(vision.num_patches_per_side)
@@ -114,7 +127,7 @@ class Idefics3ForConditionalGeneration(LlamaForCausalLM):
         return self.connector(self._shuffled(x), context)
 
     def _shuffled(self, x: Float[Array, "b p e"]) -> Float[Array, "b n f"]:
-        """Returns the vectors of squares of patches, side by side, in the place of those of each patch."""
+        """Returns one vector per square of patches: the concatenated vectors of its patches."""
         side, factor = self.config.vision.num_patches_per_side, self.config.scale_factor
         num = side // factor
         squares = x.reshape(len(x), num, factor, num, factor, -1).transpose(0, 1, 3, 2, 4, 5)
@@ -122,7 +135,7 @@ class Idefics3ForConditionalGeneration(LlamaForCausalLM):
 
 
 class SmolVLMForConditionalGeneration(Idefics3ForConditionalGeneration):
-    """A SmolVLM, which is an Idefics3 by another name."""
+    """A SmolVLM, which has the architecture of Idefics3."""
 
 
 def _attend(layer: int, q: Array, k: Array, v: Array, *, scale: float, **options: Any) -> Array:

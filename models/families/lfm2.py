@@ -1,4 +1,8 @@
-"""LFM2: gated short convolutions over the latest tokens, and a few layers of attention between them.
+"""Lfm2ForCausalLM (LFM2).
+
+Differences from Llama: most layers have a gated short convolution over the latest tokens in place of the
+attention. Their state is the convolution's latest inputs. The other layers have RMSNorm of queries and keys,
+per head.
 
 Source: Liquid AI, LFM2 Technical Report, 2025; names and semantics of the weights as in Hugging Face's
 Lfm2ForCausalLM.
@@ -40,15 +44,15 @@ WEIGHT_TABLE = WeightTable(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lfm2Config(LlamaConfig):
-    """Shape of an LFM2.
+    """Configuration of an LFM2.
 
     Args:
-        attending: Whether each layer attends; the others convolve.
-        kernel_size: Tokens that a convolution sees.
-        conv_bias: Whether convolutions and the maps around them have biases.
+        has_attention: Whether each layer has attention; the other layers have a convolution.
+        kernel_size: Number of tokens that a convolution covers.
+        conv_bias: Whether the convolutions and their projections have biases.
     """
 
-    attending: tuple[bool, ...]
+    has_attention: tuple[bool, ...]
     kernel_size: int
     conv_bias: bool
 
@@ -62,11 +66,12 @@ class Lfm2Config(LlamaConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         num_layers = fields["num_hidden_layers"]
         places = read.get("full_attn_idxs", list(range(num_layers)))
         ok = isinstance(places, list) and all(isinstance(i, int) for i in places)
-        places = places if read.check(ok, "full_attn_idxs", places, "a list of layers") else []
+        places = places if read.check(ok, "full_attn_idxs", places, "a list of layer indices") else []
         types = ["full_attention" if i in places else "conv" for i in range(num_layers)]
         types = read.layer_types(num_layers, types, "conv")
         return fields | {
@@ -78,14 +83,14 @@ class Lfm2Config(LlamaConfig):
             "mlp_bias": False,
             "hidden_act": "silu",
             "qk_norm": True,
-            "attending": tuple(kind == "full_attention" for kind in types),
+            "has_attention": tuple(kind == "full_attention" for kind in types),
             "kernel_size": read.integer("conv_L_cache", 3, low=2),
             "conv_bias": read.choice("conv_bias", False, (False, True)),
         }
 
     @staticmethod
     def _mlp_size(read: ConfigReader, intermediate_size: int) -> int:
-        """Returns the width of the MLPs, which config.json gives before some adjustments."""
+        """Returns the width of the MLPs, which config.json states before some adjustments."""
         size = read.integer("block_ff_dim", intermediate_size)
         if not read.choice("block_auto_adjust_ff_dim", True, (True, False)):
             return size
@@ -95,7 +100,7 @@ class Lfm2Config(LlamaConfig):
 
 
 class ShortConvolution(Module):
-    """out_proj(c * convolution(b * x)), where b, c and x are parts of one projection."""
+    """Gated convolution: out_proj(c * convolution(b * x)), where b, c and x are parts of one projection."""
 
     def __init__(self, config: Lfm2Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         size, std, self.layer = config.hidden_size, config.initializer_range, layer
@@ -108,39 +113,42 @@ class ShortConvolution(Module):
         self.out_proj = make(size, size, split=(self.units, None))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
-        b, c, x = context.parts(self.in_proj(x, context), self.units * 3)
+        """Returns the output of the convolution block."""
+        b, c, x = context.split_output(self.in_proj(x, context), self.units * 3)
         y = context.recur(Convolution(self.weight[...][:, 0].T), self.layer, 0, b * x)
         return self.out_proj(c * (y if self.bias is None else y + self.bias[...]), context)
 
 
 class Lfm2DecoderLayer(Module):
-    """Attention or a convolution, then the MLP, each normed before and added to the residual stream."""
+    """Decoder layer: attention or convolution, then the MLP, each preceded by a norm and added."""
 
     def __init__(self, config: Lfm2Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         norm = functools.partial(RMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
         self.operator_norm, self.ffn_norm = norm(), norm()
-        if config.attending[layer]:
+        if config.has_attention[layer]:
             self.self_attn = LlamaAttention(config, layer, dtype=dtype, rngs=rngs)
         else:
             self.conv = ShortConvolution(config, layer, dtype=dtype, rngs=rngs)
-        self.attends = config.attending[layer]
+        self.has_attention = config.has_attention[layer]
         self.feed_forward = LlamaMLP(config, layer, dtype=dtype, rngs=rngs)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
-        operator = self.self_attn if self.attends else self.conv
+        """Returns the residual stream after the layer."""
+        operator = self.self_attn if self.has_attention else self.conv
         x = x + operator(self.operator_norm(x, context), context)
         return x + self.feed_forward(self.ffn_norm(x, context), context)
 
 
 class Lfm2ForCausalLM(LlamaForCausalLM):
-    """A Llama in which most layers convolve instead of attending."""
+    """A Llama with convolutions in place of the attention in most layers."""
 
     config_class: ClassVar[type[LlamaConfig]] = Lfm2Config
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
     layer_class: ClassVar[Callable[..., Module]] = Lfm2DecoderLayer
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """Returns what each layer caches: keys and values, or the latest inputs of the convolution."""
         c = self.config
         attention = FullAttentionSpec(c.num_key_value_heads, c.head_dim)
         state = StateSpec((StateArray((c.kernel_size - 1, c.hidden_size)),))
-        return [attention if attends else state for attends in c.attending]
+        return [attention if x else state for x in c.has_attention]

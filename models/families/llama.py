@@ -1,9 +1,10 @@
-"""Llama, and the base of its relatives: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""LlamaForCausalLM (Llama 1 to 3), and the base classes of the similar families.
 
-A relative (mistral.py, qwen.py, phi3.py, ...) overrides those parts of the config and modules that differ.
+A decoder layer consists of grouped-query attention with rotary position embeddings (RoPE), and a SwiGLU MLP.
+Each is preceded by RMSNorm and added to the residual stream. Other families (mistral.py, qwen.py, phi3.py,
+...) derive their config and modules from the classes here and override the parts that differ.
 
-Source: Touvron et al., LLaMA, 2023; names and semantics of the weights as in Hugging Face's
-LlamaForCausalLM.
+Source: Touvron et al., LLaMA, 2023; names and semantics of the weights as in Hugging Face's LlamaForCausalLM.
 """
 
 import dataclasses
@@ -34,18 +35,19 @@ WEIGHT_TABLE = WeightTable(
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Shape of a Llama or a relative; most names are those of config.json.
+    """Configuration of a Llama or a similar model; most names are as in config.json.
 
     Args:
-        max_position_embeddings: Maximum tokens of a text. This is config.json's value after rope scaling; see
-            rope.max_positions.
-        rope: Rotary positions.
-        windows: Window of each layer, None where it attends to all tokens; empty if no layer has a window.
+        max_position_embeddings: Maximum length of a sequence (tokens). This is config.json's value after RoPE
+            scaling; see rope.max_positions.
+        rope: Rotary embedding.
+        windows: Sliding window of each layer (tokens), None for full attention; empty if no layer has a
+            window.
         attention_bias: Whether the projections to queries, keys and values have biases.
         output_bias: Whether the output projection of the attention has a bias.
-        rms_norm_eps: Epsilon of the norms, of whichever kind they are.
-        qk_norm: Whether queries and keys are normed.
-        num_labels: Classes of a classifier; 0 of any other model.
+        rms_norm_eps: Epsilon of the norms, also if they are not RMSNorm.
+        qk_norm: Whether queries and keys are normalized.
+        num_labels: Number of classes of a classifier; 0 for other models.
     """
 
     vocab_size: int
@@ -68,25 +70,26 @@ class LlamaConfig:
     initializer_range: float = 0.02
     num_labels: int = 0
 
-    # What transformers assumes for values that config.json leaves out.
+    # Values that transformers assumes for keys that config.json omits.
     defaults: ClassVar[dict[str, Any]] = {}
-    # Fields that config.json has no say in.
+    # Fields whose values do not depend on config.json.
     fixed: ClassVar[dict[str, Any]] = {}
     activation_name: ClassVar[str] = "hidden_act"
     activations: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)
     epsilon_name: ClassVar[str] = "rms_norm_eps"
     quantization_methods: ClassVar[tuple[str, ...]] = STORED_METHODS
-    # Whether partial_rotary_factor may leave dimensions of a head as they are, and how the others form pairs.
+    # Whether config.json may exclude dimensions of a head from the rotation (partial_rotary_factor), and
+    # whether the rotation pairs adjacent dimensions (Rope.is_interleaved).
     is_partly_rotated: ClassVar[bool] = False
     is_interleaved: ClassVar[bool] = False
 
     @classmethod
     def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
-        """Reads a config.json, of transformers 5 or older; what it leaves out has transformers' default.
+        """Returns the configuration for a parsed config.json, written by transformers 5 or older.
 
         Args:
-            hf_config: The parsed config.json.
-            max_model_len: Maximum tokens of a text that the user asks for; see rope.max_positions.
+            hf_config: The parsed config.json. Missing keys have the default value of transformers.
+            max_model_len: Maximum length of a sequence that the user requests; see rope.max_positions.
 
         Raises:
             ValueError: If values are missing, out of range or not supported; the message lists all of them.
@@ -98,7 +101,7 @@ class LlamaConfig:
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
-        """Returns the fields of the dataclass; a relative overrides those that it reads in another way."""
+        """Returns the fields of the dataclass. Subclasses override the fields that they read differently."""
         hidden_size = read.integer("hidden_size")
         heads = read.integer("num_attention_heads")
         kv_heads = read.integer("num_key_value_heads", heads)
@@ -135,39 +138,53 @@ class LlamaConfig:
 
     @classmethod
     def read_max_positions(cls, read: ConfigReader, max_position_embeddings: int) -> int:
-        """Returns the maximum tokens of a text; max_position_embeddings is config.json's value."""
+        """Returns the maximum length of a sequence (tokens).
+
+        Args:
+            read: Reader of config.json.
+            max_position_embeddings: The value in config.json.
+        """
         rope = rope_values(read, max_position_embeddings)
         return max_positions(rope, max_position_embeddings, read.max_model_len)
 
     @classmethod
     def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
-        """Returns the rotary positions; max_position_embeddings is config.json's value."""
+        """Returns the rotary embedding.
+
+        Args:
+            read: Reader of config.json.
+            head_dim: Elements of a head.
+            max_position_embeddings: The value in config.json.
+        """
         values = rope_values(read, max_position_embeddings)
         limits = max_position_embeddings, 10000.0, read.max_model_len
         rope = read_rope(values, head_dim, *limits, is_partial=cls.is_partly_rotated)
         return dataclasses.replace(rope, is_interleaved=cls.is_interleaved)
 
     def rope_of(self, layer: int) -> Rope:
-        """Returns the rotary positions of a layer."""
+        """Returns the rotary embedding of a layer."""
         return self.rope
 
     @staticmethod
     def one_window(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-        """Returns the windows of a model in which every layer has `sliding_window`, if there is one."""
+        """Returns the window of each layer if all layers have `sliding_window`; () if there is none."""
         if read.get("sliding_window", None) is None:
             return ()
         return (read.integer("sliding_window"),) * num_layers
 
     @staticmethod
     def patterned_windows(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-        """Returns the windows where one layer in `sliding_window_pattern` attends to all tokens."""
+        """Returns the window of each layer; without `layer_types`, every n-th layer has full attention.
+
+        n is `sliding_window_pattern`. All other layers have `sliding_window`.
+        """
         pattern = read.integer("sliding_window_pattern")
         types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
         return read.windows(num_layers, types, read.integer("sliding_window"))
 
 
 class LlamaAttention(Module):
-    """Projections and rotary positions; the context knows how the tokens attend."""
+    """Projections and rotary embedding. How tokens attend to each other is determined by the context."""
 
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     same_input: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
@@ -188,6 +205,11 @@ class LlamaAttention(Module):
         self.k_norm = self.make_norm(repeated(kv_heads, size), dtype) if config.qk_norm else None
 
     def make_projections(self, make: Callable[..., Linear]) -> None:
+        """Creates the projections to queries, keys and values.
+
+        Args:
+            make: Creates a linear layer.
+        """
         c = self.config
         make = functools.partial(make, c.hidden_size, bias=c.attention_bias)
         heads, kv_heads = even(c.num_attention_heads, c.head_dim), repeated(c.num_key_value_heads, c.head_dim)
@@ -196,34 +218,43 @@ class LlamaAttention(Module):
         self.k_proj, self.v_proj = (make(kv_width, split=(None, kv_heads)) for _ in range(2))
 
     def make_norm(self, heads: tuple[Units, ...], dtype: jnp.dtype) -> Module:
-        """Makes what norms the queries or the keys, which have these heads; here each head alone."""
+        """Returns the module that normalizes queries or keys; in this class each head separately.
+
+        Args:
+            heads: The heads, and how they are divided among devices.
+            dtype: Dtype of the weights.
+        """
         return self.norm_class(self.config.head_dim, epsilon=self.config.rms_norm_eps, dtype=dtype)
 
     def project(self, x: Float[Array, "*t e"], context: ForwardContext) -> tuple[Array, Array, Array]:
-        """Returns queries, keys and values, their heads joined."""
+        """Returns queries, keys and values, each with its heads concatenated: [*t, heads * head_dim]."""
         return self.q_proj(x, context), self.k_proj(x, context), self.v_proj(x, context)
 
-    def norm_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
-        """Returns queries and keys as they are rotated; like `rotated`, of heads apart."""
+    def normalize_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
+        """Returns queries and keys [*t, heads, head_dim], normalized if the model normalizes them.
+
+        The rotary embedding follows.
+        """
         if self.q_norm is None or self.k_norm is None:
             return q, k
         return self.q_norm(q, context), self.k_norm(k, context)
 
-    def rotated(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
-        """Returns queries and keys as they are compared."""
+    def rotate_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
+        """Returns queries and keys [*t, heads, head_dim] after the rotary embedding."""
         rotate = context.rotations[self.rope]
         return rotate(q), rotate(k)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the output of the attention block."""
         heads = (*x.shape[:-1], -1, self.config.head_dim)
         q, k, v = (y.reshape(heads) for y in self.project(x, context))
-        q, k = self.norm_qk(q, k, context)
-        q, k = self.rotated(q, k, context)
+        q, k = self.normalize_qk(q, k, context)
+        q, k = self.rotate_qk(q, k, context)
         out = self.attend(q, k, v, context)
         return self.o_proj(out.reshape(*x.shape[:-1], -1), context)
 
     def attend(self, q: Array, k: Array, v: Array, context: ForwardContext) -> Float[Array, "*t h d"]:
-        """Returns the attention of every token row, of queries, keys and values that are rotated."""
+        """Returns the attention of every token, for rotated queries and keys."""
         return context.attend(self.layer, q, k, v, scale=self.scale, soft_cap=self.soft_cap)
 
 
@@ -240,11 +271,12 @@ class LlamaMLP(Module):
         self.down_proj = make(inner, size, split=(even(inner), None))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the output of the MLP."""
         return self.down_proj(gated(self.activation, self.gate_proj, self.up_proj, x, context), context)
 
 
 class LlamaDecoderLayer(Module):
-    """Attention, then the MLP, each with a norm before it and added to the residual stream."""
+    """Decoder layer: attention, then the MLP, each preceded by a norm and added to the residual stream."""
 
     attention_class: ClassVar[Callable[..., Module]] = LlamaAttention
     norm_class: ClassVar[Callable[..., Module]] = RMSNorm
@@ -257,7 +289,11 @@ class LlamaDecoderLayer(Module):
         self.mlp = self.make_mlp(config, layer, dtype=dtype, rngs=rngs)
 
     def make_norms(self, make: Callable[[], Module]) -> None:
-        """Sets the norms of the layer, each of which `make` returns."""
+        """Creates the norms of the layer.
+
+        Args:
+            make: Creates a norm.
+        """
         self.input_layernorm, self.post_attention_layernorm = make(), make()
 
     def make_mlp(self, config: Any, layer: int, **options: Any) -> Module:
@@ -265,12 +301,13 @@ class LlamaDecoderLayer(Module):
         return self.mlp_class(config, layer, **options)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the residual stream after the layer."""
         x = x + self.self_attn(self.input_layernorm(x, context), context)
         return x + self.mlp(self.post_attention_layernorm(x, context), context)
 
 
 class LlamaForCausalLM(CausalLM):
-    """A Llama; the same modules train it (dense call) and serve it (paged call)."""
+    """A Llama. The same modules are used for training (dense call) and for serving (paged call)."""
 
     config_class: ClassVar[type[LlamaConfig]] = LlamaConfig
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
@@ -278,7 +315,7 @@ class LlamaForCausalLM(CausalLM):
     layer_class: ClassVar[Callable[..., Module]] = LlamaDecoderLayer
     norm_class: ClassVar[Callable[..., Any]] = RMSNorm
     has_head_bias: ClassVar[bool] = False
-    draws: ClassVar[bool] = True  # else it has no logits of tokens
+    has_head: ClassVar[bool] = True  # False for models without a language model head
 
     def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -290,42 +327,49 @@ class LlamaForCausalLM(CausalLM):
         )
         self.norm = self.norm_class(hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
         head = functools.partial(Linear, bias=self.has_head_bias, std=std, dtype=dtype, rngs=rngs)
-        is_tied = config.tie_word_embeddings or not self.draws
+        is_tied = config.tie_word_embeddings or not self.has_head
         self.lm_head = None if is_tied else head(hidden_size, vocab_size, split=(None, padded(vocab_size)))
 
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the token embeddings."""
         return self.embed_tokens(tokens, context)
 
     def apply_layers(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the residual stream after the last layer."""
         context = self.with_rotations(context)
         for layer in self.own_layers:
             x = layer(x, context)
         return x
 
     def with_rotations(self, context: ForwardContext) -> ForwardContext:
-        """Returns the context with the rotations of the layers' ropes."""
+        """Returns the context with the rotations of the tokens, for each rotary embedding of the layers."""
         layers: list[Any] = [layer for layer in self.own_layers if hasattr(layer, "self_attn")]
         rotations = {rope: rope.at(context.positions) for rope in (x.self_attn.rope for x in layers)}
         return dataclasses.replace(context, rotations=rotations)
 
     def final_norm(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the normalized hidden states."""
         return self.norm(x, context)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        """Returns the float32 logits; zeros for models without a language model head."""
         head = self.head
         if head is None:
-            # Zeros, but NaN where the hidden state is not finite: a step looks at them, though nobody draws.
+            # No token is sampled from these logits, but the step checks them. They are NaN if the hidden
+            # state is not finite.
             zeros = jnp.sum(hidden, axis=-1, keepdims=True, dtype=jnp.float32) * 0
             return jnp.broadcast_to(zeros, (*hidden.shape[:-1], self.config.vocab_size))
         return head.logits(hidden)
 
     @property
     def head(self) -> Linear | Embedding | None:
-        if not self.draws:
+        """The language model head; None for models without one."""
+        if not self.has_head:
             return None
         return self.embed_tokens if self.lm_head is None else self.lm_head
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """Returns what each layer caches: keys and values, for all tokens or for a sliding window."""
         c = self.config
         shape = (c.num_key_value_heads, c.head_dim)
         windows = c.windows or (None,) * c.num_hidden_layers

@@ -1,4 +1,10 @@
-"""Ministral: a Mistral in which some layers have no window; Ministral 3: queries grow with their position.
+"""MinistralForCausalLM (Ministral) and Ministral3ForCausalLM (the text models of Ministral 3).
+
+Differences from Llama:
+
+- Ministral: sliding windows, in all layers or in the layers that `layer_types` selects.
+- Ministral 3: a sliding window in all layers, if config.json sets one. Queries are multiplied by 1 + beta *
+  log(1 + floor(position / original_positions)), as in Llama 4.
 
 Source: semantics as in Hugging Face's MinistralForCausalLM and Ministral3ForCausalLM.
 """
@@ -20,12 +26,13 @@ NO_BIAS = {"attention_bias": False, "output_bias": False, "mlp_bias": False}
 
 @dataclasses.dataclass(frozen=True)
 class MinistralConfig(LlamaConfig):
-    """Shape of a Ministral."""
+    """Configuration of a Ministral."""
 
     defaults: ClassVar[dict[str, Any]] = {"num_key_value_heads": 8, "sliding_window": 4096}
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass, with a sliding window per layer."""
         fields = super().read(read)
         num_layers, window = fields["num_hidden_layers"], read.integer("sliding_window")
         windows = read.windows(num_layers, ["sliding_attention"] * num_layers, window)
@@ -33,18 +40,19 @@ class MinistralConfig(LlamaConfig):
 
 
 class MinistralForCausalLM(LlamaForCausalLM):
-    """A Llama with the config above."""
+    """A Llama with a sliding window per layer."""
 
     config_class: ClassVar[type[LlamaConfig]] = MinistralConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ministral3Config(LlamaConfig):
-    """Shape of a Ministral 3.
+    """Configuration of a Ministral 3.
 
     Args:
-        query_growth: How much queries grow with the logarithm of their position.
-        original_positions: Positions up to which they do not.
+        query_growth: Coefficient beta of the factor of the queries (`llama_4_scaling_beta`).
+        original_positions: Length of the unscaled context (tokens). Queries below this position are not
+            scaled.
     """
 
     query_growth: float
@@ -67,6 +75,7 @@ class Ministral3Config(LlamaConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         rope = rope_values(read, read.integer("max_position_embeddings"))
         return (
@@ -81,23 +90,24 @@ class Ministral3Config(LlamaConfig):
 
 
 class Ministral3Attention(LlamaAttention):
-    """A Llama's attention whose queries grow with their position."""
+    """Llama's attention with queries that are scaled by their position."""
 
-    def rotated(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
-        q, k = super().rotated(q, k, context)
+    def rotate_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
+        """Returns queries and keys after the rotary embedding, with the queries scaled."""
+        q, k = super().rotate_qk(q, k, context)
         c = self.config
         growth = c.query_growth * jnp.log1p((context.positions // c.original_positions).astype(jnp.float32))
         return q * (1 + growth)[..., None, None].astype(q.dtype), k
 
 
 class Ministral3DecoderLayer(LlamaDecoderLayer):
-    """A Llama's layer with the attention above."""
+    """Llama's layer with Ministral3Attention."""
 
     attention_class: ClassVar[Callable[..., Module]] = Ministral3Attention
 
 
 class Ministral3ForCausalLM(LlamaForCausalLM):
-    """A Llama with the layers above."""
+    """A Llama with scaled queries."""
 
     config_class: ClassVar[type[LlamaConfig]] = Ministral3Config
     layer_class: ClassVar[Callable[..., Module]] = Ministral3DecoderLayer

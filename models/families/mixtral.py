@@ -1,4 +1,4 @@
-"""Mixtral: a Mistral whose MLPs are mixtures of experts.
+"""MixtralForCausalLM (Mixtral): a Mistral with a mixture of experts in place of every MLP.
 
 Source: Jiang et al., Mixtral of Experts, 2024.
 """
@@ -17,7 +17,7 @@ MOE = r"model.layers.\1.block_sparse_moe."
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtralConfig(MoeConfig):
-    """Shape of a Mixtral."""
+    """Configuration of a Mixtral."""
 
     defaults: ClassVar[dict[str, Any]] = {
         "num_key_value_heads": 8,
@@ -29,6 +29,7 @@ class MixtralConfig(MoeConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         num_layers = fields["num_hidden_layers"]
         return (
@@ -46,7 +47,7 @@ class MixtralConfig(MoeConfig):
 
 
 class MixtralForCausalLM(LlamaForCausalLM):
-    """A Llama whose MLPs are mixtures of experts."""
+    """A Llama with a mixture of experts in place of every MLP."""
 
     config_class: ClassVar[type[LlamaConfig]] = MixtralConfig
     layer_class: ClassVar[Callable[..., Module]] = MoeDecoderLayer

@@ -1,4 +1,7 @@
-"""Nemotron-4 and Minitron: partly rotated heads, LayerNorm, and MLPs without a gate.
+"""NemotronForCausalLM (Nemotron-4 and Minitron).
+
+Differences from Llama: LayerNorm with the scale 1 + weight; partial rotary embedding; an MLP without a gate,
+with the squared ReLU as activation.
 
 Source: Parmar et al., Nemotron-4 15B Technical Report, 2024; semantics as in Hugging Face's
 NemotronForCausalLM.
@@ -19,7 +22,7 @@ from jax_paged.models.layers import LayerNorm
 
 @dataclasses.dataclass(frozen=True)
 class NemotronConfig(LlamaConfig):
-    """Shape of a Nemotron."""
+    """Configuration of a Nemotron."""
 
     defaults: ClassVar[dict[str, Any]] = {
         "hidden_act": "relu2",
@@ -31,20 +34,21 @@ class NemotronConfig(LlamaConfig):
 
 
 class NemotronLayerNorm(LayerNorm):
-    """A LayerNorm whose scale is 1 + weight."""
+    """LayerNorm with the scale 1 + weight."""
 
     def forward(self, x: Float[Array, "... e"], context: ForwardContext) -> Float[Array, "... e"]:
+        """Returns the normalized input."""
         return (self.normalize(x) + super().forward(x.astype(jnp.float32), context)).astype(x.dtype)
 
 
 class NemotronDecoderLayer(UngatedDecoderLayer):
-    """A layer with the norms above."""
+    """Llama's layer with NemotronLayerNorm and an MLP without a gate."""
 
     norm_class: ClassVar[Callable[..., Module]] = NemotronLayerNorm
 
 
 class NemotronForCausalLM(LlamaForCausalLM):
-    """A Llama with the layers above."""
+    """A Llama with LayerNorm and MLPs without a gate."""
 
     config_class: ClassVar[type[LlamaConfig]] = NemotronConfig
     layer_class: ClassVar[Callable[..., Module]] = NemotronDecoderLayer

@@ -1,4 +1,7 @@
-"""OLMo 2 and 3: a Llama with a norm after each part, whose queries and keys are normed with heads joined.
+"""Olmo2ForCausalLM (OLMo 2) and Olmo3ForCausalLM (OLMo 3).
+
+Differences from Llama: norms after attention and MLP instead of before; RMSNorm of queries and of keys over
+all heads together. OLMo 3 also has sliding windows in most layers, and a different rotary embedding in these.
 
 Source: OLMo et al., 2 OLMo 2 Furious, 2024; Olmo 3, 2025.
 """
@@ -19,7 +22,7 @@ from jax_paged.models.rope import Rope, max_positions, read_rope
 
 @dataclasses.dataclass(frozen=True)
 class Olmo2Config(LlamaConfig):
-    """Shape of an OLMo 2."""
+    """Configuration of an OLMo 2."""
 
     defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5}
     fixed: ClassVar[dict[str, Any]] = {"mlp_bias": False, "qk_norm": True}
@@ -27,10 +30,10 @@ class Olmo2Config(LlamaConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Olmo3Config(Olmo2Config):
-    """Shape of an OLMo 3.
+    """Configuration of an OLMo 3.
 
     Args:
-        window_rope: Rotary positions of the layers that have a window.
+        window_rope: Rotary embedding of the layers with a sliding window.
     """
 
     window_rope: Rope
@@ -43,6 +46,7 @@ class Olmo3Config(Olmo2Config):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         trained = read.integer("max_position_embeddings")
         values = cls._rope_values(read, "sliding_attention", trained)
@@ -53,21 +57,27 @@ class Olmo3Config(Olmo2Config):
 
     @classmethod
     def read_max_positions(cls, read: ConfigReader, max_position_embeddings: int) -> int:
+        """Returns the maximum length of a sequence (tokens)."""
         values = cls._rope_values(read, "full_attention", max_position_embeddings)
         return max_positions(values, max_position_embeddings, read.max_model_len)
 
     @classmethod
     def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
+        """Returns the rotary embedding of the layers with full attention."""
         values = cls._rope_values(read, "full_attention", max_position_embeddings)
         return read_rope(values, head_dim, max_position_embeddings, 500000.0, read.max_model_len)
 
     @staticmethod
     def _rope_values(read: ConfigReader, kind: str, max_position_embeddings: int) -> ConfigReader:
-        """Returns a reader of the rotary values of one type of layers, in whichever form they are given."""
+        """Returns a reader of the rope values of one layer type.
+
+        config.json has them in `rope_parameters`, as an object per layer type, or in `rope_theta` and
+        `rope_scaling`. Here `rope_scaling` is only for layers with full attention.
+        """
         name = "rope_parameters"
         table = read.table(name)
         ok = table.keys() <= {"full_attention", "sliding_attention"}
-        read.check(ok, name, table, "an object with full_attention and sliding_attention")
+        read.check(ok, name, table, "an object whose keys are full_attention and sliding_attention")
         values = {"original_max_position_embeddings": max_position_embeddings}
         nested = read.nested(name, table).table(kind)
         if kind == "full_attention":
@@ -76,30 +86,32 @@ class Olmo3Config(Olmo2Config):
         return read.nested(f"{name}.{kind}", values | nested)
 
     def rope_of(self, layer: int) -> Rope:
+        """Returns the rotary embedding of a layer."""
         return self.rope if self.windows[layer] is None else self.window_rope
 
 
 class OlmoAttention(LlamaAttention):
-    """A Llama's attention with other norms."""
+    """Llama's attention with RMSNorm over all heads of the queries, and of the keys."""
 
     def make_norm(self, heads: tuple[Units, ...], dtype: jnp.dtype) -> Module:
+        """Returns a JoinedHeadsNorm."""
         return JoinedHeadsNorm(heads, epsilon=self.config.rms_norm_eps, dtype=dtype)
 
 
 class OlmoDecoderLayer(PostNormDecoderLayer):
-    """A layer with the attention above."""
+    """Post-norm layer with OlmoAttention."""
 
     attention_class: ClassVar[Callable[..., Module]] = OlmoAttention
 
 
 class Olmo2ForCausalLM(LlamaForCausalLM):
-    """A Llama with the layers above."""
+    """A Llama with post-norm layers."""
 
     config_class: ClassVar[type[LlamaConfig]] = Olmo2Config
     layer_class: ClassVar[Callable[..., Module]] = OlmoDecoderLayer
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
-    """The modules of OLMo 2 with the config of OLMo 3."""
+    """An OLMo 2 with sliding windows."""
 
     config_class: ClassVar[type[LlamaConfig]] = Olmo3Config

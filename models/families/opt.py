@@ -1,4 +1,8 @@
-"""OPT: LayerNorm before or after attention and MLP, learned positions, ReLU.
+"""OPTForCausalLM (OPT).
+
+Differences from Llama: LayerNorm, before or after attention and MLP; learned position embeddings; multi-head
+attention; an MLP without a gate, with ReLU; biases in all linear layers. The token embeddings may have
+another size than the hidden states, with projections between the two.
 
 Source: Zhang et al., OPT: Open Pre-trained Transformer Language Models, 2022; names and semantics of the
 weights as in Hugging Face's OPTForCausalLM.
@@ -27,16 +31,16 @@ WEIGHT_TABLE = WeightTable(
     prefix="model.",
     start="model.decoder.",
 )
-# The table of positions begins with this many rows that are never read.
+# Number of unused rows at the start of the table of position embeddings.
 POSITION_OFFSET = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class OPTConfig:
-    """Shape of an OPT; most names are those of config.json.
+    """Configuration of an OPT; most names are as in config.json.
 
     Args:
-        final_layer_norm: Whether the last hidden state is normed.
+        final_layer_norm: Whether there is a norm after the last layer.
     """
 
     vocab_size: int
@@ -56,7 +60,11 @@ class OPTConfig:
 
     @classmethod
     def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
-        """Reads a config.json; what it leaves out has transformers' default.
+        """Returns the configuration for a parsed config.json.
+
+        Args:
+            hf_config: The parsed config.json. Missing keys have the default value of transformers.
+            max_model_len: Maximum length of a sequence that the user requests.
 
         Raises:
             ValueError: If values are missing, out of range or not supported; the message lists all of them.
@@ -92,7 +100,7 @@ class OPTConfig:
 
 
 class OPTAttention(Module):
-    """Four projections; the context knows how the tokens attend."""
+    """Attention with four projections. How tokens attend to each other is determined by the context."""
 
     same_input: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
 
@@ -107,6 +115,7 @@ class OPTAttention(Module):
         self.out_proj = make(split=(heads, None))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the output of the attention block."""
         heads = (*x.shape[:-1], self.num_heads, -1)
         q, k, v = (proj(x, context).reshape(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
         out = context.attend(self.layer, q, k, v, scale=q.shape[-1] ** -0.5)
@@ -114,9 +123,9 @@ class OPTAttention(Module):
 
 
 class OPTDecoderLayer(Module):
-    """Attention, then two linear maps, each added to the residual stream, with a norm before or after each.
+    """Decoder layer: attention, then two linear layers, each added, with a norm before or after it.
 
-    The linear maps belong to the layer itself, as in the checkpoints: there is no MLP module.
+    The linear layers belong to the decoder layer itself, as in the checkpoints. There is no MLP module.
     """
 
     def __init__(self, config: OPTConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
@@ -133,6 +142,7 @@ class OPTDecoderLayer(Module):
         self.final_layer_norm = _layer_norm(config, dtype)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the residual stream after the layer."""
         if self.norm_before:
             x = x + self.self_attn(self.self_attn_layer_norm(x, context), context)
             return x + self._mlp(self.final_layer_norm(x, context), context)
@@ -144,11 +154,11 @@ class OPTDecoderLayer(Module):
 
 
 class OPTForCausalLM(CausalLM):
-    """An OPT; the same modules train it (dense call) and serve it (paged call)."""
+    """An OPT. The same modules are used for training (dense call) and for serving (paged call)."""
 
     config_class: ClassVar[type[OPTConfig]] = OPTConfig
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
-    first_names: ClassVar[tuple[str, ...]] = ("embed_tokens", "embed_positions", "project_in")
+    pre_layer_names: ClassVar[tuple[str, ...]] = ("embed_tokens", "embed_positions", "project_in")
 
     def __init__(self, config: OPTConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -171,29 +181,35 @@ class OPTForCausalLM(CausalLM):
         )
 
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the sum of token and position embeddings."""
         x = self.embed_tokens(tokens, context)
         if self.project_in is not None:
             x = self.project_in(x, context)
         return x + self.embed_positions(context.positions + POSITION_OFFSET, context)
 
     def apply_layers(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the residual stream after the last layer."""
         for layer in self.own_layers:
             x = layer(x, context)
         return x
 
     def final_norm(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the hidden states, normalized if the model has a final norm."""
         return x if self.final_layer_norm is None else self.final_layer_norm(x, context)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        """Returns the float32 logits."""
         if self.project_out is not None:
             hidden = self.project_out.product(hidden)
         return self.head.logits(hidden)
 
     @property
     def head(self) -> Linear | Embedding:
+        """The language model head."""
         return self.embed_tokens if self.lm_head is None else self.lm_head
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """Returns what each layer caches: keys and values of all heads."""
         c = self.config
         heads = c.num_attention_heads
         return [FullAttentionSpec(heads, c.hidden_size // heads)] * c.num_hidden_layers

@@ -1,4 +1,7 @@
-"""Phi-1, Phi-1.5 and Phi-2: parallel layers, LayerNorm, partly rotated heads, and biases everywhere.
+"""PhiForCausalLM (Phi-1, Phi-1.5 and Phi-2).
+
+Differences from Llama: attention and MLP are parallel, with one norm for both; LayerNorm; partial rotary
+embedding; an MLP without a gate; biases in all linear layers, including the head.
 
 Source: Li et al., Textbooks Are All You Need II, 2023; semantics as in Hugging Face's PhiForCausalLM.
 """
@@ -18,7 +21,7 @@ LAYER_NAMES = {"self_attn.o_proj": "self_attn.dense", "mlp.up_proj": "mlp.fc1", 
 
 @dataclasses.dataclass(frozen=True)
 class PhiConfig(LlamaConfig):
-    """Shape of a Phi-2."""
+    """Configuration of a Phi-1, Phi-1.5 or Phi-2."""
 
     defaults: ClassVar[dict[str, Any]] = {
         "hidden_act": "gelu_new",
@@ -30,20 +33,21 @@ class PhiConfig(LlamaConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         read.choice("qk_layernorm", False, (False,))
         read.choice("tie_word_embeddings", False, (False,))
         return super().read(read) | {"attention_bias": True, "output_bias": True, "mlp_bias": True}
 
 
 class PhiDecoderLayer(ParallelDecoderLayer):
-    """A parallel layer with another MLP and other norms."""
+    """Parallel layer with LayerNorm and an MLP without a gate."""
 
     norm_class: ClassVar[Callable[..., Module]] = LayerNorm
     mlp_class: ClassVar[Callable[..., Module]] = UngatedMLP
 
 
 class PhiForCausalLM(LlamaForCausalLM):
-    """A Llama with the layers above."""
+    """A Llama with parallel layers, LayerNorm and a bias in the head."""
 
     config_class: ClassVar[type[LlamaConfig]] = PhiConfig
     layer_class: ClassVar[Callable[..., Module]] = PhiDecoderLayer

@@ -1,4 +1,7 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini: a Llama with fused projections and partially rotated heads.
+"""Phi3ForCausalLM (Phi-3, Phi-3.5 and Phi-4-mini).
+
+Differences from Llama: one fused projection to queries, keys and values, and one to gate and up of the MLP;
+partial rotary embedding, optionally with LongRoPE; optional sliding window.
 
 Source: Abdin et al., Phi-3 Technical Report, 2024; Ding et al., LongRoPE, 2024.
 """
@@ -23,22 +26,25 @@ from jax_paged.models.rope import Rope, base_frequencies, rope_values, rotated_d
 
 @dataclasses.dataclass(frozen=True)
 class Phi3Config(LlamaConfig):
-    """Shape of a Phi-3.
+    """Configuration of a Phi-3.
 
-    With "longrope", max_position_embeddings is the original context, for which the short factors were made.
-    In a longer text all frequencies change, which invalidates the keys that are cached already.
+    With LongRoPE, only the short factors are supported, and the maximum length of a sequence is the original
+    context length that these factors are for. A longer sequence would switch to the long factors and thus
+    change all frequencies, which would invalidate the cached keys.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         windows = cls.one_window(read, fields["num_hidden_layers"])
         return fields | {"attention_bias": False, "output_bias": False, "mlp_bias": False, "windows": windows}
 
     @classmethod
     def read_max_positions(cls, read: ConfigReader, max_position_embeddings: int) -> int:
+        """Returns the maximum length of a sequence (tokens): with LongRoPE, the original context length."""
         rope = rope_values(read, max_position_embeddings)
         if rope.get("rope_type", rope.get("type", "default")) == "default":
             return max_position_embeddings
@@ -46,9 +52,10 @@ class Phi3Config(LlamaConfig):
 
     @classmethod
     def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
+        """Returns the rotary embedding: unscaled, or LongRoPE with the short factors."""
         rope = rope_values(read, max_position_embeddings)
         base = base_frequencies(rotated_dim(rope, head_dim), rope.number("rope_theta", 10000.0))
-        types = ("default", "longrope", "su", "yarn")  # the last two are older names of longrope
+        types = ("default", "longrope", "su", "yarn")  # the last two are older names of "longrope"
         if rope.choice("rope_type", rope.get("type", "default"), types) == "default":
             return Rope(base)
         original = rope.integer("original_max_position_embeddings")
@@ -64,11 +71,12 @@ class Phi3Config(LlamaConfig):
 
 
 class Phi3Attention(LlamaAttention):
-    """Queries, keys and values come from one matrix."""
+    """Llama's attention with a fused projection to queries, keys and values."""
 
     same_input: ClassVar[tuple[str, ...]] = ()
 
     def make_projections(self, make: Callable[..., Linear]) -> None:
+        """Creates the fused projection."""
         c = self.config
         kv_heads = repeated(c.num_key_value_heads, c.head_dim)
         self.units = (*even(c.num_attention_heads, c.head_dim), *kv_heads, *kv_heads)
@@ -76,12 +84,13 @@ class Phi3Attention(LlamaAttention):
         self.qkv_proj = make(c.hidden_size, width, bias=False, split=(None, self.units))
 
     def project(self, x: Float[Array, "*t e"], context: ForwardContext) -> tuple[Array, Array, Array]:
-        q, k, v = context.parts(self.qkv_proj(x, context), self.units)
+        """Returns queries, keys and values, each with its heads concatenated."""
+        q, k, v = context.split_output(self.qkv_proj(x, context), self.units)
         return q, k, v
 
 
 class Phi3MLP(Module):
-    """SwiGLU whose gate and up come from one matrix."""
+    """SwiGLU MLP with a fused projection to gate and up."""
 
     def __init__(self, config: Phi3Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.activation = ACTIVATIONS[config.hidden_act]
@@ -92,12 +101,13 @@ class Phi3MLP(Module):
         self.down_proj = make(inner, size, split=(even(inner), None))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
-        gate, up = context.parts(self.gate_up_proj(x, context), self.units)
+        """Returns the output of the MLP."""
+        gate, up = context.split_output(self.gate_up_proj(x, context), self.units)
         return self.down_proj(self.activation(gate) * up, context)
 
 
 class Phi3DecoderLayer(LlamaDecoderLayer):
-    """A Llama's layer with the attention and the MLP above."""
+    """Llama's layer with fused projections."""
 
     attention_class: ClassVar[Callable[..., Module]] = Phi3Attention
 
@@ -105,7 +115,7 @@ class Phi3DecoderLayer(LlamaDecoderLayer):
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):
-    """A Llama with the layers above."""
+    """A Llama with fused projections."""
 
     config_class: ClassVar[type[LlamaConfig]] = Phi3Config
     layer_class: ClassVar[Callable[..., Module]] = Phi3DecoderLayer

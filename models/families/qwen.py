@@ -1,4 +1,12 @@
-"""Qwen2 and Qwen2.5 (biases on queries, keys and values), Qwen3 (normed queries and keys) and Qwen3-MoE.
+"""Qwen2ForCausalLM (Qwen2, Qwen2.5), Qwen3ForCausalLM and Qwen3MoeForCausalLM.
+
+Differences from Llama:
+
+- Qwen2: biases in the projections to queries, keys and values.
+- Qwen3: RMSNorm of queries and keys, per head, and no such biases unless config.json enables them.
+- Qwen3-MoE: as Qwen3, with a mixture of experts in place of some or all MLPs.
+
+All of them may have sliding windows.
 
 Source: Qwen2 Technical Report, 2024; Qwen3 Technical Report, 2025.
 """
@@ -14,7 +22,10 @@ from jax_paged.models.moe import EXPERT_TABLE, MoeConfig, MoeDecoderLayer
 
 
 def _windows(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Returns the windows; without `layer_types` the first max_window_layers layers attend to all tokens."""
+    """Returns the window of each layer.
+
+    Without `layer_types`, the first `max_window_layers` layers have full attention.
+    """
     has_window = read.choice("use_sliding_window", False, (False, True))
     if not has_window or read.get("sliding_window", 4096) is None:
         return read.windows(num_layers, ["full_attention"] * num_layers, None)
@@ -25,45 +36,47 @@ def _windows(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Qwen2Config(LlamaConfig):
-    """Shape of a Qwen2."""
+    """Configuration of a Qwen2."""
 
     defaults: ClassVar[dict[str, Any]] = {"num_key_value_heads": 32}
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         biases = {"attention_bias": True, "output_bias": False, "mlp_bias": False}
         return fields | biases | {"windows": _windows(read, fields["num_hidden_layers"])}
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """A Llama with the config above."""
+    """A Llama with biases in the projections to queries, keys and values."""
 
     config_class: ClassVar[type[LlamaConfig]] = Qwen2Config
 
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3Config(LlamaConfig):
-    """Shape of a Qwen3."""
+    """Configuration of a Qwen3."""
 
     defaults: ClassVar[dict[str, Any]] = {"num_key_value_heads": 32, "head_dim": 128}
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         windows = _windows(read, fields["num_hidden_layers"])
         return fields | {"mlp_bias": False, "qk_norm": True, "windows": windows}
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    """A Llama with the config above."""
+    """A Llama with normalized queries and keys."""
 
     config_class: ClassVar[type[LlamaConfig]] = Qwen3Config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(MoeConfig):
-    """Shape of a Qwen3-MoE."""
+    """Configuration of a Qwen3-MoE."""
 
     defaults: ClassVar[dict[str, Any]] = {
         "num_key_value_heads": 4,
@@ -74,12 +87,17 @@ class Qwen3MoeConfig(MoeConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass.
+
+        Layer i has experts if it is not in `mlp_only_layers` and i + 1 is a multiple of
+        `decoder_sparse_step`.
+        """
         fields = super().read(read)
         num_layers = fields["num_hidden_layers"]
         has_window = read.choice("use_sliding_window", False, (False, True))
         dense = read.get("mlp_only_layers", [])
         ok = isinstance(dense, list) and all(isinstance(i, int) for i in dense)
-        dense = dense if read.check(ok, "mlp_only_layers", dense, "a list of layers") else []
+        dense = dense if read.check(ok, "mlp_only_layers", dense, "a list of layer indices") else []
         step = read.integer("decoder_sparse_step", 1)
         return (
             fields
@@ -96,7 +114,7 @@ class Qwen3MoeConfig(MoeConfig):
 
 
 class Qwen3MoeForCausalLM(LlamaForCausalLM):
-    """A Qwen3 in which some or all MLPs are mixtures of experts."""
+    """A Qwen3 with a mixture of experts in place of some or all MLPs."""
 
     config_class: ClassVar[type[LlamaConfig]] = Qwen3MoeConfig
     layer_class: ClassVar[Callable[..., Module]] = MoeDecoderLayer

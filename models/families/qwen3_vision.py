@@ -1,4 +1,7 @@
-"""The vision transformer of Qwen3-VL: an image of any size in, vectors for squares of its patches out.
+"""The image encoder of Qwen3-VL, a vision transformer for images of any size.
+
+It computes a vector for each token of an image, which stands for a square of patches. It also computes
+additional vectors (DeepStack), which are added to the outputs of the first layers of the text model.
 
 Source: Qwen Team, Qwen3-VL Technical Report, 2025; Meng et al., DeepStack, 2024; names and semantics of the
 weights as in Hugging Face's Qwen3VLVisionModel.
@@ -19,18 +22,18 @@ from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.layers import ACTIVATIONS, LayerNorm, Linear, normal, parameter
 from jax_paged.models.rope import Rope, base_frequencies
 
-_EPSILON = 1e-6  # of all norms
+_EPSILON = 1e-6  # epsilon of all norms
 
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3VisionConfig:
-    """Shape of the transformer; the names are those of config.json, the defaults those of transformers.
+    """Configuration of the encoder. Names are as in config.json, defaults as in transformers.
 
     Args:
-        out_hidden_size: Size of the vectors that text layers read.
-        num_position_embeddings: Vectors in the table of positions, which is a square.
-        deepstack_visual_indexes: Layers behind which vectors for the first text layers are made, ascending.
-        rope_theta: Base of the rotary positions.
+        out_hidden_size: Size of the output vectors, which is the hidden size of the text model.
+        num_position_embeddings: Number of vectors in the position table, which is a square.
+        deepstack_visual_indexes: Layers after which DeepStack vectors are computed, in ascending order.
+        rope_theta: Base of the rotary embedding.
     """
 
     depth: int = 27
@@ -49,7 +52,7 @@ class Qwen3VisionConfig:
 
     @classmethod
     def read(cls, read: ConfigReader) -> Self:
-        """Reads a vision_config; problems are noted in the reader."""
+        """Returns the configuration for a vision_config. Problems are noted in the reader."""
         read.choice("in_channels", 3, (3,))
         sizes = {f.name: read.integer(f.name, f.default) for f in dataclasses.fields(cls) if f.type is int}
         heads, size, depth = (sizes[name] for name in ("num_heads", "hidden_size", "depth"))
@@ -58,7 +61,7 @@ class Qwen3VisionConfig:
         layers = read.get("deepstack_visual_indexes", list(cls.deepstack_visual_indexes))
         ok = isinstance(layers, list | tuple) and all(type(i) is int and 0 <= i < depth for i in layers)
         ok = ok and sorted(set(layers)) == list(layers)
-        allowed = f"an ascending list of different layers below depth, which is {depth}"
+        allowed = f"an ascending list of distinct layer indices below depth, which is {depth}"
         ok = read.check(ok, "deepstack_visual_indexes", layers, allowed, also_needs=("depth",))
         rope = read.nested("rope_parameters", read.table("rope_parameters"))
         rope.choice("rope_type", "axial", ("axial",))
@@ -72,17 +75,23 @@ class Qwen3VisionConfig:
 
     @property
     def num_positions_per_side(self) -> int:
-        """Rows, and columns, of the table of positions."""
+        """The number of rows, and of columns, of the position table."""
         return math.isqrt(self.num_position_embeddings)
 
     @property
     def rope(self) -> Rope:
-        """Rotates half of the pairs of a head by a patch's row, the others by its column."""
+        """The rotary embedding.
+
+        Half of the pairs of a head are rotated by the row of a patch, the others by its column.
+        """
         return Rope(2 * base_frequencies(self.hidden_size // self.num_heads // 2, self.rope_theta))
 
 
 class Qwen3PatchEmbedding(Module):
-    """A linear map of every patch, which stands for as many frames as a patch of a video has."""
+    """Linear projection of every patch.
+
+    The projection is made for patches of videos. An image is treated as a video of equal frames.
+    """
 
     def __init__(self, config: Qwen3VisionConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         size, self.num_frames = config.patch_size, config.temporal_patch_size
@@ -93,6 +102,7 @@ class Qwen3PatchEmbedding(Module):
         self.bias = parameter(jnp.zeros(config.hidden_size, dtype), (None,))
 
     def forward(self, x: Float[Array, "n 3 s"], context: ForwardContext) -> Float[Array, "n e"]:
+        """Returns a vector for each patch."""
         n, channels, size = x.shape
         frames = jnp.broadcast_to(x[:, :, None], (n, channels, self.num_frames, size))
         kernel = self.kernel[...].reshape(self.kernel.shape[0], -1)
@@ -100,7 +110,7 @@ class Qwen3PatchEmbedding(Module):
 
 
 class GridPositions(Module):
-    """A square table of vectors; what stands between some of them gets a mean of the four around it."""
+    """Table of position embeddings on a square grid, with bilinear interpolation between its entries."""
 
     def __init__(self, config: Qwen3VisionConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.side = config.num_positions_per_side
@@ -109,7 +119,12 @@ class GridPositions(Module):
         self.embedding = parameter(table, (None, None))
 
     def forward(self, x: Float[Array, "2 n"], context: ForwardContext) -> Float[Array, "n e"]:
-        """Returns float32 vectors of places, rows and columns in the table."""
+        """Returns float32 position embeddings.
+
+        Args:
+            x: Row and column of each patch, as fractional coordinates in the table.
+            context: Context of the forward pass.
+        """
         low = jnp.floor(x)
         share = x - low
 
@@ -124,7 +139,7 @@ class GridPositions(Module):
 
 
 class Qwen3VisionBlock(Module):
-    """Attention of every patch to all of its image, then an MLP, each with a norm in front of it."""
+    """Attention of every patch to the whole image, then an MLP, each preceded by a norm and added."""
 
     def __init__(self, config: Qwen3VisionConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config, self.layer = config, layer
@@ -135,6 +150,7 @@ class Qwen3VisionBlock(Module):
         self.linear_fc1, self.linear_fc2 = make(e, i), make(i, e)
 
     def forward(self, x: Float[Array, "n e"], context: ForwardContext) -> Float[Array, "n e"]:
+        """Returns the vectors after the layer."""
         heads = len(x), 3, self.config.num_heads, -1
         qkv = self.qkv(self.norm1(x, context), context).reshape(heads)
         q, k, v = (qkv[:, i] for i in range(3))
@@ -146,10 +162,11 @@ class Qwen3VisionBlock(Module):
 
 
 class Qwen3VisionMerger(Module):
-    """Vectors of squares of patches: those of the patches side by side, through an MLP.
+    """MLP that merges the vectors of a square of patches into one.
 
     Args:
-        norms_squares: Whether the norm is that of a square, and not of each patch.
+        norms_squares: Whether the norm applies to the concatenated vectors of a square; otherwise it applies
+            to each patch.
     """
 
     def __init__(
@@ -164,12 +181,13 @@ class Qwen3VisionMerger(Module):
         self.linear_fc1, self.linear_fc2 = make(self.size, self.size), make(self.size, config.out_hidden_size)
 
     def forward(self, x: Float[Array, "n e"], context: ForwardContext) -> Float[Array, "m o"]:
+        """Returns a vector for each square of patches."""
         x = self.norm(x.reshape(-1, self.norm_size), context).reshape(-1, self.size)
         return self.linear_fc2(ACTIVATIONS["gelu"](self.linear_fc1(x, context)), context)
 
 
 class Qwen3VisionEncoder(Module):
-    """All of it; for each square of patches, the vector of a token, then those for the first text layers."""
+    """The whole encoder."""
 
     def __init__(self, config: Qwen3VisionConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.layers_kept = config.deepstack_visual_indexes
@@ -183,7 +201,12 @@ class Qwen3VisionEncoder(Module):
     def forward(
         self, x: tuple[Float[Array, "n 3 s"], Float[Array, "2 n"]], context: ForwardContext
     ) -> Float[Array, "m o"]:
-        """Returns the vectors of patches, given with their places in the table of positions."""
+        """Returns, for each square of patches, the token's vector followed by the DeepStack vectors.
+
+        Args:
+            x: The patches, and their coordinates in the position table.
+            context: Context of the forward pass.
+        """
         patches, places = x
         y = self.patch_embed(patches, context)
         y = y + self.pos_embed(places, context).astype(y.dtype)

@@ -1,7 +1,11 @@
-"""Qwen3-VL: a Qwen3 that reads images, whose tokens stand in rows and columns.
+"""Qwen3VLForConditionalGeneration (Qwen3-VL): a Qwen3 with image input.
 
-A token of an image has three rotary positions: of its image, its row and its column. Vectors of an image do
-not only stand in place of tokens: more of them are added behind the first text layers (DeepStack).
+Differences from Qwen3:
+
+- The encoder in qwen3_vision.py computes vectors that take the place of the embeddings of placeholder tokens.
+- Additional vectors of the encoder are added to the outputs of the first text layers (DeepStack).
+- The token of an image has three positions: the position of the image, a row and a column. Each pair of
+  dimensions of a head is rotated by one of them (M-RoPE).
 
 Source: Qwen Team, Qwen3-VL Technical Report, 2025; Wang et al., Qwen2-VL, 2024 (M-RoPE); names and semantics
 of the weights as in Hugging Face's Qwen3VLForConditionalGeneration.
@@ -19,13 +23,13 @@ from jaxtyping import Array, Float, Int, UInt8
 from jax_paged.models.families.llama import WEIGHT_TABLE as LLAMA_TABLE
 from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
 from jax_paged.models.families.qwen3_vision import Qwen3VisionConfig, Qwen3VisionEncoder
-from jax_paged.models.forward_context import Attend, ForwardContext
-from jax_paged.models.hf_format import ConfigReader, WeightTable, of_text_model
+from jax_paged.models.forward_context import ForwardContext, SelfAttention
+from jax_paged.models.hf_format import ConfigReader, WeightTable, multimodal_table
 from jax_paged.models.image_inputs import PatchSpec
 from jax_paged.models.quantization.config import read_quantization
 from jax_paged.models.rope import rope_values
 
-WEIGHT_TABLE = of_text_model(LLAMA_TABLE, ()).with_names(
+WEIGHT_TABLE = multimodal_table(LLAMA_TABLE, ()).with_names(
     (r"visual\.patch_embed", "model.visual.patch_embed.proj"),
     (r"visual\.(blocks\.\d+)\.(qkv|proj)", r"model.visual.\1.attn.\2"),
     (r"visual\.(blocks\.\d+)\.(linear_fc\d)", r"model.visual.\1.mlp.\2"),
@@ -33,19 +37,20 @@ WEIGHT_TABLE = of_text_model(LLAMA_TABLE, ()).with_names(
     transposed=r"(?!visual\.patch_embed).*\.kernel",
 )
 _TEXT_DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0}
-# Patches that attend at a time: the scores of all would not fit into memory.
+# Number of patches whose attention is computed at a time. The scores of all patches would not fit into
+# memory.
 _NUM_QUERIES = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3VLConfig(LlamaConfig):
-    """Shape of a Qwen3-VL: that of its text model, and of what reads images.
+    """Configuration of a Qwen3-VL: its text model and its image encoder.
 
     Args:
-        image_token_id: The placeholder in whose place the vectors of an image stand.
-        sections: How many pairs of a head are rotated by a token's first position (of its image, or in the
-            text), its row, and its column.
-        vision: The encoder of images.
+        image_token_id: Id of the placeholder token for image vectors.
+        sections: Numbers of pairs of a head that are rotated by a token's first position (of its image, or in
+            the text), by its row, and by its column.
+        vision: Configuration of the image encoder.
     """
 
     image_token_id: int = 151655
@@ -54,6 +59,7 @@ class Qwen3VLConfig(LlamaConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         text = read.nested("text_config", _TEXT_DEFAULTS | read.table("text_config"))
         text.choice("model_type", "qwen3_vl_text", ("qwen3_vl_text",))
         fields = super().read(text)
@@ -63,23 +69,28 @@ class Qwen3VLConfig(LlamaConfig):
         sections, num_pairs = rope.get("mrope_section", list(cls.sections)), fields["head_dim"] // 2
         ok = isinstance(sections, list) and len(sections) == 3 and all(type(n) is int for n in sections)
         ok = ok and min(sections) >= 0 and sum(sections) == num_pairs
-        allowed = f"three numbers of pairs, {num_pairs} in total"
+        allowed = f"a list of three integers of at least 0 with the sum {num_pairs}, half of head_dim"
         ok = rope.check(ok, "mrope_section", sections, allowed, also_needs=("head_dim",))
         vision = Qwen3VisionConfig.read(read.nested("vision_config", read.table("vision_config")))
         token_id = read.integer("image_token_id", cls.image_token_id, 0)
         for name, value, is_right, limit in (
-            ("image_token_id", token_id, token_id < fields["vocab_size"], "below vocab_size of text_config"),
+            (
+                "image_token_id",
+                token_id,
+                token_id < fields["vocab_size"],
+                "below vocab_size of text_config",
+            ),
             (
                 "vision_config.out_hidden_size",
                 vision.out_hidden_size,
                 vision.out_hidden_size == fields["hidden_size"],
-                "hidden_size of text_config",
+                "equal to hidden_size of text_config",
             ),
             (
                 "vision_config.deepstack_visual_indexes",
                 vision.deepstack_visual_indexes,
                 len(vision.deepstack_visual_indexes) <= fields["num_hidden_layers"],
-                "at most as many layers as text_config has",
+                "a list of at most num_hidden_layers (of text_config) items",
             ),
         ):
             read.check(is_right, name, value, limit)
@@ -94,13 +105,17 @@ class Qwen3VLConfig(LlamaConfig):
 
     @property
     def axes(self) -> list[int]:
-        """Which of a token's positions rotates each pair: all in turn, the first where others have ended."""
+        """The index of the position (0, 1 or 2) that rotates each pair of a head.
+
+        The three positions alternate until the pairs of a section are used up. From then on position 0 takes
+        its place.
+        """
         ends = [3 * num for num in self.sections]
         return [i % 3 if i < ends[i % 3] else 0 for i in range(self.head_dim // 2)]
 
 
 class Qwen3VLForConditionalGeneration(LlamaForCausalLM):
-    """A Qwen3-VL; its text layers are those of a Qwen3."""
+    """A Qwen3-VL: a Qwen3 with an image encoder."""
 
     config_class: ClassVar[type[LlamaConfig]] = Qwen3VLConfig
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
@@ -112,16 +127,18 @@ class Qwen3VLForConditionalGeneration(LlamaForCausalLM):
 
     @property
     def image_spec(self) -> PatchSpec:
+        """The representation of images in prompts."""
         c, vision = self.config, self.config.vision
         paths = tuple(f"layers.{i}" for i in range(len(vision.deepstack_visual_indexes)))
         return PatchSpec(c.image_token_id, vision.patch_size, vision.spatial_merge_size, paths)
 
     def with_rotations(self, context: ForwardContext) -> ForwardContext:
+        """Returns the context with the rotations of the tokens, by M-RoPE if it has such positions."""
         if context.mrope_positions is None:
             return super().with_rotations(context)
         each = jnp.moveaxis(context.mrope_positions[jnp.array(self.config.axes)], 0, -1)
         rope = self.config.rope
-        return dataclasses.replace(context, rotations={rope: rope.of_pairs(each[..., None, :])})
+        return dataclasses.replace(context, rotations={rope: rope.at_pair_positions(each[..., None, :])})
 
     def encode_images(
         self,
@@ -130,38 +147,41 @@ class Qwen3VLForConditionalGeneration(LlamaForCausalLM):
         offset: Float[Array, " 3"],
         grid: Int[Array, " 2"],
     ) -> Float[Array, "m v"]:
-        """Returns the vectors of each token of an image side by side; see images.Patches.
+        """Returns the concatenated vectors of each token of an image.
 
         Args:
-            patches: Padded to a multiple of spatial_merge_size**2.
-            scale: Of each channel.
-            offset: Of each channel.
-            grid: Rows and columns of tokens.
+            patches: Pixels, see image_inputs.Patches, padded to a multiple of spatial_merge_size**2 patches.
+            scale: Factor of each channel.
+            offset: Added to each channel after scaling.
+            grid: Number of rows and columns of tokens.
         """
         vision = self.config.vision
         merge, num_rows, num_columns = vision.spatial_merge_size, *grid
         square, inside = jnp.divmod(jnp.arange(len(patches)), merge**2)
-        # What follows the image stands in its last row, too.
+        # Padding is treated as part of the last row.
         row = jnp.minimum(square // num_columns, num_rows - 1) * merge + inside // merge
         at = jnp.stack([row, square % num_columns * merge + inside % merge])
         sizes = merge * grid[:, None]
         places = at.astype(jnp.float32) * (vision.num_positions_per_side - 1) / jnp.maximum(sizes - 1, 1)
         num_pairs = len(vision.rope.frequencies) // 2
-        rotation = vision.rope.of_pairs(jnp.repeat(at.T, num_pairs, axis=1)[:, None])
+        rotation = vision.rope.at_pair_positions(jnp.repeat(at.T, num_pairs, axis=1)[:, None])
         attend, positions = _attend_to_first(sizes.prod()), jnp.arange(len(patches))
         context = ForwardContext(self, positions, attend, rotations={vision.rope: rotation})
         pixels = patches.reshape(len(patches), 3, -1) * scale[:, None] + offset[:, None]
         return self.visual((pixels.astype(self.embed_tokens.embedding.dtype), places), context)
 
 
-def _attend_to_first(num_keys: Int[Array, ""]) -> Attend:
-    """Returns how tokens attend to the first of all, without a causal order."""
+def _attend_to_first(num_keys: Int[Array, ""]) -> SelfAttention:
+    """Returns an attention function in which all tokens attend to the first `num_keys` tokens.
+
+    There is no causal mask.
+    """
 
     def attend(
         layer: int, q: Array, k: Array | None, v: Array | None, *, scale: float, **_: Any
     ) -> Float[Array, "n h d"]:
-        assert k is not None, "every layer has keys"
-        assert v is not None, "every layer has values"
+        assert k is not None, "a layer of the image encoder has no keys"
+        assert v is not None, "a layer of the image encoder has no values"
 
         def part(q: Array) -> Array:
             how = {"scale": scale, "key_value_seq_lengths": num_keys[None]}

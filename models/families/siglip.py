@@ -1,4 +1,4 @@
-"""SigLIP's vision transformer, as models use it that read images.
+"""SigLIP's vision transformer, the image encoder of Idefics3 and SmolVLM.
 
 Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training, 2023; names and semantics of the weights as
 in Hugging Face's Idefics3VisionTransformer.
@@ -21,7 +21,7 @@ from jax_paged.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, n
 
 @dataclasses.dataclass(frozen=True)
 class SiglipConfig:
-    """Shape of a SigLIP; the names are those of config.json, the defaults those of transformers."""
+    """Configuration of a SigLIP encoder. Names are as in config.json, defaults as in transformers."""
 
     hidden_size: int = 1152
     intermediate_size: int = 3072
@@ -35,7 +35,7 @@ class SiglipConfig:
 
     @classmethod
     def read(cls, read: ConfigReader) -> Self:
-        """Reads a vision_config; problems are noted in the reader."""
+        """Returns the configuration for a vision_config. Problems are noted in the reader."""
         read.choice("num_channels", 3, (3,))
         names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
         sizes = {name: read.integer(name, getattr(cls, name)) for name in names}
@@ -57,29 +57,29 @@ class SiglipConfig:
 
     @property
     def num_patches_per_side(self) -> int:
-        """Whole patches; pixels beyond the last of them are not read."""
+        """The number of whole patches per side; pixels after the last whole patch are not read."""
         return self.image_size // self.patch_size
 
     @property
     def num_patches(self) -> int:
-        """Of an image."""
+        """The number of patches of an image."""
         return self.num_patches_per_side**2
 
 
-# torch.arange computes this many float32 numbers together on a CPU: two vectors of 256 bits.
+# On a CPU, torch.arange computes float32 numbers in groups of two vectors with 8 lanes (256 bits) each.
 _ARANGE_LANES, _ARANGE_VECTORS = 8, 2
 
 
 def position_ids(side: int) -> Int[np.ndarray, " n"]:
     """Returns the row of the position table for each patch of a square image, row by row.
 
-    transformers (Idefics3VisionEmbeddings) finds the row and the column of a patch by bucketing fractions of
-    the side in float32. With some sizes a fraction is rounded into the bucket before its own, and two rows
-    share a position. The rounding is reproduced to the bit, as PyTorch does it on a CPU, so that the outputs
-    equal those of transformers. The sizes of published models (26, 27, 32) have no such rounding error.
+    transformers (Idefics3VisionEmbeddings) computes the row and the column of a patch by bucketing fractions
+    of the side in float32. For some sizes a fraction is rounded into the previous bucket, so that two rows
+    share a position. To produce the same outputs as transformers, this function reproduces the rounding of
+    PyTorch on a CPU bit for bit. The sizes of published models (26, 27, 32) are not affected.
 
     Args:
-        side: Patches on each side of the image.
+        side: Number of patches per side of the image.
     """
     starts = np.arange(side, dtype=np.float32) * (np.float32(1) / np.float32(side))
     starts = np.minimum(starts, np.float32(1 - 1e-6))
@@ -88,10 +88,11 @@ def position_ids(side: int) -> Int[np.ndarray, " n"]:
 
 
 def _bucket_boundaries(side: int) -> Float[np.ndarray, " m"]:
-    """Returns torch.arange(1 / side, 1.0, 1 / side) with the rounding errors that it has on a CPU.
+    """Returns torch.arange(1 / side, 1.0, 1 / side) with the rounding errors of PyTorch on a CPU.
 
-    The elements of whole groups of vectors are the first one of their vector, rounded to float32, plus a
-    multiple of the step; each of the others is a multiple of the step, rounded once.
+    PyTorch computes whole groups of vectors differently from the rest. In a group, an element is the first
+    element of its vector, rounded to float32, plus a multiple of the step. Each of the other elements is a
+    multiple of the step, rounded once.
     """
     step = 1 / side
     num = math.ceil((1.0 - step) / step)
@@ -103,7 +104,7 @@ def _bucket_boundaries(side: int) -> Float[np.ndarray, " m"]:
 
 
 class PatchEmbedding(Module):
-    """A linear map of every patch: a convolution whose stride is the size of its kernel."""
+    """Linear projection of every patch, that is, a convolution whose stride is the size of its kernel."""
 
     def __init__(self, config: SiglipConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.side, self.size = config.num_patches_per_side, config.patch_size
@@ -115,6 +116,7 @@ class PatchEmbedding(Module):
         self.bias = parameter(jnp.zeros(config.hidden_size, dtype), (None,))
 
     def forward(self, x: Float[Array, "b 3 h w"], context: ForwardContext) -> Float[Array, "b n e"]:
+        """Returns a vector for each patch, row by row."""
         whole = self.side * self.size
         patches = x[:, :, :whole, :whole].reshape(len(x), 3, self.side, self.size, self.side, self.size)
         y = jnp.einsum("bcihjw,echw->bije", patches, self.kernel[...])
@@ -122,7 +124,7 @@ class PatchEmbedding(Module):
 
 
 class SiglipLayer(Module):
-    """Attention of every patch to all of its image, then an MLP, each with a norm in front of it."""
+    """Attention of every patch to the whole image, then an MLP, each preceded by a norm and added."""
 
     same_input: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
 
@@ -137,6 +139,7 @@ class SiglipLayer(Module):
         self.fc1, self.fc2 = make(e, i), make(i, e)
 
     def forward(self, x: Float[Array, "b n e"], context: ForwardContext) -> Float[Array, "b n e"]:
+        """Returns the vectors after the layer."""
         y = self.layer_norm1(x, context)
         heads = (*y.shape[:-1], self.config.num_attention_heads, -1)
         q, k, v = (m(y, context).reshape(heads) for m in (self.q_proj, self.k_proj, self.v_proj))
@@ -147,7 +150,7 @@ class SiglipLayer(Module):
 
 
 class SiglipEncoder(Module):
-    """Images of one size in; a vector for every patch out. The context has their `position_ids`."""
+    """Encoder for images of one size. `context.positions` contains the `position_ids` of the patches."""
 
     def __init__(self, config: SiglipConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.patches = PatchEmbedding(config, dtype=dtype, rngs=rngs)
@@ -158,6 +161,7 @@ class SiglipEncoder(Module):
         self.norm = LayerNorm(config.hidden_size, epsilon=config.layer_norm_eps, dtype=dtype)
 
     def forward(self, x: Float[Array, "b 3 h w"], context: ForwardContext) -> Float[Array, "b n e"]:
+        """Returns a vector for each patch."""
         x = self.patches(x, context) + self.positions(context.positions, context)
         for layer in self.layers:
             x = layer(x, context)

@@ -1,4 +1,6 @@
-"""SmolLM3: a Llama in which one layer in four has no rotary positions.
+"""SmolLM3ForCausalLM (SmolLM3): a Llama in which, by default, every fourth layer has no rotary embedding.
+
+If sliding windows are enabled, the layers without rotary embedding have one.
 
 Source: Bakouch et al., SmolLM3, 2025.
 """
@@ -13,10 +15,10 @@ from jax_paged.models.rope import Rope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolLM3Config(LlamaConfig):
-    """Shape of a SmolLM3.
+    """Configuration of a SmolLM3.
 
     Args:
-        rotated_layers: Whether each layer has rotary positions.
+        rotated_layers: Whether each layer has a rotary embedding.
     """
 
     rotated_layers: tuple[bool, ...]
@@ -29,12 +31,16 @@ class SmolLM3Config(LlamaConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         num_layers = fields["num_hidden_layers"]
         interval = read.integer("no_rope_layer_interval", 4)
         rotated = read.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(num_layers)])
         ok = isinstance(rotated, list) and len(rotated) >= num_layers and all(x in (0, 1) for x in rotated)
-        allowed = f"a list of at least {num_layers} items (num_hidden_layers), each 0 or 1"
+        allowed = (
+            f"a list of at least {num_layers} items (num_hidden_layers), each 1 (with rotary embedding) or 0 "
+            "(without)"
+        )
         ok = read.check(ok, "no_rope_layers", rotated, allowed, also_needs=("num_hidden_layers",))
         rotated = rotated[:num_layers] if ok else [1] * num_layers
         has_window = read.choice("use_sliding_window", False, (False, True))
@@ -45,10 +51,11 @@ class SmolLM3Config(LlamaConfig):
         return fields | {"rotated_layers": tuple(map(bool, rotated)), "windows": windows}
 
     def rope_of(self, layer: int) -> Rope:
+        """Returns the rotary embedding of a layer; an empty one for layers without rotation."""
         return self.rope if self.rotated_layers[layer] else Rope(())
 
 
 class SmolLM3ForCausalLM(LlamaForCausalLM):
-    """A Llama with the config above."""
+    """A Llama in which some layers have no rotary embedding."""
 
     config_class: ClassVar[type[LlamaConfig]] = SmolLM3Config

@@ -1,4 +1,7 @@
-"""StableLM: a Llama with LayerNorm and partly rotated heads; some have parallel layers and norms of heads.
+"""StableLmForCausalLM (StableLM).
+
+Differences from Llama: LayerNorm and partial rotary embedding. Some models also have parallel attention and
+MLP, LayerNorm of queries and keys per head, or biases in the projections to queries, keys and values.
 
 Source: Bellagente et al., Stable LM 2 1.6B Technical Report, 2024; semantics as in Hugging Face's
 StableLmForCausalLM.
@@ -17,10 +20,10 @@ from jax_paged.models.layers import LayerNorm
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StableLmConfig(LlamaConfig):
-    """Shape of a StableLM.
+    """Configuration of a StableLM.
 
     Args:
-        use_parallel_residual: Whether the MLP stands beside the attention.
+        use_parallel_residual: Whether attention and MLP are parallel.
     """
 
     use_parallel_residual: bool
@@ -35,6 +38,7 @@ class StableLmConfig(LlamaConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         return super().read(read) | {
             "attention_bias": read.choice("use_qkv_bias", False, (False, True)),
             "output_bias": False,
@@ -45,14 +49,14 @@ class StableLmConfig(LlamaConfig):
 
 
 class StableLmDecoderLayer(LlamaDecoderLayer):
-    """A Llama's layer with other norms."""
+    """Llama's layer with LayerNorm."""
 
     attention_class: ClassVar[Callable[..., Module]] = HeadsLayerNormAttention
     norm_class: ClassVar[Callable[..., Module]] = LayerNorm
 
 
 class StableLmParallelLayer(ParallelDecoderLayer):
-    """A parallel layer with other norms."""
+    """Parallel layer with LayerNorm."""
 
     attention_class: ClassVar[Callable[..., Module]] = HeadsLayerNormAttention
     norm_class: ClassVar[Callable[..., Module]] = LayerNorm
@@ -64,7 +68,7 @@ def _make_layer(config: StableLmConfig, layer: int, **options: Any) -> Module:
 
 
 class StableLmForCausalLM(LlamaForCausalLM):
-    """A Llama with the layers above."""
+    """A Llama with LayerNorm and, in some models, parallel layers."""
 
     config_class: ClassVar[type[LlamaConfig]] = StableLmConfig
     layer_class: ClassVar[Callable[..., Module]] = staticmethod(_make_layer)

@@ -1,4 +1,7 @@
-"""StarCoder2: a Mistral with LayerNorm, biases, and MLPs without a gate.
+"""Starcoder2ForCausalLM (StarCoder2).
+
+Differences from Llama: LayerNorm; biases in the linear layers; an MLP without a gate; a sliding window in all
+layers, if config.json sets one.
 
 Source: Lozhkov et al., StarCoder 2 and The Stack v2, 2024; semantics as in Hugging Face's
 Starcoder2ForCausalLM.
@@ -17,7 +20,7 @@ from jax_paged.models.layers import LayerNorm
 
 @dataclasses.dataclass(frozen=True)
 class Starcoder2Config(LlamaConfig):
-    """Shape of a StarCoder2."""
+    """Configuration of a StarCoder2."""
 
     defaults: ClassVar[dict[str, Any]] = {
         "num_key_value_heads": 2,
@@ -29,6 +32,7 @@ class Starcoder2Config(LlamaConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass."""
         fields = super().read(read)
         has_bias = read.choice("use_bias", True, (False, True))
         biases = dict.fromkeys(("attention_bias", "output_bias", "mlp_bias"), has_bias)
@@ -36,13 +40,13 @@ class Starcoder2Config(LlamaConfig):
 
 
 class Starcoder2DecoderLayer(UngatedDecoderLayer):
-    """A layer with other norms."""
+    """Llama's layer with LayerNorm and an MLP without a gate."""
 
     norm_class: ClassVar[Callable[..., Module]] = LayerNorm
 
 
 class Starcoder2ForCausalLM(LlamaForCausalLM):
-    """A Llama with the layers above."""
+    """A Llama with LayerNorm and MLPs without a gate."""
 
     config_class: ClassVar[type[LlamaConfig]] = Starcoder2Config
     layer_class: ClassVar[Callable[..., Module]] = Starcoder2DecoderLayer

@@ -1,4 +1,8 @@
-"""T5 and Flan-T5: an encoder and a decoder with RMSNorm and biases by relative position.
+"""T5ForConditionalGeneration (T5 and Flan-T5), an encoder-decoder model.
+
+Differences from Llama: an encoder, whose output the decoder layers attend to (cross attention); learned
+biases of the attention scores by relative position in place of rotary embeddings; scores that are not scaled;
+multi-head attention; in older models an MLP without a gate.
 
 Source: Raffel et al., Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer,
 2020; names and semantics of the weights as in Hugging Face's T5ForConditionalGeneration.
@@ -45,11 +49,12 @@ WEIGHT_TABLE = WeightTable(
 
 @dataclasses.dataclass(frozen=True)
 class T5Config:
-    """Shape of a T5; names are those of config.json, or those that other families use for the same values.
+    """Configuration of a T5. Names are as in config.json, or as in other families.
 
     Args:
-        max_position_embeddings: n_positions, the length of its training texts; the model itself has no limit.
-        activation: Of the MLP.
+        max_position_embeddings: n_positions, the length of the training texts (tokens). The model itself has
+            no limit.
+        activation: Activation of the MLP.
         is_gated: Whether the MLP is gated.
         scale_decoder_outputs: Whether the last hidden state is divided by the square root of its size.
     """
@@ -74,7 +79,11 @@ class T5Config:
 
     @classmethod
     def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
-        """Reads a config.json; what it leaves out has transformers' default.
+        """Returns the configuration for a parsed config.json.
+
+        Args:
+            hf_config: The parsed config.json. Missing keys have the default value of transformers.
+            max_model_len: Maximum length of a sequence that the user requests.
 
         Raises:
             ValueError: If values are missing, out of range or not supported; the message lists all of them.
@@ -104,7 +113,7 @@ class T5Config:
             activation=activation,
             is_gated=is_gated,
             tie_word_embeddings=tied,
-            # Models that are not tied are of version 1.1, which doesn't scale.
+            # Models with untied embeddings are version 1.1, which does not scale.
             scale_decoder_outputs=read.choice("scale_decoder_outputs", tied, (False, True)),
             decoder_start_token_id=read.integer("decoder_start_token_id", read.get("pad_token_id", 0), low=0),
             initializer_factor=read.number("initializer_factor", 1.0, low_open=False),
@@ -115,13 +124,18 @@ class T5Config:
         return config
 
     def buckets(self, relative: np.ndarray, *, bidirectional: bool) -> np.ndarray:
-        """Returns the row in the table of biases for each relative position, key minus query."""
+        """Returns the row of the bias table for each relative position.
+
+        Args:
+            relative: Key position minus query position.
+            bidirectional: Whether tokens attend to later tokens too, as in the encoder.
+        """
         count, first = self.relative_attention_num_buckets, np.zeros_like(relative)
         if bidirectional:
             count //= 2
             first = np.where(relative > 0, count, 0)
         distance = np.abs(relative) if bidirectional else np.maximum(-relative, 0)
-        # Half of the buckets hold one distance each, the others a range that grows with the distance.
+        # Half of the buckets hold one distance each. The others hold ranges that grow with the distance.
         exact = count // 2
         ratio = np.log(np.maximum(distance, 1).astype(np.float32) / exact)
         far = exact + (ratio / math.log(self.relative_attention_max_distance / exact) * (count - exact))
@@ -134,7 +148,7 @@ def _linear(config: T5Config, n_in: int, n_out: int, *, split: Any, dtype: Any, 
 
 
 class T5Attention(Module):
-    """Self-attention: four projections, and scores that are not scaled."""
+    """Self-attention with four projections and without scaling of the scores."""
 
     same_input: ClassVar[tuple[str, ...]] = ("q", "k", "v")
 
@@ -147,30 +161,38 @@ class T5Attention(Module):
         self.o = make(width, size, split=(heads, None))
 
     def heads(self, y: Float[Array, "*t w"]) -> Float[Array, "*t h d"]:
+        """Returns the output of a projection with its heads separated: [*t, heads, d_kv]."""
         return y.reshape(*y.shape[:-1], -1, self.head_dim)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the output of the attention block."""
         q, k, v = (self.heads(project(x, context)) for project in (self.q, self.k, self.v))
         out = context.attend(self.layer, q, k, v, scale=1.0)
         return self.o(out.reshape(*x.shape[:-1], -1), context)
 
 
 class T5CrossAttention(T5Attention):
-    """Attention to the encoder's output, whose keys and values the same module computes in another pass."""
+    """Attention to the encoder's output. Its keys and values are computed once, in a separate pass."""
 
     same_input: ClassVar[tuple[str, ...]] = ("k", "v")
 
     def key_value(self, encoded: Float[Array, "*n e"], context: ForwardContext) -> tuple[Array, Array]:
-        """Returns keys and values [*n, H, D]; the context is the encoder's."""
+        """Returns the keys and values of the encoder's output.
+
+        Args:
+            encoded: Output of the encoder.
+            context: Context of the encoder's pass.
+        """
         return self.heads(self.k(encoded, context)), self.heads(self.v(encoded, context))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the output of the attention block."""
         out = context.cross_attend(self.layer, self.heads(self.q(x, context)), scale=1.0)
         return self.o(out.reshape(*x.shape[:-1], -1), context)
 
 
 class T5MLP(Module):
-    """Two linear maps with an activation between them, which a third map may gate."""
+    """Two linear layers with an activation between them, optionally gated by a third one."""
 
     def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.activation = config.activation
@@ -183,6 +205,7 @@ class T5MLP(Module):
         self.wo = make(config.d_ff, config.hidden_size, split=(inner, None))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the output of the MLP."""
         if self.wi is not None:
             return self.wo(ACTIVATIONS[self.activation](self.wi(x, context)), context)
         assert self.wi_0 is not None
@@ -191,7 +214,7 @@ class T5MLP(Module):
 
 
 class T5Block(Module):
-    """Attention, then the MLP, each with a norm before it and added to the residual stream."""
+    """Encoder layer: attention, then the MLP, each preceded by a norm and added to the residual stream."""
 
     def __init__(self, config: T5Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         norm = functools.partial(RMSNorm, config.hidden_size, epsilon=config.layer_norm_epsilon, dtype=dtype)
@@ -199,14 +222,15 @@ class T5Block(Module):
         self.mlp, self.mlp_norm = T5MLP(config, dtype=dtype, rngs=rngs), norm()
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the residual stream after the layer."""
         x = x + self.attention(self.attention_norm(x, context), context)
         return x + self.mlp(self.mlp_norm(x, context), context)
 
 
 class T5DecoderBlock(T5Block):
-    """A block with cross attention between its two parts.
+    """Decoder layer: T5Block with cross attention between attention and MLP.
 
-    Its layers, in the sense of kv_cache_specs(), are `layer` and `layer + 1`.
+    It has two indices in kv_cache_specs(): `layer` for the attention and `layer + 1` for the cross attention.
     """
 
     def __init__(self, config: T5Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
@@ -217,19 +241,20 @@ class T5DecoderBlock(T5Block):
         )
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the residual stream after the layer."""
         x = x + self.attention(self.attention_norm(x, context), context)
         x = x + self.cross_attention(self.cross_attention_norm(x, context), context)
         return x + self.mlp(self.mlp_norm(x, context), context)
 
 
 class T5Stack(Module):
-    """The blocks of the encoder or of the decoder, and the biases that they share.
+    """The layers of the encoder or the decoder, and the bias table that they share.
 
     Args:
-        config: Shape of the model.
-        blocks: T5Block of an encoder, T5DecoderBlock of a decoder.
-        dtype: Of the biases and the norm.
-        rngs: Where random weights come from.
+        config: Configuration of the model.
+        blocks: T5Block for the encoder, T5DecoderBlock for the decoder.
+        dtype: Dtype of the bias table and the norm.
+        rngs: Source of random weights.
     """
 
     def __init__(self, config: T5Config, blocks: list[Any], *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
@@ -241,18 +266,24 @@ class T5Stack(Module):
         self.final_layer_norm = RMSNorm(config.hidden_size, epsilon=config.layer_norm_epsilon, dtype=dtype)
 
     def distance_bias(self, distances: np.ndarray, *, bidirectional: bool) -> Float[Array, "h n"]:
-        """Returns the biases by distance: query position - key position."""
+        """Returns the biases [heads, n] for distances.
+
+        Args:
+            distances: Query position minus key position.
+            bidirectional: Whether tokens attend to later tokens too, as in the encoder.
+        """
         buckets = self.config.buckets(-distances, bidirectional=bidirectional)
         return self.relative_attention_bias[...][buckets].T
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the normalized hidden states after the last layer."""
         for block in self.block:
             x = block(x, context)
         return self.final_layer_norm(x, context)
 
 
 class T5ForConditionalGeneration(EncoderDecoderLM):
-    """A T5; the same modules train it (dense call) and serve it (paged call)."""
+    """A T5. The same modules are used for training (dense call) and for serving (paged call)."""
 
     config_class: ClassVar[type[T5Config]] = T5Config
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
@@ -269,34 +300,40 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
         self.lm_head = None if config.tie_word_embeddings else head(size, vocab_size)
 
     def encode(self, tokens: Int[Array, "b n"], context: ForwardContext) -> Float[Array, "b n e"]:
+        """Returns the output of the encoder."""
         n = tokens.shape[1]
         bias = self.encoder.distance_bias(np.arange(1 - n, n), bidirectional=True)
         return self.encoder(self.shared(tokens, context), _with_bias(context, bias))
 
     def cross_kv(self, encoded: Float[Array, "b n e"], context: ForwardContext) -> list[tuple[Array, Array]]:
+        """Returns the cross-attention keys and values of each decoder layer."""
         return [block.cross_attention.key_value(encoded, context) for block in self.decoder.block]
 
     def hidden(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
-        # From relative_attention_max_distance on, all distances share the last bias.
+        """Returns the decoder's last hidden state of every token row."""
+        # From this distance on, all distances share the last bias.
         distances = np.arange(self.config.relative_attention_max_distance + 1)
         bias = self.decoder.distance_bias(distances, bidirectional=False)
         return self.decoder(self.shared(tokens, context), _with_bias(context, bias))
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        """Returns the float32 logits."""
         if self.config.scale_decoder_outputs:
             hidden = hidden * self.config.hidden_size**-0.5
         return self.head.logits(hidden)
 
     @property
     def head(self) -> Linear | Embedding:
+        """The language model head."""
         return self.shared if self.lm_head is None else self.lm_head
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """Returns what each layer caches: self-attention and cross-attention alternate."""
         shape = (self.config.num_heads, self.config.d_kv)
         return [FullAttentionSpec(*shape), CrossAttentionSpec(*shape)] * self.config.num_decoder_layers
 
 
 def _with_bias(context: ForwardContext, bias: Float[Array, "h n"]) -> ForwardContext:
-    """Returns a context in which every layer attends with these biases."""
+    """Returns a context in which every layer's attention has these biases."""
     attend = functools.partial(context.attend, distance_bias=bias)
     return dataclasses.replace(context, attend=attend)

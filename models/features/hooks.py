@@ -106,7 +106,7 @@ def at_paths(
             new, kept = result if isinstance(result, tuple) else (result, None)
             _check_shape(hook, "activation", new, rows.shape)
             if kept is not None:
-                _check_shape(hook, "capture", kept, (len(rows), *kept.shape[1:]))
+                _check_shape(hook, "captured values", kept, (len(rows), *kept.shape[1:]))
                 captured[hook.name] = jnp.where(_like(is_on, kept), kept.astype(jnp.float32), 0)
             return jnp.where(_like(is_on, rows), new.astype(rows.dtype), rows).reshape(y.shape)
 
@@ -114,7 +114,7 @@ def at_paths(
     return functions
 
 
-def reading(
+def recording_hooks(
     paths: Sequence[str], hooks: Mapping[str, Callable[[Array], Array]], found: dict[str, Array]
 ) -> dict[str, Callable[[Array], Array]]:
     """Returns hooks that also record the outputs of some modules, after all other hooks.
@@ -158,7 +158,7 @@ def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[
         raise ValueError(f"the names of `hooks` must be unique, got {names}")
     if not isinstance(model, CausalLM):
         raise ValueError(
-            f"`hooks` must be empty for {type(model).__name__}, which has an encoder, got {names}"
+            f"`hooks` must be empty because {type(model).__name__} is not a decoder-only model, got {names}"
         )
     paths = {".".join(map(str, path)) for path, m in nnx.iter_modules(model) if isinstance(m, Module)}
     graphdef, state = nnx.split(model)
@@ -170,7 +170,9 @@ def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[
         merged, tokens = nnx.merge(graphdef, state), jnp.zeros((1, 2), jnp.int32)
         functions = at_paths(hooks, params, columns, 2, captured)
         context = merged.dense_context(tokens)
-        merged.hidden(tokens, dataclasses.replace(context, hooks=reading([*functions], functions, ran)))
+        merged.hidden(
+            tokens, dataclasses.replace(context, hooks=recording_hooks([*functions], functions, ran))
+        )
         return captured
 
     captured = jax.eval_shape(run, state, [hook.params for hook in hooks])
@@ -178,7 +180,7 @@ def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[
         if hook.path not in ran:
             near = difflib.get_close_matches(hook.path, paths - {hook.path}, 4, 0.3)
             raise ValueError(
-                f"`path` must be that of a module whose inputs are token rows, such as "
+                f"`path` must be the path of a module whose inputs are token rows, such as "
                 f"{', '.join(map(repr, near or sorted(paths)[:4]))}, got {shown(hook.path)}"
             )
     return {name: kept.shape[1:] for name, kept in captured.items()}
@@ -227,7 +229,9 @@ def check_names(hook_args: Mapping[str, Any], names: Sequence[str]) -> None:
     for name in hook_args:
         if name not in names:
             known = ", ".join(map(repr, names)) or "none"
-            raise ValueError(f"each name in `hook_args` must be a hook ({known}), got {shown(name)}")
+            raise ValueError(
+                f"each name in `hook_args` must be the name of a hook ({known}), got {shown(name)}"
+            )
 
 
 def _like(is_on: Bool[Array, " rows"], rows: Array) -> Array:

@@ -197,7 +197,8 @@ def _modules(folder: Path) -> _Modules | None:
     if len(names) != 1 or names[0] not in _TYPES or values.get("include_prompt") is False:
         path = folder / modules["Pooling"] / "config.json"
         raise ValueError(
-            f"{path} must have one of cls, mean, lasttoken, with the prompt, got {shown(values)}"
+            f"{path} must select one of the pooling modes cls, mean and lasttoken, and include the prompt, "
+            f"got {shown(values)}"
         )
     return _Modules(_TYPES[names[0]], "Normalize" in modules, modules.get("Transformer", ""))
 
@@ -237,7 +238,7 @@ def _text_settings(folder: Path, transformer: str, hf_config: Mapping[str, Any])
         lower_case=bool(values.get("do_lower_case")),
     )
     if settings.prompt:
-        message = "every text gets the prompt %r in front: default_prompt_name of %s"
+        message = "the prompt %r is inserted before every text because of default_prompt_name in %s"
         _LOGGER.warning(message, settings.prompt, folder / "config_sentence_transformers.json")
     return settings
 
@@ -260,10 +261,12 @@ def _check_transformer(
         problems.append(f"`modality_config` must have {usual} for 'text', got {shown(modalities)}")
     for name, value in (values.get("config_kwargs") or values.get("config_args") or {}).items():
         if name in hf_config and hf_config[name] != value:
-            allowed = f"that of config.json, {shown(hf_config[name])} (hf_overrides replaces it)"
+            allowed = (
+                f"{shown(hf_config[name])}, the value in config.json, unless hf_overrides changes that value"
+            )
             problems.append(f"`config_kwargs.{name}` must be {allowed}, got {shown(value)}")
     if problems:
-        raise ValueError(f"{file} asks for what is not supported: {'; '.join(problems)}")
+        raise ValueError(f"{file} has settings that are not supported: {'; '.join(problems)}")
 
 
 def _stored_side(folder: Path) -> str:
@@ -315,8 +318,8 @@ def _by_tokens(
     is_two_way |= hf_config.get("method") == "from_2_way_softmax"
     if None in ids or not ids or (is_two_way and len(ids) != 2):
         raise ValueError(
-            f"`classifier_from_token` must be tokens of the vocabulary, two for two-way softmax, got "
-            f"{shown(names)}"
+            f"`classifier_from_token` must be a list of tokens of the vocabulary, exactly two for a two-way "
+            f"softmax, got {shown(names)}"
         )
     labels = ("LABEL_0",) if is_two_way else tuple(names)
     activation = "sigmoid" if len(labels) == 1 else "softmax"

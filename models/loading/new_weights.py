@@ -35,7 +35,7 @@ NewWeights = LanguageModel | nnx.State | Mapping[str, Any] | Iterable[tuple[str,
 
 
 def with_weights(
-    like: LanguageModel,
+    served: LanguageModel,
     new: NewWeights,
     max_model_len: int,
     overrides: Mapping[str, Any] = types.MappingProxyType({}),
@@ -47,7 +47,7 @@ def with_weights(
     Arrays that are already on a device are shared, not copied.
 
     Args:
-        like: The model that is served, or its outline. Its weights may have been quantized while they were
+        served: The model that is served, or its outline. Its weights may have been quantized while they were
             loaded.
         new: A model, its nnx.State, tensors by their keys in a checkpoint (a mapping or pairs), or the folder
             or hub id of a checkpoint.
@@ -58,20 +58,20 @@ def with_weights(
             floats.
 
     Raises:
-        ValueError: If the weights and `like` differ in names, shapes or dtypes. The message lists every
+        ValueError: If the weights and `served` differ in names, shapes or dtypes. The message lists every
             problem.
     """
-    dtype = jax.tree.leaves(nnx.state(like, nnx.Param))[0].dtype
+    dtype = jax.tree.leaves(nnx.state(served, nnx.Param))[0].dtype
     if isinstance(new, str | Path):
         folder = resolve_model_dir(str(new)), dtype.name, max_model_len, overrides
         new_outline = outline(*folder, quantization)  # checked before any weight is read
-        _check_kind(like, new_outline)
-        _check_forms(like, new_outline)
+        _check_same_config(served, new_outline)
+        _check_same_schemes(served, new_outline)
         return load_model(*folder, grid, quantization).model
-    like = float_outline(like, dtype)
-    weights = weights_of(like)
+    served = float_outline(served, dtype)
+    weights = weights_of(served)
     if isinstance(new, LanguageModel):
-        _check_kind(like, new)
+        _check_same_config(served, new)
         new = nnx.state(new, nnx.Param)
     problems: list[str] = []
     if isinstance(new, nnx.State):
@@ -79,43 +79,43 @@ def with_weights(
         raw = {k: v.get_raw_value() if isinstance(v, nnx.Variable) else v for k, v in values.items()}
         found = [_take(raw, ".".join(map(str, w.path)), w.param.shape, w, problems) for w in weights]
     else:
-        raw = with_prefix(dict(new.items() if isinstance(new, Mapping) else new), like.weight_table)
+        raw = with_prefix(dict(new.items() if isinstance(new, Mapping) else new), served.weight_table)
         found = [_assemble(raw, w, problems) for w in weights]
-        _take_tied(raw, like, found, weights, problems)
+        _take_tied(raw, served, found, weights, problems)
     problems += [f"{name} is unexpected" for name in raw]
-    raise_problems("the weights do not fit the model that is served", problems)
-    graphdef, state = nnx.split(like)
-    # New variables are created because the model would otherwise share variables with `like`, whose weights
+    raise_problems("the weights do not fit the served model", problems)
+    graphdef, state = nnx.split(served)
+    # New variables are created because the model would otherwise share variables with `served`, whose weights
     # could then not be freed.
     flat = dict(nnx.to_flat_state(state))
     flat |= {w.path: w.param.replace(x) for w, x in zip(weights, found, strict=True)}
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
-def _check_kind(like: LanguageModel, new: LanguageModel) -> None:
+def _check_same_config(served: LanguageModel, new: LanguageModel) -> None:
     """Raises a ValueError unless two models have the same class and the same config."""
-    given, ours = type(new).__name__, type(like).__name__
-    if type(new) is not type(like):
-        raise ValueError(f"the weights must be those of {ours}, which is served, got {given}")
-    fields = [field.name for field in dataclasses.fields(like.config)]
-    pairs = [(name, getattr(new.config, name), getattr(like.config, name)) for name in fields]
+    given, ours = type(new).__name__, type(served).__name__
+    if type(new) is not type(served):
+        raise ValueError(f"the weights must be those of a {ours}, the served model, got a {given}")
+    fields = [field.name for field in dataclasses.fields(served.config)]
+    pairs = [(name, getattr(new.config, name), getattr(served.config, name)) for name in fields]
     other = "".join(f"\n  `{name}` must be {shown(b)}, got {shown(a)}" for name, a, b in pairs if a != b)
     if other:
-        raise ValueError(f"the weights are those of a {given} of another config:{other}")
+        raise ValueError(f"the weights are those of a {given} with a different config:{other}")
 
 
-def _check_forms(like: LanguageModel, new: LanguageModel) -> None:
+def _check_same_schemes(served: LanguageModel, new: LanguageModel) -> None:
     """Raises a ValueError unless the same weights are quantized in the same format in both models."""
 
     def forms(model: LanguageModel) -> dict[str, str]:
         places = [(".".join(map(str, p.path)), p.kernel) for p in kernel_places(model)]
-        return {path: repr(k.form if isinstance(k, QuantizedWeight) else None) for path, k in places}
+        return {path: repr(k.scheme if isinstance(k, QuantizedWeight) else None) for path, k in places}
 
-    ours = forms(like)
+    ours = forms(served)
     other = [path for path, form in forms(new).items() if form != ours[path]]
     if other:
         raise ValueError(
-            "kernels must be quantized as those of the model that is served, got other formats of "
+            "the weights must be quantized as in the served model, got other formats of "
             f"{', '.join(other[:3])}{' ...' * (len(other) > 3)}"
         )
 
@@ -135,7 +135,10 @@ def _take(
     elif value.dtype != dtype:
         problems.append(f"{name} must be of type {dtype}, got {value.dtype}")
     elif isinstance(value, jax.Array) and value.is_deleted():
-        problems.append(f"{name} was deleted: a program that it was donated to has taken its memory")
+        problems.append(
+            f"{name} has been deleted because it was donated to a jitted function "
+            "(donate_argnums); pass a copy"
+        )
     else:
         # Never alias memory that the caller may write to.
         return value if isinstance(value, jax.Array) else jnp.array(value)
@@ -153,7 +156,7 @@ def _assemble(raw: dict[str, Any], weight: Weight, problems: list[str]) -> Array
 
 def _take_tied(
     raw: dict[str, Any],
-    like: LanguageModel,
+    served: LanguageModel,
     found: list[Array | None],
     weights: list[Weight],
     problems: list[str],
@@ -162,7 +165,7 @@ def _take_tied(
 
     These are copies of tied weights, which must be equal to the weights, and tensors that are not used.
     """
-    table, by_key = like.weight_table, {w.key: x for w, x in zip(weights, found, strict=True)}
+    table, by_key = served.weight_table, {w.key: x for w, x in zip(weights, found, strict=True)}
     expected = {key for w in weights for key in w.keys}
     last_layers = last_layers_of(expected)
     for key in list(raw):
@@ -172,4 +175,4 @@ def _take_tied(
             continue
         kept = by_key.get(table.tied.get(key, ""))
         if kept is not None and not np.array_equal(np.asarray(raw.pop(key)), np.asarray(kept)):
-            problems.append(f"{key} differs from {table.tied[key]}, though the model ties them")
+            problems.append(f"{key} differs from {table.tied[key]}, although the model ties them")

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from jax_paged.arguments.shown_values import shown
 from jax_paged.models.checkpoint import GGUF_HINT, read_json
 from jax_paged.models.hf_format import WeightTable
-from jax_paged.models.parallel.sharding import taken
+from jax_paged.models.parallel.sharding import take_columns
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -61,7 +61,7 @@ class StoredTensor:
             if order[0] >= 0 and (np.diff(order) == 1).all():
                 value = value[(slice(None),) * axis + (slice(order[0], order[-1] + 1),)]
             else:
-                value = taken(value, [*[None] * axis, order])
+                value = take_columns(value, [*[None] * axis, order])
         return value
 
 
@@ -82,13 +82,13 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
             with safe_open(file, "numpy") as f:  # safe_open checks the whole header
                 keys = list(f.keys())
         except SafetensorError as e:
-            raise ValueError(f"{file} is not a whole safetensors file: {e}") from e
+            raise ValueError(f"{file} is incomplete or not a safetensors file: {e}") from e
         with file.open("rb") as f:
             header_len = int.from_bytes(f.read(8), "little")
             header = json.loads(f.read(header_len))
         for key in keys:
             if key in stored:
-                raise ValueError(f"{key} is in {stored[key].file} and again in {file}")
+                raise ValueError(f"{key} is in two files, {stored[key].file} and {file}")
             part = header[key]
             offset = 8 + header_len + part["data_offsets"][0]
             stored[key] = StoredTensor(file, key, offset, tuple(part["shape"]), part["dtype"])
@@ -110,12 +110,15 @@ def _file_names(folder: Path) -> list[str]:
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise ValueError(
-            f"`weight_map` of {folder / INDEX_FILE} must be an object of file names, got {shown(weight_map)}"
+            f"`weight_map` of {folder / INDEX_FILE} must be an object that maps tensors to file names, "
+            f"got {shown(weight_map)}"
         )
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"{folder / INDEX_FILE} names shards that {folder} does not hold: {missing}")
+        raise ValueError(
+            f"{folder / INDEX_FILE} lists shards that are missing: {missing}; copy them to the folder"
+        )
     return names
 
 
@@ -129,18 +132,18 @@ def _shard_names(folder: Path) -> list[str]:
     """
     names = sorted(file.name for file in folder.iterdir())
     shards = {name: match for name in names if (match := _SHARD.fullmatch(name))}
-    start = f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
+    start = f"{folder} contains neither {SINGLE_FILE} nor {INDEX_FILE}"
     if not shards:
         tensors = [name for name in names if name.endswith(".safetensors")]
-        hint = "weights in other formats are not read: convert them to safetensors"
+        hint = "Weights in other formats are not supported: convert them to safetensors"
         if any(name.endswith(".gguf") for name in names):
             hint = GGUF_HINT
         elif tensors:
-            hint = f"rename {tensors[0]} if it holds the whole model with the keys of transformers"
-        raise ValueError(f"{start}, but {names}; {hint}")
+            hint = f"Rename {tensors[0]} if it contains the whole model with the keys of transformers"
+        raise ValueError(f"{start}, got the files {names}. {hint}")
     if len({match[2] for match in shards.values()}) > 1:
         raise ValueError(
-            f"{start}, but the shards of several checkpoints: {list(shards)}; remove all but one"
+            f"{start}, and shards of several checkpoints: {list(shards)}; remove all but one of them"
         )
     (first, *_) = shards.values()
     width, num_shards = len(first[2]), int(first[2])

@@ -24,8 +24,8 @@ from jax_paged.models.loading.stored_tensors import STORED_DTYPES, StoredTensor
 from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.models.quantization.quantize import kernel_places
 from jax_paged.models.quantization.quantized_linear import (
-    Parts,
     QuantizationScheme,
+    QuantizedArrays,
     QuantizedWeight,
     quantize_file,
 )
@@ -84,14 +84,14 @@ class Weight:
     @property
     def expected(self) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
         """The shape and the allowed dtypes of each of the checkpoint's tensors, by key."""
-        if self._form is None or isinstance(self._form.source, str):
+        if self._scheme is None or isinstance(self._scheme.source, str):
             return {key: (self.stored_shape, tuple(STORED_DTYPES)) for key in self.keys}
-        tensors = self._form.source.tensors(*self.param.shape[-2:])
+        tensors = self._scheme.source.tensors(*self.param.shape[-2:])
         return {key.removesuffix("weight") + end: x for key in self.keys for end, x in tensors.items()}
 
     @property
-    def _form(self) -> QuantizationScheme | None:
-        return self.param.form if isinstance(self.param, QuantizedWeight) else None
+    def _scheme(self) -> QuantizationScheme | None:
+        return self.param.scheme if isinstance(self.param, QuantizedWeight) else None
 
 
 def read_weights(
@@ -162,33 +162,33 @@ def _load(
     kernel = weight.param
     if not isinstance(kernel, QuantizedWeight):
         return [(weight.path, kernel.replace(_load_weight(weight, stored, grid)))]
-    found = kernel.placed(_read_parts(weight, kernel.form, stored, dtype), grid)
+    found = kernel.to_devices(_read_arrays(weight, kernel.scheme, stored, dtype), grid)
     return [((*weight.path, name), getattr(kernel, name).replace(part)) for name, part in found.items()]
 
 
-def _read_parts(
-    weight: Weight, form: QuantizationScheme, stored: dict[str, StoredTensor], dtype: jnp.dtype
-) -> Parts:
+def _read_arrays(
+    weight: Weight, scheme: QuantizationScheme, stored: dict[str, StoredTensor], dtype: jnp.dtype
+) -> QuantizedArrays:
     shape = weight.param.shape
 
-    def read(key: str) -> Parts:
-        source = form.source
+    def read(key: str) -> QuantizedArrays:
+        source = scheme.source
         if isinstance(source, str):
             kernel = stored[key].read()
             return quantize_file(kernel.mT if weight.transposed else kernel, dtype, source)
         stem = key.removesuffix("weight")
         tensors = {end: stored[stem + end].read() for end in source.tensors(*shape[-2:])}
         try:
-            return source.parts(tensors)
+            return source.arrays(tensors)
         except ValueError as error:
             raise ValueError(f"{stem}* can't be read: {error}") from error
 
     parts = [read(key) for key in weight.keys]
     found = jax.tree.map(lambda *x: np.stack(x), *parts) if weight.is_stack else parts[0]
-    shapes, expected = (jax.tree.map(lambda x: x.shape, x) for x in (found, form.shapes(shape)))
+    shapes, expected = (jax.tree.map(lambda x: x.shape, x) for x in (found, scheme.shapes(shape)))
     if shapes != expected:
         raise ValueError(
-            f"the parts of {weight.key} must have shapes {expected} by config.json, got {shapes}"
+            f"the arrays of {weight.key} must have the shapes {expected} by config.json, got {shapes}"
         )
     return found
 
@@ -263,7 +263,7 @@ def check_stored(stored: dict[str, StoredTensor], weights: list[Weight], table: 
     for key, (shape, dtypes) in expected.items():
         tensor = stored.get(key)
         if tensor is None:
-            untied = ", and config.json does not tie it" if key in table.tied else ""
+            untied = ", and config.json does not tie it to another weight" if key in table.tied else ""
             problems.append(f"{key} is missing{untied}")
             continue
         if tensor.shape != shape:
@@ -276,7 +276,7 @@ def check_stored(stored: dict[str, StoredTensor], weights: list[Weight], table: 
         if kept in expected and kept in stored:
             readable = {tensor.dtype, stored[kept].dtype} <= STORED_DTYPES.keys()
             if not readable or not np.array_equal(tensor.read(), stored[kept].read()):
-                problems.append(f"{key} differs from {kept}, though config.json ties them")
+                problems.append(f"{key} differs from {kept}, although config.json ties them")
         elif not re.fullmatch(table.ignored, key):
             adds_nothing = is_added_bias(key, expected) and tensor.dtype in STORED_DTYPES
             if is_unused(key, table, last_layers) or (adds_nothing and not tensor.read().any()):

@@ -152,4 +152,4 @@ class Corpus:
                 misses += 1
                 if misses == 4:
                     return ids, learned
-        raise AssertionError("a conversation does not end")
+        raise AssertionError("a dialogue must not run out of turns")

@@ -33,17 +33,17 @@ class Units:
     Args:
         num: Number of units.
         size: Number of columns in a unit.
-        kind: "even": every device gets the same number of units. "repeated": if there are fewer units than
-            devices, each unit is on several devices; otherwise like "even". "padded": the last devices may
-            get units of padding. "experts": like "even", but divided only with expert parallelism. Then no
-            other dimension of the weight is divided.
+        division: "even": every device gets the same number of units. "repeated": if there are fewer units
+            than devices, each unit is on several devices; otherwise like "even". "padded": the last devices
+            may get units of padding. "experts": like "even", but divided only with expert parallelism. Then
+            no other dimension of the weight is divided.
     """
 
     num: int
     size: int = 1
-    kind: Literal["even", "repeated", "padded", "experts"] = "even"
+    division: Literal["even", "repeated", "padded", "experts"] = "even"
 
-    def on(self, num_devices: int) -> int:
+    def per_device(self, num_devices: int) -> int:
         """Returns the number of units that each device gets.
 
         Args:
@@ -55,11 +55,11 @@ class Units:
         """
         if self.num % num_devices == 0:
             return self.num // num_devices
-        if self.kind == "repeated" and num_devices % self.num == 0:
+        if self.division == "repeated" and num_devices % self.num == 0:
             return 1
-        if self.kind == "padded":
+        if self.division == "padded":
             return -(-self.num // num_devices)
-        more = " or a multiple" if self.kind == "repeated" else ""
+        more = " or a multiple" if self.division == "repeated" else ""
         raise ValueError(f"a divisor{more} of {self.num}")
 
     def columns(self, num_devices: int) -> Int[np.ndarray, "n c"]:
@@ -71,9 +71,9 @@ class Units:
         Returns:
             int [num_devices, columns per device].
         """
-        num = self.on(num_devices)
+        num = self.per_device(num_devices)
         units = np.arange(num_devices * num).reshape(num_devices, num)
-        if self.kind == "repeated":
+        if self.division == "repeated":
             units = units * self.num // (num_devices * num)
         columns = (units[..., None] * self.size + np.arange(self.size)).reshape(num_devices, -1)
         return np.where(columns < self.num * self.size, columns, -1)
@@ -104,10 +104,10 @@ class DeviceGrid:
     @property
     def devices(self) -> list[jax.Device]:
         """The devices of this process. The mesh must not be abstract."""
-        assert isinstance(self.mesh, Mesh), "abstract devices hold nothing"
+        assert isinstance(self.mesh, Mesh), "an abstract mesh has no devices"
         return list(self.mesh.local_devices)
 
-    def divided(self, split: Split) -> list[tuple[Units, ...] | None]:
+    def divided_units(self, split: Split) -> list[tuple[Units, ...] | None]:
         """Returns the units of each dimension that is divided; None for the others.
 
         With expert parallelism, weights of experts are divided by expert, and all other dimensions are whole.
@@ -116,10 +116,15 @@ class DeviceGrid:
         Args:
             split: The units of each dimension of a weight.
         """
-        kinds = [units[0].kind if units else None for units in split]
-        if self.splits_experts and "experts" in kinds:
-            return [units if kind == "experts" else None for units, kind in zip(split, kinds, strict=True)]
-        return [None if kind == "experts" else units for units, kind in zip(split, kinds, strict=True)]
+        divisions = [units[0].division if units else None for units in split]
+        if self.splits_experts and "experts" in divisions:
+            return [
+                units if division == "experts" else None
+                for units, division in zip(split, divisions, strict=True)
+            ]
+        return [
+            None if division == "experts" else units for units, division in zip(split, divisions, strict=True)
+        ]
 
     def columns(self, split: Split) -> list[Int[np.ndarray, " c"] | None]:
         """Returns the order of the columns of each dimension when the parts of all devices are concatenated.
@@ -136,7 +141,7 @@ class DeviceGrid:
                 such as "a divisor of 8"; the caller completes the sentence.
         """
         columns: list[Int[np.ndarray, " c"] | None] = []
-        for units in self.divided(split):
+        for units in self.divided_units(split):
             if units is None:
                 columns.append(None)
                 continue
@@ -164,7 +169,7 @@ class DeviceGrid:
         Args:
             split: The units of each dimension of the weight.
         """
-        return PartitionSpec(*(units and TENSOR for units in self.divided(split)))
+        return PartitionSpec(*(units and TENSOR for units in self.divided_units(split)))
 
     def sharding(self, split: Split) -> NamedSharding:
         """Returns the NamedSharding of a weight whose columns are in the order of the devices.
@@ -174,7 +179,7 @@ class DeviceGrid:
         """
         return NamedSharding(self.mesh, self.spec(split))
 
-    def parts(self, y: Array, units: Sequence[Units]) -> list[Array]:
+    def split_output(self, y: Array, units: Sequence[Units]) -> list[Array]:
         """Splits an output whose last dimension holds the columns of several lists of units.
 
         Args:
@@ -184,11 +189,11 @@ class DeviceGrid:
         Returns:
             One array [..., w] for each list, with columns in the order of the devices.
         """
-        ends = np.cumsum([u.on(self.num_devices) * u.size for u in units])
+        ends = np.cumsum([u.per_device(self.num_devices) * u.size for u in units])
         by_device = y.reshape(*y.shape[:-1], self.num_devices, -1)
         return [x.reshape(*y.shape[:-1], -1) for x in jnp.split(by_device, ends[:-1], axis=-1)]
 
-    def on_each(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """Returns a function that every device computes on its own part of the arguments (jax.shard_map).
 
         Args:
@@ -242,7 +247,7 @@ def padded(num: int) -> tuple[Units, ...]:
     Args:
         num: Number of units.
     """
-    return (Units(num, kind="padded"),)
+    return (Units(num, division="padded"),)
 
 
 def whole_logits(
@@ -277,7 +282,7 @@ def whole_shape(shape: Sequence[int], split: Split) -> tuple[int, ...]:
     )
 
 
-def taken(value: np.ndarray, columns: Sequence[Int[np.ndarray, " c"] | None]) -> np.ndarray:
+def take_columns(value: np.ndarray, columns: Sequence[Int[np.ndarray, " c"] | None]) -> np.ndarray:
     """Returns an array with the columns of each dimension in another order.
 
     Args:

@@ -25,14 +25,16 @@ def _awq(read: ConfigReader) -> WeightFormat:
     version = read.get("version", read.get("format", "gemm"))
     read.check(str(version).lower() == "gemm", "version", version, "'gemm'")
     backend = read.get("backend", "auto")
-    read.check(backend != "llm-awq", "backend", backend, "a backend whose layout is not llm-awq's")
+    read.check(backend != "llm-awq", "backend", backend, "any value except 'llm-awq'")
     return AwqFormat(_group_size(read))
 
 
 def _gptq(read: ConfigReader) -> WeightFormat:
     read.choice("bits", None, (4,))
     dynamic = read.get("dynamic", {})
-    read.check(dynamic == {}, "dynamic", dynamic, "{} or null because all maps are quantized alike")
+    read.check(
+        dynamic == {}, "dynamic", dynamic, "{} or null because settings for single layers are not supported"
+    )
     name = "checkpoint_format" if read.get("checkpoint_format", None) is not None else "format"
     version = read.choice(name, "gptq", ("gptq", "gptq_v2"))
     ordered = read.choice("desc_act", False, (False, True))
@@ -72,7 +74,9 @@ def _compressed(read: ConfigReader) -> WeightFormat:
         blocks.add(_block(own, "block_structure") if strategy == "block" else None)
         for end in ("output_activations",):
             read.check(not held.get(end), end, held.get(end), "null")
-    read.check(len(blocks) < 2, "config_groups", groups, "groups of which all or none have blocks")
+    read.check(
+        len(blocks) < 2, "config_groups", groups, "groups that have all the same block structure, or none"
+    )
     return CompressedFormat(next(iter(blocks), None))
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from jax_paged.models.quantization.quantized_linear import Parts, QuantizationScheme, pairs
+from jax_paged.models.quantization.quantized_linear import QuantizationScheme, QuantizedArrays, pack_pairs
 
 WORD = ("I32",)
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -47,7 +47,7 @@ class Header(Protocol):
 class WeightFormat(Protocol):
     """Format of all quantized weights of a checkpoint, according to its quantization_config."""
 
-    def form(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
+    def scheme(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
         """Returns the quantization scheme of a weight matrix; None if the matrix is stored as floats.
 
         Args:
@@ -71,14 +71,14 @@ class AwqFormat:
 
     group_size: int | None
 
-    def form(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
+    def scheme(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
         """Returns the quantization scheme of a weight matrix; see WeightFormat."""
         if "qweight" not in found:
             return None
         return QuantizationScheme("uint8", self.group_size or rows, self, _scales(found, "scales"), True)
 
     def tensors(self, rows: int, columns: int) -> dict[str, Expected]:
-        """Returns the expected shapes and dtypes of the tensors of a weight matrix; see StoredKernel."""
+        """Returns the expected shapes and dtypes of the tensors of a weight matrix; see StoredMatrix."""
         groups = _groups(rows, self.group_size)
         return {
             "qweight": ((rows, -(-columns // 8)), WORD),
@@ -86,10 +86,10 @@ class AwqFormat:
             "scales": ((groups, columns), tuple(FLOATS)),
         }
 
-    def parts(self, tensors: dict[str, np.ndarray]) -> Parts:
-        """Returns the arrays of a quantized weight; see StoredKernel."""
+    def arrays(self, tensors: dict[str, np.ndarray]) -> QuantizedArrays:
+        """Returns the arrays of a quantized weight; see StoredMatrix."""
         values, zeros = (_unpacked(tensors[name], _AWQ_PLACES) for name in ("qweight", "qzeros"))
-        return Parts(pairs(values), np.asarray(tensors["scales"]), zeros)
+        return QuantizedArrays(pack_pairs(values), np.asarray(tensors["scales"]), zeros)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class GptqFormat:
     is_ordered: bool
     is_v2: bool
 
-    def form(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
+    def scheme(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
         """Returns the quantization scheme of a weight matrix; see WeightFormat."""
         if "qweight" not in found:
             return None
@@ -116,7 +116,7 @@ class GptqFormat:
         return QuantizationScheme("uint8", self.group_size or rows, source, scales, True, is_ordered)
 
     def tensors(self, rows: int, columns: int) -> dict[str, Expected]:
-        """Returns the expected shapes and dtypes of the tensors of a weight matrix; see StoredKernel."""
+        """Returns the expected shapes and dtypes of the tensors of a weight matrix; see StoredMatrix."""
         groups = _groups(rows, self.group_size)
         return {
             "qweight": ((-(-rows // 8), columns), WORD),
@@ -125,10 +125,10 @@ class GptqFormat:
             "g_idx": ((rows,), WORD),
         }
 
-    def parts(self, tensors: dict[str, np.ndarray]) -> Parts:
-        """Returns the arrays of a quantized weight; see StoredKernel."""
+    def arrays(self, tensors: dict[str, np.ndarray]) -> QuantizedArrays:
+        """Returns the arrays of a quantized weight; see StoredMatrix."""
         words, zeros = tensors["qweight"], np.asarray(tensors["qzeros"])
-        # Each byte of a word holds two rows in the order of `Parts.values`.
+        # Each byte of a word holds two rows in the order of `QuantizedArrays.values`.
         values = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
         values = values.transpose(0, 2, 1).reshape(-1, words.shape[1])
         if not self.is_v2:
@@ -142,12 +142,12 @@ class GptqFormat:
         else:
             group_size = self.group_size or len(order)
             if not np.array_equal(order, np.arange(len(order)) // group_size):
-                raise ValueError("g_idx must keep the order of rows with desc_act false")
-        return Parts(values, scales, _unpacked(zeros), groups)
+                raise ValueError("g_idx must assign consecutive rows to each group because desc_act is false")
+        return QuantizedArrays(values, scales, _unpacked(zeros), groups)
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedKernel4:
+class PackedInt4Matrix:
     """4-bit matrix in compressed-tensors' format "pack-quantized".
 
     It is stored transposed, in 32-bit words of eight rows.
@@ -164,7 +164,7 @@ class PackedKernel4:
     is_ordered: bool
 
     def tensors(self, rows: int, columns: int) -> dict[str, Expected]:
-        """Returns the expected shapes and dtypes of the tensors of a weight matrix; see StoredKernel."""
+        """Returns the expected shapes and dtypes of the tensors of a weight matrix; see StoredMatrix."""
         found: dict[str, Expected] = {
             "weight_packed": ((columns, -(-rows // 8)), WORD),
             "weight_scale": ((columns, self.num_groups), tuple(FLOATS)),
@@ -176,19 +176,19 @@ class PackedKernel4:
             found["weight_g_idx"] = (rows,), WORD
         return found
 
-    def parts(self, tensors: dict[str, np.ndarray]) -> Parts:
-        """Returns the arrays of a quantized weight; see StoredKernel."""
+    def arrays(self, tensors: dict[str, np.ndarray]) -> QuantizedArrays:
+        """Returns the arrays of a quantized weight; see StoredMatrix."""
         values = np.ascontiguousarray(tensors["weight_packed"]).view(np.uint8).T
         scales = np.ascontiguousarray(tensors["weight_scale"].T)
         zeros = np.full(scales.shape, _MIDDLE, np.uint8)
         if self.has_zeros:
             zeros = _unpacked(tensors["weight_zero_point"].T)
         groups = _checked_groups(tensors["weight_g_idx"], self.num_groups) if self.is_ordered else None
-        return Parts(np.ascontiguousarray(values), scales, zeros, groups)
+        return QuantizedArrays(np.ascontiguousarray(values), scales, zeros, groups)
 
 
 @dataclasses.dataclass(frozen=True)
-class ByteKernel:
+class EightBitMatrix:
     """A matrix of 8-bit numbers, stored transposed.
 
     Args:
@@ -211,7 +211,7 @@ class ByteKernel:
     others: tuple[tuple[str, Expected], ...] = ()
 
     def tensors(self, rows: int, columns: int) -> dict[str, Expected]:
-        """Returns the expected shapes and dtypes of the tensors of a weight matrix; see StoredKernel."""
+        """Returns the expected shapes and dtypes of the tensors of a weight matrix; see StoredMatrix."""
         scale_shape = self.scale_shape
         if self.block is not None:
             scale_shape = -(-columns // self.block[0]), -(-rows // self.block[1])
@@ -225,8 +225,8 @@ class ByteKernel:
             found["weight_zero_point"] = scale_shape, ("I8",)
         return found | dict(self.others)
 
-    def parts(self, tensors: dict[str, np.ndarray]) -> Parts:
-        """Returns the arrays of a quantized weight; see StoredKernel."""
+    def arrays(self, tensors: dict[str, np.ndarray]) -> QuantizedArrays:
+        """Returns the arrays of a quantized weight; see StoredMatrix."""
         weight = tensors["weight"]
         values = np.ascontiguousarray(weight.view(np.uint8).T).view(weight.dtype)
 
@@ -238,7 +238,7 @@ class ByteKernel:
 
         scales = np.ascontiguousarray(by_group(np.asarray(tensors[self.scale])))
         zeros = np.ascontiguousarray(by_group(tensors["weight_zero_point"])) if self.has_zeros else None
-        return Parts(values, scales, zeros)
+        return QuantizedArrays(values, scales, zeros)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,13 +251,13 @@ class CompressedFormat:
 
     block: tuple[int, int] | None = None
 
-    def form(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
+    def scheme(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
         """Returns the quantization scheme of a weight matrix; see WeightFormat."""
         zeros, ordered = "weight_zero_point" in found, "weight_g_idx" in found
         if "weight_packed" in found:
             scale = found.get("weight_scale")
             num_groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
-            source = PackedKernel4(num_groups, zeros, ordered)
+            source = PackedInt4Matrix(num_groups, zeros, ordered)
             group_size = _group_size(rows, num_groups)
             return QuantizationScheme(
                 "uint8", group_size, source, _scales(found, "weight_scale"), True, ordered
@@ -274,7 +274,7 @@ class CompressedFormat:
             for end in ("activation_scale", "input_scale", "input_zero_point")
             if end in found
         )
-        source = ByteKernel(weight.dtype, name, scale_shape, self.block, zeros, others)
+        source = EightBitMatrix(weight.dtype, name, scale_shape, self.block, zeros, others)
         return QuantizationScheme(BYTES[weight.dtype], group_size, source, _scales(found, name), zeros)
 
 

@@ -55,7 +55,7 @@ class Mxfp4Tensor(StoredTensor):
             bfloat16 [experts, rows, columns].
         """
         experts, rows, outer = columns
-        assert min(part.min() for part in columns) >= 0, "experts have no padding"
+        assert min(part.min() for part in columns) >= 0, "MXFP4 weights have no padding"
         groups = np.arange(rows.min() // GROUP_SIZE, rows.max() // GROUP_SIZE + 1)
         blocks = self.blocks.read_columns([experts, outer, groups, np.arange(GROUP_SIZE // 2)])
         scales = self.scales.read_columns([experts, outer, groups])
@@ -108,11 +108,12 @@ def with_decoded(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         expected = (*blocks.shape[:-1], GROUP_SIZE // 2)
         if len(blocks.shape) != 4 or blocks.shape != expected or blocks.dtype != "U8":
             problems.append(
-                f"{key}_blocks must be U8 of 4 dimensions, the last 16, got {blocks.dtype} {blocks.shape}"
+                f"{key}_blocks must be U8 with 4 dimensions, the last of size 16, "
+                f"got {blocks.dtype} {blocks.shape}"
             )
         elif scales is None or scales.shape != blocks.shape[:-1] or scales.dtype != "U8":
             is_now = "nothing" if scales is None else f"{scales.dtype} {scales.shape}"
-            problems.append(f"{key}_scales must be U8 {blocks.shape[:-1]}, as the blocks, got {is_now}")
+            problems.append(f"{key}_scales must be U8 {blocks.shape[:-1]} to match the blocks, got {is_now}")
         else:
             experts, outer, groups, _ = blocks.shape
             shape = experts, groups * GROUP_SIZE, outer

@@ -14,8 +14,8 @@ from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.layers import Linear
 from jax_paged.models.moe import Experts
 from jax_paged.models.quantization.quantized_linear import (
-    KIND_DTYPES,
-    Kind,
+    ONLINE_DTYPES,
+    OnlineDtype,
     QuantizationScheme,
     QuantizedWeight,
     quantize,
@@ -57,7 +57,7 @@ def _kernel_places(model: nnx.Module) -> Iterator[KernelPlace]:
             yield KernelPlace((*parts, name), module, name)
 
 
-def kind_to_make(models: Sequence[nnx.Module], quantization: str | None) -> Kind | None:
+def choose_online_dtype(models: Sequence[nnx.Module], quantization: str | None) -> OnlineDtype | None:
     """Returns the type that float weights are quantized to; None if the checkpoint is quantized already.
 
     It is also None if no quantization is requested.
@@ -67,63 +67,71 @@ def kind_to_make(models: Sequence[nnx.Module], quantization: str | None) -> Kind
         quantization: The engine argument `quantization`.
     """
     kernels = (place.kernel for model in models for place in kernel_places(model))
-    if any(isinstance(k, QuantizedWeight) and not isinstance(k.form.source, str) for k in kernels):
+    if any(isinstance(k, QuantizedWeight) and not isinstance(k.scheme.source, str) for k in kernels):
         return None
-    return next((kind for kind in KIND_DTYPES if kind == quantization), None)
+    return next((online_dtype for online_dtype in ONLINE_DTYPES if online_dtype == quantization), None)
 
 
-def outline_quantized(model: nnx.Module, form_of: Callable[[KernelPlace], QuantizationScheme | None]) -> None:
+def apply_schemes(model: nnx.Module, scheme_of: Callable[[KernelPlace], QuantizationScheme | None]) -> None:
     """Replaces the shapes of float weights in an outline by the shapes of quantized weights.
 
     Args:
         model: A model with shapes in place of weights; it is modified.
-        form_of: Returns the scheme of a weight, or None if the weight remains as it is.
+        scheme_of: Returns the scheme of a weight, or None if the weight remains as it is.
     """
     for place in kernel_places(model):
         param = place.kernel
-        if isinstance(param, nnx.Param) and (form := form_of(place)) is not None:
-            kernel = QuantizedWeight(form, param.shape, param.get_metadata()["split"])
+        if isinstance(param, nnx.Param) and (scheme := scheme_of(place)) is not None:
+            kernel = QuantizedWeight(scheme, param.shape, param.get_metadata()["split"])
             setattr(place.owner, place.name, kernel)
 
 
-def outline_kind[M: LanguageModel](model: M, kind: Kind | None) -> M:
-    """Returns an outline with the shapes that `quantized` would produce.
+def quantize_outline[M: LanguageModel](model: M, online_dtype: OnlineDtype | None) -> M:
+    """Returns an outline with the shapes that `quantize_model` would produce.
 
     Args:
         model: A model with shapes in place of weights; it is modified.
-        kind: The type to quantize to; None leaves the model as it is.
+        online_dtype: The type to quantize to; None leaves the model as it is.
     """
-    if kind is None:
+    if online_dtype is None:
         return model
-    made = {place.path for place in _made(model)}
+    online_paths = {place.path for place in _online_places(model)}
 
-    def form_of(place: KernelPlace) -> QuantizationScheme | None:
-        return QuantizationScheme.of_kind(kind, place.kernel.shape[-2]) if place.path in made else None
+    def scheme_of(place: KernelPlace) -> QuantizationScheme | None:
+        return (
+            QuantizationScheme.online(online_dtype, place.kernel.shape[-2])
+            if place.path in online_paths
+            else None
+        )
 
-    outline_quantized(model, form_of)
+    apply_schemes(model, scheme_of)
     return model
 
 
-def quantized[M: nnx.Module](model: M, kind: Kind | None) -> M:
+def quantize_model[M: nnx.Module](model: M, online_dtype: OnlineDtype | None) -> M:
     """Returns a copy of a model with quantized weights. All weights that are not quantized are shared.
 
     Args:
         model: A model with weights; not modified.
-        kind: The type to quantize to; if it is None, `model` itself is returned.
+        online_dtype: The type to quantize to; if it is None, `model` itself is returned.
     """
-    if kind is None:
+    if online_dtype is None:
         return model
     model = nnx.merge(*nnx.split(model))
-    for place in _made(model):
+    for place in _online_places(model):
         param = place.kernel
         split, kernel = param.get_metadata()["split"], param[...]
-        form = QuantizationScheme.of_kind(kind, kernel.shape[-2])
-        setattr(place.owner, place.name, QuantizedWeight(form, kernel.shape, split, quantize(kernel, kind)))
+        scheme = QuantizationScheme.online(online_dtype, kernel.shape[-2])
+        setattr(
+            place.owner,
+            place.name,
+            QuantizedWeight(scheme, kernel.shape, split, quantize(kernel, online_dtype)),
+        )
     return model
 
 
 def float_outline[M: nnx.Module](model: M, dtype: jax.typing.DTypeLike) -> M:
-    """Returns the outline that a model had before its weights were quantized by `quantized`.
+    """Returns the outline that a model had before its weights were quantized by `quantize_model`.
 
     Args:
         model: A model, or its outline; not modified.
@@ -136,7 +144,7 @@ def float_outline[M: nnx.Module](model: M, dtype: jax.typing.DTypeLike) -> M:
     for place in kernel_places(model):
         kernel = place.kernel
         if isinstance(kernel, QuantizedWeight):
-            if not isinstance(kernel.form.source, str):
+            if not isinstance(kernel.scheme.source, str):
                 raise ValueError(
                     "the weights must be the folder or hub id of a checkpoint of the same format because the "
                     "model is served from a quantized checkpoint, got a model or tensors"
@@ -146,12 +154,12 @@ def float_outline[M: nnx.Module](model: M, dtype: jax.typing.DTypeLike) -> M:
     return model
 
 
-def _made(model: nnx.Module) -> Iterator[KernelPlace]:
+def _online_places(model: nnx.Module) -> Iterator[KernelPlace]:
     """Yields the locations of the float weights that are quantized while a model is loaded."""
     head = model.head if isinstance(model, LanguageModel) else None
     for place in kernel_places(model):
         # Routers, a subclass of Linear, are excluded: they are small, and a rounding error in them can select
         # other experts.
-        is_made = isinstance(place.owner, Experts) or type(place.owner) is Linear
-        if is_made and place.owner is not head and isinstance(place.kernel, nnx.Param):
+        is_quantizable = isinstance(place.owner, Experts) or type(place.owner) is Linear
+        if is_quantizable and place.owner is not head and isinstance(place.kernel, nnx.Param):
             yield place

@@ -24,12 +24,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
-from jax_paged.models.parallel.sharding import DeviceGrid, Split, Units, even, taken
+from jax_paged.models.parallel.sharding import DeviceGrid, Split, Units, even, take_columns
 
 # Types that float weights can be quantized to while they are loaded: 8 bits per number, and one scale per
 # column.
-Kind = Literal["int8", "fp8"]
-KIND_DTYPES: dict[Kind, DTypeLike] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+OnlineDtype = Literal["int8", "fp8"]
+ONLINE_DTYPES: dict[OnlineDtype, DTypeLike] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 # Maximum and minimum number of rows that are dequantized at a time on a CPU.
 _BLOCK, _MIN_BLOCK = 128, 16
@@ -41,7 +41,7 @@ class QuantizedParam(nnx.Variable[Array]):
     """An array of a quantized weight, for inference only."""
 
 
-class Parts(NamedTuple):
+class QuantizedArrays(NamedTuple):
     """The arrays of a quantized weight [*e, I, O].
 
     Args:
@@ -58,7 +58,7 @@ class Parts(NamedTuple):
     groups: Any = None
 
 
-class StoredKernel(Protocol):
+class StoredMatrix(Protocol):
     """Layout of a quantized weight in a checkpoint; implemented in formats.py."""
 
     def tensors(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
@@ -70,7 +70,7 @@ class StoredKernel(Protocol):
         """
         ...
 
-    def parts(self, tensors: dict[str, np.ndarray]) -> Parts:
+    def arrays(self, tensors: dict[str, np.ndarray]) -> QuantizedArrays:
         """Returns the arrays of the quantized weight.
 
         Args:
@@ -92,27 +92,27 @@ class QuantizationScheme:
         source: The layout in the checkpoint, or the type that float weights are quantized to.
         scales: Name of the dtype of the scales.
         has_zeros: Whether there are zero points.
-        has_groups: Whether each row is assigned to a group by `Parts.groups`.
+        has_groups: Whether each row is assigned to a group by `QuantizedArrays.groups`.
     """
 
     values: str
     group_size: int
-    source: StoredKernel | Kind
+    source: StoredMatrix | OnlineDtype
     scales: str = "float32"
     has_zeros: bool = False
     has_groups: bool = False
 
     @classmethod
-    def of_kind(cls, kind: Kind, rows: int) -> "QuantizationScheme":
+    def online(cls, online_dtype: OnlineDtype, rows: int) -> "QuantizationScheme":
         """Returns the scheme of float weights that are quantized while they are loaded.
 
         Args:
-            kind: The type to quantize to.
+            online_dtype: The type to quantize to.
             rows: Number of rows of the matrix, which form one group.
         """
-        return cls(jnp.dtype(KIND_DTYPES[kind]).name, rows, kind)
+        return cls(jnp.dtype(ONLINE_DTYPES[online_dtype]).name, rows, online_dtype)
 
-    def shapes(self, shape: tuple[int, ...]) -> Parts:
+    def shapes(self, shape: tuple[int, ...]) -> QuantizedArrays:
         """Returns the shapes and dtypes of the arrays of a quantized weight, as jax.ShapeDtypeStruct.
 
         Args:
@@ -122,14 +122,14 @@ class QuantizationScheme:
         held = rows // 2 if self.values == "uint8" else rows
         by_group = *stack, -(-rows // self.group_size), columns
         zeros = jnp.uint8 if self.values == "uint8" else jnp.int8
-        return Parts(
+        return QuantizedArrays(
             jax.ShapeDtypeStruct((*stack, held, columns), jnp.dtype(self.values)),
             jax.ShapeDtypeStruct(by_group, jnp.dtype(self.scales)),
             jax.ShapeDtypeStruct(by_group, zeros) if self.has_zeros else None,
             jax.ShapeDtypeStruct((*stack, rows), jnp.int32) if self.has_groups else None,
         )
 
-    def splits(self, shape: tuple[int, ...], split: Split) -> Parts:
+    def splits(self, shape: tuple[int, ...], split: Split) -> QuantizedArrays:
         """Returns how the arrays of a quantized weight are divided among devices.
 
         Args:
@@ -139,29 +139,33 @@ class QuantizationScheme:
         *stack, rows, columns = split
         num_rows = shape[-2]
         is_whole = self.has_groups or num_rows <= self.group_size
-        by_group = *stack, None if is_whole else _in_steps(rows, self.group_size), columns
-        values = *stack, _in_steps(rows, 2 if self.values == "uint8" else 1), columns
-        return Parts(values, by_group, by_group, (*stack, rows))
+        by_group = *stack, None if is_whole else _grouped_units(rows, self.group_size), columns
+        values = *stack, _grouped_units(rows, 2 if self.values == "uint8" else 1), columns
+        return QuantizedArrays(values, by_group, by_group, (*stack, rows))
 
 
 class QuantizedWeight(nnx.Module):
     """A quantized weight matrix [*e, I, O]: its arrays, or shapes in their place.
 
     Args:
-        form: The layout of the arrays.
+        scheme: The layout of the arrays.
         shape: Shape of the matrix.
         split: How the matrix is divided among devices.
-        parts: The arrays; None for shapes in their place.
+        arrays: The arrays; None for shapes in their place.
     """
 
     def __init__(
-        self, form: QuantizationScheme, shape: tuple[int, ...], split: Split, parts: Parts | None = None
+        self,
+        scheme: QuantizationScheme,
+        shape: tuple[int, ...],
+        split: Split,
+        arrays: QuantizedArrays | None = None,
     ) -> None:
-        self.form, self.shape, self.split = form, shape, split
-        parts = form.shapes(shape) if parts is None else parts
+        self.scheme, self.shape, self.split = scheme, shape, split
+        arrays = scheme.shapes(shape) if arrays is None else arrays
         made = [
             None if x is None else QuantizedParam(x, split=s)
-            for x, s in zip(parts, form.splits(shape, split), strict=True)
+            for x, s in zip(arrays, scheme.splits(shape, split), strict=True)
         ]
         self.values, self.scales, self.zeros, self.groups = made
 
@@ -171,38 +175,38 @@ class QuantizedWeight(nnx.Module):
         return math.prod(self.shape)
 
     @property
-    def parts(self) -> Parts:
+    def arrays(self) -> QuantizedArrays:
         """The arrays."""
         variables = self.values, self.scales, self.zeros, self.groups
-        return Parts(*(None if v is None else v[...] for v in variables))
+        return QuantizedArrays(*(None if v is None else v[...] for v in variables))
 
     @property
     def stack(self) -> "KernelStack":
         """The arrays of stacked experts, for use in a forward pass."""
-        return KernelStack(self.parts, self.form.group_size)
+        return KernelStack(self.arrays, self.scheme.group_size)
 
     @property
-    def part_splits(self) -> Parts:
+    def array_splits(self) -> QuantizedArrays:
         """The split of each array; None for arrays that the weight does not have."""
         variables = self.values, self.scales, self.zeros, self.groups
-        return Parts(*(None if v is None else v.get_metadata()["split"] for v in variables))
+        return QuantizedArrays(*(None if v is None else v.get_metadata()["split"] for v in variables))
 
-    def placed(self, parts: Parts, grid: DeviceGrid | None) -> dict[str, Array]:
+    def to_devices(self, arrays: QuantizedArrays, grid: DeviceGrid | None) -> dict[str, Array]:
         """Returns arrays by name after copying them to devices. Each device receives its own part.
 
         Args:
-            parts: The arrays in host memory.
+            arrays: The arrays in host memory.
             grid: The devices that share the weight; None for the default device.
         """
         found = {}
-        for name, part, split in zip(Parts._fields, parts, self.part_splits, strict=True):
+        for name, part, split in zip(QuantizedArrays._fields, arrays, self.array_splits, strict=True):
             if split is None:
                 continue
             if grid is None or grid.num_devices == 1:
                 # Never alias the mapped file, because it may change.
                 found[name] = jax.device_put(part, grid and grid.devices[0], may_alias=False)
                 continue
-            own = taken(np.asarray(part), grid.columns(split))
+            own = take_columns(np.asarray(part), grid.columns(split))
             found[name] = jax.make_array_from_callback(own.shape, grid.sharding(split), own.__getitem__)
         return found
 
@@ -215,7 +219,7 @@ class QuantizedWeight(nnx.Module):
         Returns:
             [*e, I, O].
         """
-        return dense(self.parts, self.form.group_size, dtype)
+        return dense(self.arrays, self.scheme.group_size, dtype)
 
     def product(
         self, x: Float[Array, "*t i"], dtype: DTypeLike, *, is_divided: bool = False
@@ -230,11 +234,16 @@ class QuantizedWeight(nnx.Module):
         Returns:
             [*T, O].
         """
-        return multiply(x, self.parts, self.form.group_size, dtype, is_divided=is_divided)
+        return multiply(x, self.arrays, self.scheme.group_size, dtype, is_divided=is_divided)
 
 
 def multiply(
-    x: Float[Array, "*t i"], parts: Parts, group_size: int, dtype: DTypeLike, *, is_divided: bool = False
+    x: Float[Array, "*t i"],
+    arrays: QuantizedArrays,
+    group_size: int,
+    dtype: DTypeLike,
+    *,
+    is_divided: bool = False,
 ) -> Float[Array, "*t o"]:
     """Returns x @ kernel for a single quantized matrix.
 
@@ -243,11 +252,11 @@ def multiply(
 
     Args:
         x: float [*T, I].
-        parts: The arrays of the matrix, without a dimension for experts.
+        arrays: The arrays of the matrix, without a dimension for experts.
         group_size: Number of rows in a group.
         dtype: The dtype of the result.
         is_divided: Whether the rows of the matrix are divided among devices. In this case the arrays of
-            `parts` span all devices.
+            `arrays` span all devices.
 
     Returns:
         [*T, O].
@@ -255,53 +264,53 @@ def multiply(
     rows = x.shape[-1]
     block = math.gcd(rows, _BLOCK)
     fits = group_size >= rows or (rows % group_size == 0 and 0 in (block % group_size, group_size % block))
-    if is_divided or block < _MIN_BLOCK or not (fits or parts.groups is not None):
-        return _multiply_whole(x, parts, group_size, dtype)
+    if is_divided or block < _MIN_BLOCK or not (fits or arrays.groups is not None):
+        return _multiply_whole(x, arrays, group_size, dtype)
     return jax.lax.platform_dependent(
         x,
-        parts,
-        cpu=lambda x, parts: _multiply_blocks(x, parts, group_size, block).astype(dtype),
-        default=lambda x, parts: _multiply_whole(x, parts, group_size, dtype),
+        arrays,
+        cpu=lambda x, arrays: _multiply_blocks(x, arrays, group_size, block).astype(dtype),
+        default=lambda x, arrays: _multiply_whole(x, arrays, group_size, dtype),
     )
 
 
-def _multiply_whole(x: Array, parts: Parts, group_size: int, dtype: DTypeLike) -> Array:
+def _multiply_whole(x: Array, arrays: QuantizedArrays, group_size: int, dtype: DTypeLike) -> Array:
     """Dequantizes the whole matrix. XLA may fuse this with the product, but does not do so on a CPU."""
     # Without the barrier, XLA might dequantize the matrices of all layers, or of all iterations of multi-step
     # decoding, before their products.
-    values, _ = jax.lax.optimization_barrier((parts.values, x))
-    parts = parts._replace(values=values)
-    if parts.zeros is None and parts.groups is None and len(parts.scales) == 1:
+    values, _ = jax.lax.optimization_barrier((arrays.values, x))
+    arrays = arrays._replace(values=values)
+    if arrays.zeros is None and arrays.groups is None and len(arrays.scales) == 1:
         # 8-bit values are exact in every float dtype, so the scale of a column can be applied to the result.
-        y = jnp.matmul(x, parts.values.astype(x.dtype), preferred_element_type=jnp.float32)
-        return (y * parts.scales[0].astype(jnp.float32)).astype(dtype)
-    kernel = dense(parts, group_size, x.dtype)
+        y = jnp.matmul(x, arrays.values.astype(x.dtype), preferred_element_type=jnp.float32)
+        return (y * arrays.scales[0].astype(jnp.float32)).astype(dtype)
+    kernel = dense(arrays, group_size, x.dtype)
     return jnp.matmul(x, kernel, preferred_element_type=jnp.float32).astype(dtype)
 
 
-def _multiply_blocks(x: Array, parts: Parts, group_size: int, block: int) -> Float[Array, "*t o"]:
+def _multiply_blocks(x: Array, arrays: QuantizedArrays, group_size: int, block: int) -> Float[Array, "*t o"]:
     """Dequantizes as many rows at a time as fit into the cache of a CPU core, and adds up their products."""
     *leading, rows = x.shape
     x = x.reshape(-1, rows // block, block).swapaxes(0, 1).astype(jnp.float32)
-    held = block // 2 if parts.values.dtype == jnp.uint8 else block
-    is_fp8 = parts.values.dtype == jnp.float8_e4m3fn
+    held = block // 2 if arrays.values.dtype == jnp.uint8 else block
+    is_fp8 = arrays.values.dtype == jnp.float8_e4m3fn
     # Sliced as bytes, because XLA would convert the whole fp8 array in order to slice it.
-    all_values = jax.lax.bitcast_convert_type(parts.values, jnp.uint8) if is_fp8 else parts.values
+    all_values = jax.lax.bitcast_convert_type(arrays.values, jnp.uint8) if is_fp8 else arrays.values
 
     def add_block(i: Array, y: Array) -> Array:
         def cut(part: Any, size: int, first: Array) -> Any:
             return None if part is None else jax.lax.dynamic_slice_in_dim(part, first, size)
 
-        values, groups = cut(all_values, held, i * held), cut(parts.groups, block, i * block)
-        scales, zeros = parts.scales, parts.zeros
+        values, groups = cut(all_values, held, i * held), cut(arrays.groups, block, i * block)
+        scales, zeros = arrays.scales, arrays.zeros
         if groups is None:
             num, first = max(1, block // group_size), i * block // group_size
             scales, zeros = cut(scales, num, first), cut(zeros, num, first)
         values = _from_fp8(values) if is_fp8 else values
-        own = Parts(values, scales, zeros, groups)
+        own = QuantizedArrays(values, scales, zeros, groups)
         return y + x[i] @ dense(own, min(group_size, block), jnp.float32)
 
-    y = jnp.zeros((x.shape[1], parts.values.shape[1]), jnp.float32)
+    y = jnp.zeros((x.shape[1], arrays.values.shape[1]), jnp.float32)
     return jax.lax.fori_loop(0, len(x), add_block, y).reshape(*leading, -1)
 
 
@@ -317,11 +326,11 @@ def _from_fp8(values: UInt8[Array, "*n"]) -> Float[Array, "*n"]:
     return jnp.where(held > 127, -found, found)
 
 
-def one_of(parts: Parts, index: Int[Array, ""]) -> Parts:
+def select_expert(arrays: QuantizedArrays, index: Int[Array, ""]) -> QuantizedArrays:
     """Returns the arrays of one of several stacked matrices.
 
     Args:
-        parts: The arrays of all matrices.
+        arrays: The arrays of all matrices.
         index: int32 [], index of the matrix.
     """
 
@@ -331,7 +340,7 @@ def one_of(parts: Parts, index: Int[Array, ""]) -> Parts:
         taken = jax.lax.bitcast_convert_type(part, jnp.uint8)[index]
         return jax.lax.bitcast_convert_type(taken, part.dtype)
 
-    return jax.tree.map(take, parts)
+    return jax.tree.map(take, arrays)
 
 
 @jax.tree_util.register_dataclass
@@ -340,17 +349,17 @@ class KernelStack:
     """The quantized weights of stacked experts, for use in a forward pass.
 
     Args:
-        parts: The arrays of all experts.
+        arrays: The arrays of all experts.
         group_size: Number of rows in a group.
     """
 
-    parts: Parts
+    arrays: QuantizedArrays
     group_size: int = dataclasses.field(metadata={"static": True})
 
     @property
     def num_columns(self) -> int:
         """The number of columns of each matrix."""
-        return self.parts.values.shape[-1]
+        return self.arrays.values.shape[-1]
 
     def product(self, x: Float[Array, "b i"], index: Int[Array, ""]) -> Float[Array, "b o"]:
         """Returns x @ kernel for one of the experts.
@@ -362,88 +371,90 @@ class KernelStack:
         Returns:
             [B, O] in the dtype of x.
         """
-        return multiply(x, one_of(self.parts, index), self.group_size, x.dtype)
+        return multiply(x, select_expert(self.arrays, index), self.group_size, x.dtype)
 
 
-def dense(parts: Parts, group_size: int, dtype: DTypeLike) -> Float[Array, "*e i o"]:
+def dense(arrays: QuantizedArrays, group_size: int, dtype: DTypeLike) -> Float[Array, "*e i o"]:
     """Returns the dequantized matrix, computed in float32 and rounded once.
 
     Args:
-        parts: The arrays of the matrix.
+        arrays: The arrays of the matrix.
         group_size: Number of rows in a group.
         dtype: The dtype of the result.
 
     Returns:
         [*e, I, O].
     """
-    if parts.values.ndim > 2:
-        return jax.vmap(lambda one: dense(one, group_size, dtype))(parts)
-    values = parts.values
+    if arrays.values.ndim > 2:
+        return jax.vmap(lambda one: dense(one, group_size, dtype))(arrays)
+    values = arrays.values
     if values.dtype == jnp.uint8:
         values = jnp.stack([values & 15, values >> 4], axis=1).reshape(-1, values.shape[-1])
 
     def of_rows(x: Array) -> Array:
         x = x.astype(jnp.float32)
-        if parts.groups is not None:
-            return x[parts.groups]
+        if arrays.groups is not None:
+            return x[arrays.groups]
         return x if x.shape[0] == 1 else jnp.repeat(x, group_size, axis=0)[: values.shape[0]]
 
     kernel = values.astype(jnp.float32)
-    if parts.zeros is not None:
-        kernel = kernel - of_rows(parts.zeros)
-    return (kernel * of_rows(parts.scales)).astype(dtype)
+    if arrays.zeros is not None:
+        kernel = kernel - of_rows(arrays.zeros)
+    return (kernel * of_rows(arrays.scales)).astype(dtype)
 
 
-def quantize(kernel: Float[Array, "*e i o"], kind: Kind) -> Parts:
+def quantize(kernel: Float[Array, "*e i o"], online_dtype: OnlineDtype) -> QuantizedArrays:
     """Quantizes a matrix to 8 bits per number, with one float32 scale for each column of each expert.
 
     Args:
         kernel: float32 or bfloat16 [*e, I, O].
-        kind: "int8" rounds to integers in [-127, 127], where 127 stands for the largest magnitude in the
-            column. "fp8" rounds to float8_e4m3fn, whose largest number stands for the largest magnitude.
+        online_dtype: "int8" rounds to integers in [-127, 127], where 127 stands for the largest magnitude in
+            the column. "fp8" rounds to float8_e4m3fn, whose largest number stands for the largest magnitude.
 
     Returns:
         values [*e, I, O] in int8 or float8_e4m3fn, and scales float32 [*e, 1, O].
     """
-    return Parts(*_quantize(kernel, kind))
+    return QuantizedArrays(*_quantize(kernel, online_dtype))
 
 
-def quantize_file(kernel: Float[np.ndarray, "*e i o"], dtype: DTypeLike, kind: Kind) -> Parts:
+def quantize_file(
+    kernel: Float[np.ndarray, "*e i o"], dtype: DTypeLike, online_dtype: OnlineDtype
+) -> QuantizedArrays:
     """Quantizes a matrix of a memory-mapped file as `quantize` does, a few columns at a time.
 
     Args:
         kernel: float [*e, I, O], the mapped array.
         dtype: The dtype that the numbers are rounded to before they are quantized.
-        kind: The type to quantize to; see `quantize`.
+        online_dtype: The type to quantize to; see `quantize`.
 
     Returns:
         The arrays in host memory; see `quantize`.
     """
     *stack, rows, columns = kernel.shape
-    values = np.empty((*stack, rows, columns), KIND_DTYPES[kind])
+    values = np.empty((*stack, rows, columns), ONLINE_DTYPES[online_dtype])
     scales = np.empty((*stack, 1, columns), np.float32)
     for i in np.ndindex(*stack):
         for first in range(0, columns, _COLUMNS):
             part = *i, slice(None), slice(first, first + _COLUMNS)
-            values[part], scales[part] = _quantize(jnp.asarray(kernel[part].astype(dtype)), kind)
-    return Parts(values, scales)
+            values[part], scales[part] = _quantize(jnp.asarray(kernel[part].astype(dtype)), online_dtype)
+    return QuantizedArrays(values, scales)
 
 
-def _quantize(kernel: Array, kind: Kind) -> tuple[Array, Array]:
+def _quantize(kernel: Array, online_dtype: OnlineDtype) -> tuple[Array, Array]:
     kernel = kernel.astype(jnp.float32)
     largest = jnp.max(jnp.abs(kernel), axis=-2, keepdims=True)
     # A product, because XLA may replace a division by a constant with a product, which rounds differently.
-    scales = jnp.where(largest > 0, largest, 1) * (1 / _LARGEST[kind])
-    values = jnp.clip(kernel / scales, -_LARGEST[kind], _LARGEST[kind])
-    values = jnp.round(values) if kind == "int8" else values
-    return values.astype(KIND_DTYPES[kind]), scales
+    scales = jnp.where(largest > 0, largest, 1) * (1 / _LARGEST[online_dtype])
+    values = jnp.clip(kernel / scales, -_LARGEST[online_dtype], _LARGEST[online_dtype])
+    values = jnp.round(values) if online_dtype == "int8" else values
+    return values.astype(ONLINE_DTYPES[online_dtype]), scales
 
 
 _quantize = jax.jit(_quantize, static_argnums=1)
 
 
-def pairs(values: Int[np.ndarray, "i o"]) -> Int[np.ndarray, "h o"]:
-    """Returns 4-bit numbers packed as in `Parts.values`.
+def pack_pairs(values: Int[np.ndarray, "i o"]) -> Int[np.ndarray, "h o"]:
+    """Returns 4-bit numbers packed as in `QuantizedArrays.values`.
 
     Args:
         values: int [I, O], numbers in [0, 15].
@@ -454,12 +465,12 @@ def pairs(values: Int[np.ndarray, "i o"]) -> Int[np.ndarray, "h o"]:
     return (values[::2] | values[1::2] << 4).astype(np.uint8)
 
 
-def _in_steps(rows: tuple[Units, ...] | None, step: int) -> tuple[Units, ...] | None:
+def _grouped_units(rows: tuple[Units, ...] | None, step: int) -> tuple[Units, ...] | None:
     """Returns the units of a dimension that has one entry for every `step` rows."""
     if rows is None or step == 1:
         return rows
     (units,) = rows
-    assert units.kind == "even", "the rows of every family are one list of even units"
+    assert units.division == "even", "rows of a quantized matrix must be a single list of even units"
     num = units.num * units.size
     # If the last group is shorter than the others, the groups are one unit, which cannot be divided.
     return even(num // step) if num % step == 0 else even(1, -(-num // step))

@@ -55,10 +55,10 @@ def tiles_of(rows: TokenRows) -> Tiles:
     Args:
         rows: Assignment of tokens to rows.
     """
-    num_tokens, num_rows = len(rows.row), len(rows.first) - 1
+    num_tokens, num_rows = len(rows.row), len(rows.row_start) - 1
     least, most = _TILE_SIZES
     size = min(most, max(least, 1 << (num_tokens // num_rows).bit_length() - 1))
-    lens = rows.first[1:] - rows.first[:-1]
+    lens = rows.row_start[1:] - rows.row_start[:-1]
     ends = jnp.cumsum(-(-lens // size))
     tile = jnp.arange(num_tokens // size + min(num_rows, num_tokens))
     row = jnp.sum(tile[:, None] >= ends, axis=1)
@@ -66,7 +66,7 @@ def tiles_of(rows: TokenRows) -> Tiles:
     start = (tile - (ends - -(-lens // size))[own]) * size
     place = start[:, None] + jnp.arange(size)
     is_token = (row < num_rows)[:, None] & (place < lens[own][:, None])
-    return Tiles(row, start, jnp.where(is_token, rows.first[own][:, None] + place, 0), is_token)
+    return Tiles(row, start, jnp.where(is_token, rows.row_start[own][:, None] + place, 0), is_token)
 
 
 @jax.tree_util.register_static
@@ -86,7 +86,7 @@ class GatedDeltaRule:
 
         Returns:
             [T, H, V] in the dtype of the values; float32 [B, 1, H, K, V], the states after all tokens; and
-            float32 [B, 1, H, K, V], the states after the first `num_kept` tokens.
+            float32 [B, 1, H, K, V], the states after the first `checkpoint_len` tokens.
         """
         q, k, v, decay, rate = (x.astype(jnp.float32) for x in inputs)
         q, k = (x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPSILON) for x in (q, k))
@@ -114,8 +114,8 @@ def _by_tiles(
     """Computes rows with several tokens tile by tile; see the module's docstring.
 
     The inputs are float32; queries and keys are normalized, and their heads are repeated to H. Returns the
-    outputs [T, H, V], the states [B, H, K, V] after all tokens, and the states after the first `num_kept`
-    tokens.
+    outputs [T, H, V], the states [B, H, K, V] after all tokens, and the states after the first
+    `checkpoint_len` tokens.
     """
     tiles, num_rows = tiles_of(rows), len(state)
     size = tiles.tokens.shape[1]
@@ -138,7 +138,7 @@ def _by_tiles(
     scores = jnp.einsum("nhik,nhjk->nhij", q, k) * fading
     # The number of tokens of the row that the checkpoint includes, counted from the start of the tile. The
     # state before the tile decays up to the last of these tokens.
-    num_before = rows.num_kept.at[tiles.row].get(mode="fill", fill_value=0) - tiles.start
+    num_before = rows.checkpoint_len.at[tiles.row].get(mode="fill", fill_value=0) - tiles.start
     counts = jnp.stack([jnp.sum(tiles.is_token, axis=1), jnp.clip(num_before, 0, size)])
     is_kept = (num_before > 0) & (num_before <= counts[0])
     last = jnp.take_along_axis(total[None], jnp.maximum(counts - 1, 0)[:, :, None, None], axis=3)

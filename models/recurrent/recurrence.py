@@ -32,7 +32,7 @@ from jax_paged.models.attention import HEADS_SPEC, POOL_SPEC, AttentionMetadata,
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["row", "place", "first", "num_kept"],
+    data_fields=["row", "offset", "row_start", "checkpoint_len"],
     meta_fields=["is_decode"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +41,16 @@ class TokenRows:
 
     Args:
         row: int32 [T], row of each token; B in padding.
-        place: int32 [T], number of tokens of the same row that precede the token in this step.
-        first: int32 [B + 1], index of each row's first token. An unused row has no tokens.
-        num_kept: int32 [B], number of the row's tokens that the state checkpoint includes.
+        offset: int32 [T], number of tokens of the same row that precede the token in this step.
+        row_start: int32 [B + 1], index of each row's first token. An unused row has no tokens.
+        checkpoint_len: int32 [B], number of the row's tokens that the state checkpoint includes.
         is_decode: Static. True if token b is the only one of row b.
     """
 
     row: Int[Array, " t"]
-    place: Int[Array, " t"]
-    first: Int[Array, " b1"]
-    num_kept: Int[Array, " b"]
+    offset: Int[Array, " t"]
+    row_start: Int[Array, " b1"]
+    checkpoint_len: Int[Array, " b"]
     is_decode: bool
 
 
@@ -74,7 +74,7 @@ class Rule(Protocol):
 
         Returns:
             [T, ...], the outputs of the tokens, finite in padding; [B, ...], the states after all tokens; and
-            [B, ...], the states after the first `num_kept` tokens.
+            [B, ...], the states after the first `checkpoint_len` tokens.
         """
         ...
 
@@ -98,21 +98,21 @@ def recur_paged(
     def recur(
         rule: Rule, states: Array, inputs: tuple[Array, ...], metadata: AttentionMetadata
     ) -> tuple[Array, Array]:
-        assert metadata.state_slots is not None, "a layer keeps a state"
-        (slots, kept_slots, num_kept), first = metadata.state_slots, metadata.query_start_loc
+        assert metadata.state_slots is not None, "the metadata has no state_slots"
+        (slots, checkpoint_slots, checkpoint_len), row_start = metadata.state_slots, metadata.query_start_loc
         tokens = jnp.arange(metadata.positions.shape[0])
-        row = tokens if metadata.is_decode else jnp.sum(tokens[:, None] >= first[1:], axis=1)
-        rows = TokenRows(row, tokens - first[row], first, num_kept, metadata.is_decode)
-        is_new = metadata.positions.at[first[:-1]].get(mode="clip") == 0
+        row = tokens if metadata.is_decode else jnp.sum(tokens[:, None] >= row_start[1:], axis=1)
+        rows = TokenRows(row, tokens - row_start[row], row_start, checkpoint_len, metadata.is_decode)
+        is_new = metadata.positions.at[row_start[:-1]].get(mode="clip") == 0
         state = states.at[slots].get(mode="fill", fill_value=0)
         state = jnp.where(is_new.reshape(-1, *[1] * (state.ndim - 1)), 0, state)
         out, state, kept = rule(rows, state, *inputs)
         states = states.at[slots].set(state.astype(states.dtype), mode="drop")
-        return states.at[kept_slots].set(kept.astype(states.dtype), mode="drop"), out
+        return states.at[checkpoint_slots].set(kept.astype(states.dtype), mode="drop"), out
 
     if metadata.grid is not None:
         specs = HEADS_SPEC, POOL_SPEC, HEADS_SPEC, PartitionSpec()
-        recur = metadata.grid.on_each(recur, specs, (POOL_SPEC, HEADS_SPEC))
+        recur = metadata.grid.shard_map(recur, specs, (POOL_SPEC, HEADS_SPEC))
     kv_cache[place], out = recur(rule, kv_cache[place], inputs, metadata)
     return out
 
@@ -134,7 +134,7 @@ def recur_dense(
         [..., T, ...], the outputs of the tokens.
     """
     spec = specs[layer]
-    assert isinstance(spec, StateSpec), "the layer keeps a state"
+    assert isinstance(spec, StateSpec), f"layer {layer} has no recurrent states"
     own, (*_, length) = spec.arrays[index], shape
     num_rows, num_tokens = math.prod(shape[:-1]), math.prod(shape)
     tokens, first = jnp.arange(num_tokens), jnp.arange(num_rows + 1) * length
@@ -170,7 +170,7 @@ class Convolution:
 
         Returns:
             [T, C] in the dtype of the input; [B, K - 1, C], the states after all tokens; and [B, K - 1, C],
-            the states after the first `num_kept` tokens.
+            the states after the first `checkpoint_len` tokens.
         """
         (x,), num_before = inputs, len(self.kernel) - 1
         kernel = self.kernel.astype(jnp.float32)
@@ -181,12 +181,12 @@ class Convolution:
         out = x.astype(jnp.float32) * kernel[-1]
         for back in range(1, num_before + 1):
             earlier = jnp.pad(x, ((back, 0), (0, 0)))[: len(x)]
-            index = jnp.clip(num_before + rows.place - back, 0, num_before - 1)
+            index = jnp.clip(num_before + rows.offset - back, 0, num_before - 1)
             before = state.at[rows.row, index].get(mode="fill", fill_value=0)
-            earlier = jnp.where((rows.place >= back)[:, None], earlier, before)
+            earlier = jnp.where((rows.offset >= back)[:, None], earlier, before)
             out += earlier.astype(jnp.float32) * kernel[-1 - back]
-        stop = rows.first[1:] - rows.first[:-1]
-        ended, kept = (self._state(rows, state, x, n) for n in (stop, rows.num_kept))
+        stop = rows.row_start[1:] - rows.row_start[:-1]
+        ended, kept = (self._state(rows, state, x, n) for n in (stop, rows.checkpoint_len))
         return out.astype(x.dtype), ended, kept
 
     @staticmethod
@@ -196,7 +196,7 @@ class Convolution:
         i = num_tokens[:, None] + jnp.arange(state.shape[1])
         old = jnp.take_along_axis(state, jnp.clip(i, 0, state.shape[1] - 1)[..., None], axis=1)
         place = i - state.shape[1]
-        new = x.at[rows.first[:-1, None] + jnp.maximum(place, 0)].get(mode="clip")
+        new = x.at[rows.row_start[:-1, None] + jnp.maximum(place, 0)].get(mode="clip")
         return jnp.where((place >= 0)[..., None], new.astype(state.dtype), old)
 
 
@@ -218,6 +218,6 @@ class Recur(Protocol):
         ...
 
 
-def no_states(rule: Rule, layer: int, index: int, *inputs: Any) -> Array:
+def no_recurrence(rule: Rule, layer: int, index: int, *inputs: Any) -> Array:
     """Raises an AssertionError: the default of `recur` in passes without recurrent states."""
-    raise AssertionError(f"layer {layer} asks for a state in a pass without any")
+    raise AssertionError(f"layer {layer} called recur in a forward pass without recurrent states")

@@ -1,4 +1,19 @@
-"""The combine kernel: joins partial softmaxes over parts of a context by their log-sum-exp."""
+"""The combine kernel: merges the partial results of paged_decode by their log-sum-exp.
+
+paged_decode computes a softmax over each item, which is a part of a context. This kernel merges the items of
+each sequence that has several of them, and writes 0 for sequences without tokens.
+
+The grid is (sequence, query head). A thread block has four warps, and each warp reads every fourth item:
+
+1. Each warp loads the normalized result [D], the maximum score and the denominator of four items from global
+   memory, so that the thread block has 16 items in flight.
+2. The warp adds the items to its running result in registers, as in the online softmax: [4, D] in float32,
+   with one row per warp, and a maximum and a denominator per row.
+3. After the last item, the four rows are merged and the sink is added to the denominator. The quotient is
+   written to global memory.
+
+Source: Dao et al., Flash-Decoding for long-context inference, 2023.
+"""
 
 import functools
 from typing import Any
@@ -11,42 +26,38 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels.gpu import tuning
 
-# Loads of four items, one per warp, that are in flight together.
+# Number of loads in flight. Each load reads four items, one per warp.
 UNROLL = 4
 
 
 def combine(
-    averages: Float[Array, "w k g d"],
+    partial_outputs: Float[Array, "w k g d"],
     stats: Float[Array, "w k 2 r"],
-    spans: Int[Array, "b 2"],
+    item_ranges: Int[Array, "b 2"],
     sinks: Float[Array, " h"] | None,
     out_ref: Any,
     *,
     interpret: bool,
 ) -> None:
-    """Joins the items of every sequence that has not one, a block of threads per sequence and query head.
-
-    A warp takes every fourth item, so that 16 are loaded in one round trip to memory.
+    """Merges the items of every sequence that does not have exactly one item; writes the result to `out_ref`.
 
     Args:
-        averages: float32, the softmax of an item's scores times its values; three items more than are used.
-        stats: float32, the largest score among the tokens of an item, in base 2, and the sum of
-            exp2(score - largest); R is at least the number of query heads per kv head.
-        spans: int32, the first item and the number of items of each sequence.
-        sinks: One logit per head that joins the sum, in base 2; -inf for none.
-        out_ref: [B, H, D], where the attention of those sequences goes; exactly 0 for one without items.
+        partial_outputs: float32, the normalized result of each item. The last three rows are padding.
+        stats: float32, for each item the largest score, in base 2, and the sum of exp2(score - largest). R is
+            at least the number of query heads per kv head.
+        item_ranges: int32, the first item and the number of items of each sequence.
+        sinks: One logit per head, in base 2, that is added to the denominator; -inf for no sink.
+        out_ref: [B, H, D], receives the attention of these sequences; exactly 0 for a sequence without items.
         interpret: Whether to run in the interpreter.
-
-    Source: Dao et al., Flash-Decoding for long-context inference, 2023.
     """
     num_seqs, num_heads, head_dim = out_ref.shape
-    group = num_heads // averages.shape[1]
+    group = num_heads // partial_outputs.shape[1]
     layout = _item_per_warp(head_dim)
 
-    def body(averages_ref, stats_ref, spans_ref, *sinks_ref):
+    def body(partial_outputs_ref, stats_ref, item_ranges_ref, *sinks_ref):
         head, seq = lax.axis_index("head"), lax.axis_index("seq")
         kv_head, row = lax.div(head, jnp.int32(group)), lax.rem(head, jnp.int32(group))
-        first, count = spans_ref[seq, 0], spans_ref[seq, 1]
+        first, count = item_ranges_ref[seq, 0], item_ranges_ref[seq, 1]
 
         def load(ref, layout):
             return plgpu.load(ref, layout=layout, optimized=False)
@@ -60,7 +71,7 @@ def combine(
             for u in range(UNROLL):
                 index = jnp.minimum((step * UNROLL + u) * tuning.WARPS, count - 1)
                 items = pl.ds(first + index, tuning.WARPS)
-                tiles.append(load(averages_ref.at[items, kv_head, row], layout))
+                tiles.append(load(partial_outputs_ref.at[items, kv_head, row], layout))
                 tops.append(load(stats_ref.at[items, kv_head, 0, row], layout.reduce(1)))
                 sums.append(load(stats_ref.at[items, kv_head, 1, row], layout.reduce(1)))
             warp = plgpu.broadcasted_iota(jnp.int32, (tuning.WARPS,), 0, layout=layout.reduce(1))
@@ -73,7 +84,7 @@ def combine(
             acc, total = acc * broadcast(decay), total * decay
             for i, tile, top, part in zip(index, tiles, tops, sums, strict=True):
                 weight = jnp.where(i < count, part * jnp.exp2(top - new_largest), 0.0)
-                # What is past the last item may be NaN.
+                # Rows after the last item may be NaN.
                 acc += jnp.where(broadcast(i) < count, tile, 0.0) * broadcast(weight)
                 total += weight
             return acc, new_largest, total
@@ -103,11 +114,11 @@ def combine(
         grid_names=("seq", "head"),
         kernel_name="combine",
         interpret=tuning.interpret_params(interpret),
-    )(averages, stats, spans, *([] if sinks is None else [sinks]))
+    )(partial_outputs, stats, item_ranges, *([] if sinks is None else [sinks]))
 
 
 def _item_per_warp(head_dim: int) -> Any:
-    """Returns a layout of [items, head_dim] with an item per warp."""
+    """Returns a layout of [items, head_dim] in which each warp holds one item."""
     lanes = 32 if head_dim % 32 == 0 else 8
     vector = next(n for n in (4, 2, 1) if head_dim % (lanes * n) == 0)
     return plgpu.Layout.TILED(

@@ -1,4 +1,9 @@
-"""The copy_blocks kernel: all copies of a step in one launch, in place; one block of threads per tile."""
+"""The copy_blocks kernel: copies pages within the pool, in place, with one launch for all pairs.
+
+The grid is (kv head, keys or values, pair of pages). Each thread block copies one tile [S, D] from global
+memory through registers to global memory, without shared memory. A pair with a page that is out of range is
+skipped.
+"""
 
 import functools
 
@@ -16,22 +21,29 @@ from jax_paged.pallas_kernels.quantization import is_quantized
 def copy_blocks(
     kv_pages: Float[Array, "p 2 k s d"], src: Int[Array, " n"], dst: Int[Array, " n"], *, interpret: bool
 ) -> Float[Array, "p 2 k s d"]:
-    """See ops.copy_blocks. No page may be in both src and dst: the copies run in any order.
+    """See ops.copy_blocks. The function is jitted so that equal layers are lowered once.
 
-    Jitted, so that equal layers are lowered once.
+    No page may be in both src and dst, because the copies run in any order.
+
+    Args:
+        kv_pages: The pool.
+        src: int32 [N], pages to read.
+        dst: int32 [N], pages to write.
+        interpret: Whether to run in the interpreter.
 
     Raises:
-        ValueError: If 128 threads cannot share the S * D elements of a tile.
+        ValueError: If the S * D elements of a tile cannot be divided evenly among 128 threads.
     """
     num_pages, _, kv_heads, page_size, row_size = kv_pages.shape
-    is_bytes = is_quantized(kv_pages)
-    head_dim = row_size - is_bytes
-    if page_size * head_dim % 128 or head_dim % (16 if is_bytes else 1):
+    is_quantized_pool = is_quantized(kv_pages)
+    head_dim = row_size - is_quantized_pool
+    if page_size * head_dim % 128 or head_dim % (16 if is_quantized_pool else 1):
         raise ValueError(
             "page_size times head_dim of `kv_pages` must be a multiple of 128 with backend 'pallas', and "
-            f"head_dim one of 16 in a pool of bytes, got {page_size} and {head_dim}. Backend 'xla' takes any"
+            f"head_dim a multiple of 16 if the pool is quantized, got page_size {page_size} and "
+            f"head_dim {head_dim}. Backend 'xla' has no such limit"
         )
-    pool_ref = jax.new_ref(quantized_tile.flat(kv_pages) if is_bytes else kv_pages)
+    pool_ref = jax.new_ref(quantized_tile.flat(kv_pages) if is_quantized_pool else kv_pages)
 
     def body(src_ref, dst_ref):
         pair, which, head = (lax.axis_index(name) for name in ("pair", "which", "head"))
@@ -39,7 +51,7 @@ def copy_blocks(
 
         @pl.when((source < num_pages) & (target < num_pages))
         def _():
-            if not is_bytes:
+            if not is_quantized_pool:
                 pool_ref[target, which, head] = pool_ref[source, which, head]
                 return
             numbers, scales = pl.ds(0, page_size * head_dim), pl.ds(page_size * head_dim, page_size)

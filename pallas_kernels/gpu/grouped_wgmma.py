@@ -1,7 +1,10 @@
-"""The grouped_matmul kernel, for sm_90: rows, sorted by group, times one matrix ("kernel") per group.
+"""The grouped_matmul kernel for Hopper (sm_90): rows, sorted by group, times one weight matrix per group.
 
-The work list has tiles of rows of one group. Those of a group begin at its first row, rounded down to 8, as
-TMA copies swizzled tiles from there only:
+The weight matrices are called kernels in the arguments, as in Flax; a group is an expert.
+
+Division of the work. The work list (`work_list`) consists of tiles of rows that belong to one group. The
+first tile of a group begins at the group's first row, rounded down to a multiple of 8, because TMA copies
+swizzled tiles from such rows only. Example with tiles of 16 rows:
 
     groups       a a a a a a | b b b | (c is empty) | d d d d d d d d d
     row          0           6       9              9
@@ -9,13 +12,28 @@ TMA copies swizzled tiles from there only:
                  0 ----------------- 15             of b: rows 6 to 8
                              8 --------------- 23   of d: rows 9 to 17
 
-A block of threads computes a tile's products with some columns of the kernel. One warpgroup copies rows and
-kernel by TMA into a ring of stages, one or two others multiply by wgmma. Rows of other groups are computed
-too, and not stored: a run of n rows is stored as its powers of two, as TMA stores boxes of fixed sizes.
+The grid is (column range, tile). A thread block multiplies a tile of rows by `columns` columns of the group's
+weight matrix. One warpgroup copies, and one or two others multiply 64 rows each.
 
-JAX ships such a kernel (jax.experimental.pallas.ops.gpu.ragged_dot_mgpu, in 0.11.2 as in 0.12). It is not
-used: its loop has no wait for wgmma before a stage is filled again, which the emulator calls a race, its grid
-is that of one GPU, and it imports JAX's tests.
+Memory:
+
+- Global memory: rows, weight matrices, work list, and products.
+- Shared memory: a ring of `num_stages` stages, each with `inner` columns of the rows and `inner` rows of the
+  weight matrix; a buffer for the products.
+- Registers: float32 accumulator [64, columns] of each multiplying warpgroup.
+
+The loop over steps of `inner` elements of the inner dimension:
+
+1. The copying warpgroup waits until the stage is free and starts two TMA copies, of rows and of weights.
+2. The multiplying warpgroups wait for both copies and start the wgmma of the step. They then wait for the
+   wgmma of the previous step and mark its stage as free.
+3. After the last step, the products are written to shared memory, and the rows that belong to the group are
+   stored by TMA. Since TMA copies boxes of static size, n rows are stored as one copy for each bit of n, such
+   as 4 + 1 rows for n = 5.
+
+JAX includes a similar kernel (jax.experimental.pallas.ops.gpu.ragged_dot_mgpu, in 0.11.2 and 0.12). It is not
+used because its loop does not wait for wgmma before a stage is overwritten, which our emulator reports as a
+race; its grid is made for one GPU model; and it imports JAX's tests.
 
 Source: Gale et al., MegaBlocks, 2022 (the blocks of rows).
 """
@@ -34,21 +52,21 @@ from jaxtyping import Array, Float, Int
 from jax_paged.pallas_kernels.gpu import tuning
 
 ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-# Rows of one wgmma; elements of a swizzled line, so that columns come in multiples of them.
+# Rows of one wgmma product, and elements of a swizzled line. The numbers of columns are multiples of a line.
 WGMMA_ROWS = LINE = 64
-# TMA copies swizzled tiles from rows that are multiples of this.
+# First rows of swizzled TMA copies must be multiples of this.
 ALIGNMENT = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Sizes of the kernel's tiles.
+    """Tile sizes of the kernel.
 
     Args:
-        rows: Of a tile: 64 for each warpgroup that multiplies.
-        columns: Of the result that a block of threads computes.
-        inner: Elements that a stage holds of a row, and of a column.
-        num_stages: All but one are in flight.
+        rows: Rows of a tile: 64 for each multiplying warpgroup.
+        columns: Columns of the result that a thread block computes.
+        inner: Elements of the inner dimension in a stage.
+        num_stages: Number of stages, one of which is being read while the others are being copied.
     """
 
     rows: int
@@ -58,25 +76,25 @@ class Tiles:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of the stages and of the result, two bytes per element, without barriers."""
+        """The shared memory of the stages and the result (bytes), two bytes per element, without barriers."""
         return 2 * (self.num_stages * self.inner * (self.rows + self.columns) + self.rows * self.columns)
 
 
 def choose_tiles(gpu: tuning.Target, num_rows: int, num_groups: int, size: int, width: int) -> Tiles:
-    """Returns the tiles for a shape, by rules that no GPU has measured.
+    """Returns tile sizes for a shape. The rules have not been tuned on a GPU.
 
-    - Rows: 128, with two warpgroups that share the kernel's tile, where groups have more than 64 rows on
-      average; else 64.
-    - Columns: 128, or 64 where 128 would leave multiprocessors without work or do not divide `width`.
-    - Stages: as many as fit twice on a multiprocessor, up to six, so that one block of threads copies while
-      the other stores.
+    - Rows: 128, with two warpgroups that share the tile of weights, if groups have more than 64 rows on
+      average; otherwise 64.
+    - Columns: 128, or 64 if 128 would leave SMs without work or does not divide `width`.
+    - Stages: as many as fit twice on an SM, at most six, so that one thread block can copy while another
+      stores its result.
 
     Args:
         gpu: The GPU that the kernel is lowered for.
         num_rows: N.
         num_groups: G.
-        size: I.
-        width: O.
+        size: I, the inner dimension.
+        width: O, the columns of the weight matrices.
     """
     rows = 128 if num_rows > WGMMA_ROWS * num_groups else WGMMA_ROWS
     busy = min(num_groups, num_rows) * (width // 128) >= gpu.num_sms
@@ -88,18 +106,19 @@ def choose_tiles(gpu: tuning.Target, num_rows: int, num_groups: int, size: int, 
 
 
 def work_list(group_sizes: Int[Array, " g"], num_rows: int, rows: int) -> Int[Array, "w 4"]:
-    """Returns the tiles of a batch: group, first row, and the rows that are stored, [begin, end).
+    """Returns the tiles of a batch: group, first row, and range [begin, end) of the rows that are stored.
 
     Args:
-        group_sizes: int32, rows of each group.
-        num_rows: N; what groups have beyond it is cut off.
-        rows: Of a tile.
+        group_sizes: int32 [G], number of rows of each group.
+        num_rows: N. Rows of groups beyond N are cut off.
+        rows: Rows per tile.
     """
     most = min(group_sizes.shape[0], num_rows)
     items = jnp.arange(most + (num_rows + (ALIGNMENT - 2) * most) // rows)
     groups = jnp.arange(group_sizes.shape[0])
 
-    def running_sum(values: Array) -> Array:  # which XLA fuses, while a cumsum is a kernel of its own
+    # XLA fuses this sum, but would make a separate kernel of a cumsum.
+    def running_sum(values: Array) -> Array:
         return jnp.sum(jnp.where(groups <= groups[:, None], values, 0), axis=1)
 
     ends = running_sum(group_sizes)
@@ -121,13 +140,13 @@ def check_shape(x: Array, kernels: Array, *, interpret: bool) -> None:
     if x.dtype.name not in dtypes:
         raise ValueError(
             f"the dtype of `x` must be one of {', '.join(dtypes)} for grouped_matmul with backend 'pallas', "
-            f"got {x.dtype}. Backend 'xla' supports any"
+            f"got {x.dtype}. Backend 'xla' has no such limit"
         )
     for name, number in (("columns", kernels.shape[2]), ("rows", kernels.shape[1])):
         if number % LINE or not number:
             raise ValueError(
                 f"the number of {name} of `kernels` must be a multiple of {LINE} for grouped_matmul with "
-                f"backend 'pallas', got {number}. Backend 'xla' supports any"
+                f"backend 'pallas', got {number}. Backend 'xla' has no such limit"
             )
 
 
@@ -142,7 +161,10 @@ def grouped_matmul(
     """See grouped_matmul.grouped_matmul.
 
     Args:
-        tiles: Sizes; None for those of choose_tiles.
+        x: Rows, sorted by group.
+        kernels: One weight matrix per group.
+        group_sizes: int32 [G], number of rows of each group.
+        tiles: Tile sizes; None for the sizes of choose_tiles.
         interpret: Whether to run in the interpreter.
 
     Raises:
@@ -157,13 +179,13 @@ def grouped_matmul(
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _multiply(x: Array, kernels: Array, group_sizes: Array, tiles: Tiles, interpret: bool) -> Array:
-    """Jitted, so that equal layers are lowered once."""
+    """Runs the kernel. The function is jitted so that equal layers are lowered once."""
     num_rows, (_, size, width), dtype = x.shape[0], kernels.shape, x.dtype
     num_computing, num_stages = tiles.rows // WGMMA_ROWS, tiles.num_stages
     num_steps = size // tiles.inner
     items = work_list(group_sizes, num_rows, tiles.rows)
-    # TMA fills what is behind the end with zeros, but not tiles of 8 rows that are not whole, nor the
-    # interpreter's.
+    # TMA fills rows past the end of an array with zeros, except in an incomplete tile of 8 rows. The
+    # interpreter does not fill anything.
     padding = tiles.rows if interpret else max(tiles.rows - num_rows, -num_rows % ALIGNMENT)
     x = jnp.pad(x, ((0, padding), (0, 0)))
 
@@ -186,7 +208,7 @@ def _multiply(x: Array, kernels: Array, group_sizes: Array, tiles: Tiles, interp
                 )
 
             @pl.loop(max(0, num_steps - num_stages), num_steps)
-            def _(step):  # a kernel must not end with an arrival that nobody waited for
+            def _(step):  # wait for all arrivals before the kernel ends
                 plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(num_stages))])
 
         @pl.when((warpgroup < num_computing) & (end > begin))
@@ -202,14 +224,15 @@ def _multiply(x: Array, kernels: Array, group_sizes: Array, tiles: Tiles, interp
                     slot = slot_of(step)
                     plgpu.barrier_wait(loaded.at[slot])
                     plgpu.wgmma(acc_ref, x_smem.at[slot, own], kernel_smem.at[slot])
-                    plgpu.wgmma_wait(1)  # for the step before, whose stage may be filled again
+                    plgpu.wgmma_wait(1)  # for the previous step, whose stage is then free
                     pl.when(step > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(step - 1)]))
 
                 return acc_ref[...]
 
             acc = pl.run_scoped(multiply, ACC((WGMMA_ROWS, tiles.columns), jnp.float32))
             plgpu.barrier_arrive(free.at[slot_of(num_steps - 1)])
-            # JAX may swizzle this buffer. The pattern is one of addresses, so TMA stores from any row on.
+            # JAX may swizzle this buffer. The swizzle pattern depends on addresses only, so TMA can store
+            # from any row.
             tuning.store(y_smem.at[own], acc.astype(dtype))
             plgpu.commit_smem()
             row = jnp.clip(begin - first - warpgroup * WGMMA_ROWS, 0, WGMMA_ROWS)
@@ -227,7 +250,7 @@ def _multiply(x: Array, kernels: Array, group_sizes: Array, tiles: Tiles, interp
             plgpu.wait_smem_to_gmem(0)
 
     transforms = tuning.smem_transforms(LINE, dtype)
-    out_rows = max(num_rows, tiles.rows)  # at least a box of TMA
+    out_rows = max(num_rows, tiles.rows)  # TMA needs an array of at least one box
     y = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((out_rows, width), dtype),
@@ -238,7 +261,8 @@ def _multiply(x: Array, kernels: Array, group_sizes: Array, tiles: Tiles, interp
             plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
             plgpu.Barrier(num_arrivals=num_computing, num_barriers=num_stages),
         ],
-        # Items change fastest: the tiles of a group read the same part of its kernel at about the same time.
+        # The tiles are the fastest grid axis, so that the tiles of a group read the same weights at about the
+        # same time.
         grid=(width // tiles.columns, items.shape[0]),
         grid_names=("column", "item"),
         kernel_name="grouped_matmul",

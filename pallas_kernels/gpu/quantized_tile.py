@@ -1,13 +1,19 @@
-"""Quantised pools in the kernels: the tile of a page goes from global memory to registers, and on as numbers.
+"""Quantized pools in the attention kernels: pages are loaded into registers and dequantized there.
 
-A pool of floats goes to shared memory by TMA or cp.async, and the tensor units read it there. These can't
-multiply a byte per number, so every number passes through registers once in any case. They are loaded there
-at once, a step ahead of the one that needs them, and written to shared memory in the dtype of the queries:
+Pages of a pool of floats are copied to shared memory by TMA or cp.async, where the tensor cores read them.
+Tensor cores cannot multiply the bytes of a quantized pool together with their scales, so that every number
+has to pass through registers anyway. The kernels therefore load the bytes directly from global memory to
+registers, one step ahead of their use, and write the dequantized numbers to shared memory in the dtype of the
+queries:
 
     step i       write the numbers of i, load the bytes of i + 1, multiply
     step i + 1   write the numbers of i + 1, load the bytes of i + 2, multiply
 
-By way of shared memory, a copy more, TMA would have to take rows of S bytes, as a tile has D + 1 of these.
+A kernel calls `Pages.begin` before its first step and `Pages.advance` in every step, once for the keys and
+once for the values.
+
+TMA is not used here. It cannot copy rows of D + 1 bytes, and would have to treat a tile as D + 1 rows of S
+bytes, with an additional pass through shared memory.
 """
 
 from typing import Any, NamedTuple
@@ -20,23 +26,23 @@ from jaxtyping import Array
 
 from jax_paged.pallas_kernels.gpu import tuning
 
-# Bytes [S, D] and scales [S] of a tile.
+# A tile in registers: bytes [S, D] and scales [S].
 Loaded = tuple[Array, Array]
 
 
 def flat(kv_pages: Array) -> Array:
-    """Returns the pool with its tiles as [S * (D + 1)], for `load`."""
+    """Returns the pool with its tiles flattened to [S * (D + 1)], as `load` expects them."""
     return kv_pages.reshape(*kv_pages.shape[:3], -1)
 
 
 class Pages(NamedTuple):
-    """Where a kernel finds the pages of one kv head.
+    """Pages of one kv head in a quantized pool.
 
     Args:
-        pool_ref: The pool, as `flat` returns it.
+        pool_ref: The pool, as returned by `flat`.
         head: The kv head.
-        page_size: Tokens of a page.
-        head_dim: Numbers of a row.
+        page_size: Tokens per page.
+        head_dim: Elements of a head.
         interpret: Whether the kernel runs in the interpreter.
     """
 
@@ -47,16 +53,30 @@ class Pages(NamedTuple):
     interpret: bool
 
     def load(self, which: int, pages: list[Array]) -> list[Loaded]:
-        """Loads the keys (0) or the values (1) of pages."""
+        """Loads the keys (`which` = 0) or the values (`which` = 1) of pages into registers."""
         tiles = [self.pool_ref.at[page, which, self.head] for page in pages]
         return [load(x, self.page_size, self.head_dim, interpret=self.interpret) for x in tiles]
 
     def begin(self, pages: list[Array], next_pages: list[Array]) -> tuple[Any, ...]:
-        """Returns what lies ahead of the first step: the next pages, and keys and values of its own."""
+        """Returns the pipeline state before the first step.
+
+        The state consists of `next_pages`, the page ids of the second step, and the loaded keys and values of
+        `pages`.
+        """
         return next_pages, self.load(0, pages), self.load(1, pages)
 
     def advance(self, target_ref: Any, which: int, loaded: list[Loaded], pages: list[Array]) -> list[Loaded]:
-        """Writes what was loaded to shared memory [tokens, D]; loads the same of the next pages."""
+        """Writes a step's keys or values to shared memory, and loads the keys or values of the next step.
+
+        Args:
+            target_ref: Shared memory [tokens, D].
+            which: 0 for the keys, 1 for the values.
+            loaded: Tiles of this step.
+            pages: Page ids of the next step.
+
+        Returns:
+            The tiles of the next step.
+        """
         for i, tile in enumerate(loaded):
             store(target_ref.at[pl.ds(i * self.page_size, self.page_size)], tile)
         return self.load(which, pages)
@@ -65,7 +85,8 @@ class Pages(NamedTuple):
 def load(tile_ref: Any, page_size: int, head_dim: int, *, interpret: bool) -> Loaded:
     """Loads a tile [S * (D + 1)] into registers."""
     tile_layout, size = layout(head_dim), page_size * head_dim
-    if interpret:  # which knows no reshape of a reference
+    # The interpreter does not support reshaping a reference.
+    if interpret:
         numbers = plgpu.layout_cast(tile_ref[:size].reshape(page_size, head_dim), tile_layout)
     else:
         numbers_ref = tile_ref.at[:size].reshape(page_size, head_dim)
@@ -74,12 +95,18 @@ def load(tile_ref: Any, page_size: int, head_dim: int, *, interpret: bool) -> Lo
 
 
 def store(target_ref: Any, loaded: Loaded) -> None:
-    """Writes the numbers of a tile to shared memory [S, D], in its dtype: see quantization.py."""
+    """Dequantizes a tile (see quantization.py) to the dtype of the target, and writes it to shared memory.
+
+    Args:
+        target_ref: Shared memory [S, D].
+        loaded: The tile.
+    """
     values, scales = loaded
     exponent = scales.astype(jnp.int32) & 0xFF
     scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
     if values.dtype == jnp.uint8:
-        # The bits of a float16 of 2**-8 times the number; it has all of its subnormal ones, too.
+        # These bits, read as a float16, are the fp8 number times 2**-8. Subnormal fp8 numbers are represented
+        # too.
         bits = values.astype(jnp.int16)
         bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         numbers = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * 256.0

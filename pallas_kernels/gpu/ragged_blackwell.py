@@ -1,12 +1,29 @@
-"""The ragged attention kernel for Blackwell, which has TMA and mma.sync, and no wgmma.
+"""The ragged attention kernel for Blackwell, which has TMA and mma.sync, but no wgmma.
 
-A tile is what ragged_prefill.py has on sm_80: 64 query rows, or 32 of wide heads, that one warpgroup
-multiplies by mma.sync. Pages come by TMA, as on sm_90, into a ring of stages. The warps meet once per step,
-when the probabilities are in shared memory: all of them have then read the step before, whose stage is filled
-again.
+ragged_prefill.py describes the tiles and the grid. As on sm_80, one warpgroup multiplies a tile of 64 query
+rows (32 rows if head_dim is larger than 128) by mma.sync. As on sm_90, TMA copies pages into a ring of
+stages.
 
-Blackwell in data centres has tcgen05 beside, with several times the speed of mma.sync. This kernel serves the
-other GPUs of that generation too.
+Memory:
+
+- Global memory: tiles of queries, pool, block tables, list of tiles, and tiles of output.
+- Shared memory: `num_stages` stages with the keys and values of one step each, and the probabilities of the
+  current step.
+- Registers: scores, float32 accumulator, running maximum and sum. The queries are loaded from global memory
+  in every step, because there are not enough registers to keep them.
+
+The loop:
+
+1. Before the first step, start copying the first num_stages - 1 steps.
+2. For each step, wait for the keys, multiply queries and keys, mask the scores if necessary, and update the
+   online softmax.
+3. Write the probabilities to shared memory. After a barrier, at which all warps have also read the previous
+   step, start copying the step that is num_stages - 1 ahead, to the stage of the previous step.
+4. Wait for the values, multiply the probabilities by them, and accumulate.
+5. After the last step, divide by the denominator and write the tile of output.
+
+Blackwell GPUs in data centers also have tcgen05, which is several times as fast as mma.sync. This kernel does
+not use it, so that it runs on the other GPUs of that generation too.
 """
 
 import functools
@@ -22,7 +39,7 @@ from jax_paged.pallas_kernels.gpu.ragged_tile import Carry, PrefillShape
 
 
 def mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
-    """Returns the kernel: tiles of queries, and the pages that they see, to tiles of attention."""
+    """Returns the kernel. It takes tiles of queries and the pool, and returns tiles of attention output."""
     config, page_size, tokens = shape.config, shape.page_size, shape.config.block_tokens
     num_stages, pages = config.num_stages, tokens // page_size
     lhs, rhs, out = (
@@ -32,8 +49,8 @@ def mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
     mma = functools.partial(tuning.mma, interpret=shape.interpret)
 
     def body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, bias_ref, out_ref, k_s, v_s, p_s, k_bar, v_bar):
-        head, index, tile = ragged_tile.of_block(shape, tiles_ref)
-        begin, *_middle, end = ragged_tile.spans(shape, tile)
+        head, index, tile = ragged_tile.current_tile(shape, tiles_ref)
+        begin, *_middle, end = ragged_tile.step_ranges(shape, tile)
 
         def copy(step: Array) -> None:
             slot = shape.stage(step)
@@ -45,7 +62,7 @@ def mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
 
         def attend(step: Array, carry: Carry, *, is_full: bool) -> Carry:
             slot, ahead = shape.stage(step), step + (num_stages - 1)
-            # Loaded again at every step, as no registers are left to keep them.
+            # The queries are loaded in every step because there are not enough registers to keep them.
             queries = plgpu.load(q_ref.at[index, head], layout=lhs, optimized=False)
             scores = plgpu.layout_cast(jnp.zeros((shape.rows, tokens), jnp.float32), out)
             plgpu.barrier_wait(k_bar.at[slot])
@@ -69,8 +86,8 @@ def mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
         def _():
             for stage in range(num_stages - 1):
                 pl.when(begin + stage < end)(functools.partial(copy, begin + stage))
-            carry = ragged_tile.start(shape, out, sinks_ref.at[head] if shape.has_sinks else None)
-            tuning.store(out_ref.at[index, head], ragged_tile.walk(shape, tile, attend, carry))
+            carry = ragged_tile.initial_carry(shape, out, sinks_ref.at[head] if shape.has_sinks else None)
+            tuning.store(out_ref.at[index, head], ragged_tile.run_steps(shape, tile, attend, carry))
 
     transforms = tuning.smem_transforms(shape.head_dim, shape.dtype)
     stages = plgpu.SMEM((num_stages, tokens, shape.head_dim), shape.dtype, transforms=transforms)
@@ -78,4 +95,4 @@ def mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
         (shape.rows, tokens), shape.dtype, transforms=tuning.smem_transforms(tokens, shape.dtype)
     )
     loaded = plgpu.Barrier(num_arrivals=pages, num_barriers=num_stages)
-    return ragged_tile.make(shape, body, [stages, stages, probs, loaded, loaded])
+    return ragged_tile.make_kernel(shape, body, [stages, stages, probs, loaded, loaded])

@@ -1,7 +1,38 @@
-"""The ragged attention kernel for Hopper: one warpgroup copies, one or two others multiply by wgmma.
+"""The ragged attention kernel for Hopper (sm_90), with warp specialization, TMA and wgmma.
 
-The copying warpgroup fills a ring of stages in shared memory. A barrier per stage says that it is loaded, and
-another one that the other warpgroups, which share the keys and values, have read it.
+ragged_prefill.py describes the tiles and the grid. A thread block consists of one copying warpgroup
+(`Copier`) and one or two multiplying warpgroups (`Multiplier`) with 64 rows of the tile each. The multiplying
+warpgroups share keys and values.
+
+Memory:
+
+- Global memory: tiles of queries, pool, block tables, list of tiles, and tiles of output.
+- Shared memory: the queries of the tile, which the output replaces at the end, and a ring of `num_stages`
+  stages with the keys and values of one step each.
+- Registers: scores, probabilities, float32 accumulator, running maximum and sum. The probabilities stay in
+  registers, as the left operand of wgmma.
+
+Each stage has two barriers for the keys and two for the values: "loaded" means that the copies into the stage
+are complete, and "free" means that all multiplying warpgroups have read it.
+
+The copying warpgroup copies the queries, and then for each step:
+
+1. Waits until the stage is free, unless it is used for the first time.
+2. Starts one TMA copy per page, for the keys and then for the values, which arrive at "loaded". If the pool
+   is quantized, it dequantizes the pages through registers instead (quantized_tile.py).
+
+Each multiplying warpgroup, for each step:
+
+1. If the step may have dead slots, waits for the values. The first multiplying warpgroup then clears the
+   values of dead slots.
+2. Waits for the keys, multiplies its queries by them, and arrives at "free" of the keys.
+3. Masks the scores if the step is not full, and updates the online softmax.
+4. Waits for the values, multiplies the probabilities by them, accumulates, and arrives at "free" of the
+   values.
+
+After the last step it divides by the denominator and writes the output by TMA, through shared memory.
+
+Source: Shah et al., FlashAttention-3, 2024.
 """
 
 import dataclasses
@@ -23,26 +54,27 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 class Refs(NamedTuple):
-    """References of the kernel: operands, results, shared memory, barriers.
+    """References of the kernel: operands, results, shared memory and barriers.
 
     Args:
-        tiles: The work list, one Tile per row.
+        tiles: int32 [tiles, 4], the list of tiles, one Tile per row.
         q: [tiles, K, rows, D].
-        pool: [P, 2, K, S, D], or what quantized_tile.flat returns.
-        tables: Block tables.
-        sinks: [K, rows] in base 2; None without sinks.
-        bias: [H * n] in base 2; None without a distance bias.
+        pool: [P, 2, K, S, D], or the result of quantized_tile.flat for a quantized pool.
+        tables: int32 [B, M], block tables.
+        sinks: float32 [K, rows] in base 2; None without sinks.
+        bias: float32 [H * n] in base 2; None without a distance bias.
         out: [tiles, K, rows, D].
-        queries: Shared memory of each multiplying warpgroup, [warpgroups, WGMMA_ROWS, D].
-        keys: Shared memory, [stages, tokens, D].
-        values: Shared memory, [stages, tokens, D].
-        probs: Shared memory in the interpreter, [warpgroups, WGMMA_ROWS, tokens]; otherwise None.
-        queries_loaded: Barrier.
-        keys_loaded: Barrier of each stage.
-        values_loaded: Barrier of each stage.
-        keys_free: Barrier of each stage, once it has been read.
-        values_free: Barrier of each stage, once it has been read.
-        is_clean: Barrier at which one warpgroup waits for the other to clear values; None for one warpgroup.
+        queries: Shared memory [warpgroups, WGMMA_ROWS, D], the queries of each multiplying warpgroup.
+        keys: Shared memory [stages, tokens, D].
+        values: Shared memory [stages, tokens, D].
+        probs: Shared memory [warpgroups, WGMMA_ROWS, tokens], in the interpreter only; otherwise None.
+        queries_loaded: Barrier for the queries.
+        keys_loaded: One barrier per stage: its keys are loaded.
+        values_loaded: One barrier per stage: its values are loaded.
+        keys_free: One barrier per stage: all multiplying warpgroups have read its keys.
+        values_free: One barrier per stage: all multiplying warpgroups have read its values.
+        is_clean: Barrier at which the second multiplying warpgroup waits until the first has cleared dead
+            values; None with one multiplying warpgroup.
     """
 
     tiles: Any
@@ -64,13 +96,13 @@ class Refs(NamedTuple):
     is_clean: Any
 
     def stages(self) -> enumerate[tuple[Any, Any, Any]]:
-        """Returns the buffer and the barriers "loaded" and "free" of keys (0) and values (1)."""
+        """Returns an enumeration of (buffer, barrier "loaded", barrier "free"): keys (0) and values (1)."""
         keys = self.keys, self.keys_loaded, self.keys_free
         return enumerate((keys, (self.values, self.values_loaded, self.values_free)))
 
 
 def wgmma_kernel(shape: PrefillShape) -> Callable[..., Array]:
-    """Returns the kernel, from tiles of queries and the pages that they see to tiles of attention."""
+    """Returns the kernel. It takes tiles of queries and the pool, and returns tiles of attention output."""
     tokens, num_stages, num_computing = (
         shape.config.block_tokens,
         shape.config.num_stages,
@@ -79,8 +111,8 @@ def wgmma_kernel(shape: PrefillShape) -> Callable[..., Array]:
 
     def body(*args):
         refs = Refs(*args)
-        head, index, tile = ragged_tile.of_block(shape, refs.tiles)
-        begin, *_middle, end = ragged_tile.spans(shape, tile)
+        head, index, tile = ragged_tile.current_tile(shape, refs.tiles)
+        begin, *_middle, end = ragged_tile.step_ranges(shape, tile)
         copier = Copier(shape, refs, head, index, tile, begin, end, jnp.minimum(begin + 1, end - 1))
         warpgroup = lax.axis_index("warpgroup")
         pl.when((warpgroup == num_computing) & (end > begin))(copier.copy)
@@ -101,7 +133,7 @@ def wgmma_kernel(shape: PrefillShape) -> Callable[..., Array]:
         *(loaded, loaded, free, free),
         plgpu.Barrier(num_arrivals=num_computing) if num_computing > 1 else None,
     ]
-    return ragged_tile.make(
+    return ragged_tile.make_kernel(
         shape, body, scratch_types, num_threads=num_computing + 1, thread_name="warpgroup"
     )
 
@@ -118,7 +150,7 @@ class Copier:
         tile: The tile.
         begin: First step.
         end: End step (exclusive).
-        second: The step after the first one, if the tile has more than one step.
+        second: The step after the first one, or the first one if it is the only step.
     """
 
     shape: PrefillShape
@@ -131,7 +163,7 @@ class Copier:
     second: Array
 
     def copy(self) -> None:
-        """Copies the queries, and the keys and values of all steps."""
+        """Copies the queries, and then the keys and values of all steps."""
         shape, refs, begin, end = self.shape, self.refs, self.begin, self.end
         for i in range(shape.num_computing):
             rows = pl.ds(i * WGMMA_ROWS, WGMMA_ROWS)
@@ -145,7 +177,7 @@ class Copier:
             pl.loop(begin, end)(self.copy_step)
 
         @pl.loop(jnp.maximum(begin, end - shape.config.num_stages), end)
-        def _(step):  # a kernel must not end with an arrival that nobody waited for
+        def _(step):  # wait for all arrivals before the kernel ends
             for free in (refs.keys_free, refs.values_free):
                 plgpu.barrier_wait(free.at[shape.stage(step)])
 
@@ -162,12 +194,17 @@ class Copier:
         return ragged_tile.pages_of(self.shape, self.tile, self.refs.tables, step)
 
     def wait_for_free(self, step: Array, stage: Any) -> None:
-        """Waits until the stage of a step has been read; the first steps fill stages that are empty."""
+        """Waits until the stage of a step has been read. The first use of a stage needs no wait.
+
+        Args:
+            step: The step.
+            stage: The "free" barrier of the stage.
+        """
         is_reused = step - self.begin >= self.shape.config.num_stages
         pl.when(is_reused)(lambda: plgpu.barrier_wait(stage))
 
     def copy_step(self, step: Array) -> None:
-        """Copies the keys and values of a step."""
+        """Starts the copies of the keys and values of a step."""
         slot, page_size = self.shape.stage(step), self.shape.page_size
         page_ids = self.page_ids(step)
         for which, (ref, loaded, free) in self.refs.stages():
@@ -177,7 +214,15 @@ class Copier:
                 plgpu.copy_gmem_to_smem(self.refs.pool.at[page, which, self.head], target, loaded.at[slot])
 
     def unpack_step(self, step: Array, ahead: Any) -> Any:
-        """Writes a step of a quantized pool to its stage; loads the step after the next."""
+        """Writes a step of a quantized pool to its stage, and loads the next step into registers.
+
+        Args:
+            step: The step.
+            ahead: Page ids of the next step, and the keys and values of this step, in registers.
+
+        Returns:
+            The same for the next step.
+        """
         slot, (page_ids, *tiles) = self.shape.stage(step), ahead
         for which, (ref, loaded, free) in self.refs.stages():
             self.wait_for_free(step, free.at[slot])
@@ -208,18 +253,21 @@ class Multiplier:
     warpgroup: Array
 
     def attend(self) -> None:
-        """Attends to all steps and writes the result."""
+        """Runs all steps and writes the result."""
         shape, refs = self.shape, self.refs
         queries, first_row = refs.queries.at[self.warpgroup], self.warpgroup * WGMMA_ROWS
         rows = pl.ds(first_row, WGMMA_ROWS)
-        carry = ragged_tile.start(shape, WGMMA, refs.sinks.at[self.head, rows] if shape.has_sinks else None)
+        carry = ragged_tile.initial_carry(
+            shape, WGMMA, refs.sinks.at[self.head, rows] if shape.has_sinks else None
+        )
         plgpu.barrier_wait(refs.queries_loaded)
 
         def attend_step(step: Array, carry: Carry, *, is_full: bool) -> Carry:
             return self.attend_step(queries, first_row, step, carry, is_full=is_full)
 
-        result = ragged_tile.walk(shape, self.tile, attend_step, carry)
-        plgpu.commit_smem()  # all warps have multiplied their queries, which the result overwrites
+        result = ragged_tile.run_steps(shape, self.tile, attend_step, carry)
+        # After this barrier all warps have multiplied their queries, which the result overwrites.
+        plgpu.commit_smem()
         queries[...] = result
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(queries, refs.out.at[self.index, self.head, rows])
@@ -228,10 +276,18 @@ class Multiplier:
     def attend_step(
         self, queries: Any, first_row: Array, step: Array, carry: Carry, *, is_full: bool
     ) -> Carry:
-        """Returns the carry with the keys and values of a step added."""
+        """Returns the carry after a step.
+
+        Args:
+            queries: Shared memory [WGMMA_ROWS, D].
+            first_row: First row of the warpgroup within the tile.
+            step: The step.
+            carry: The carry before the step.
+            is_full: Whether every row attends to all tokens of the step.
+        """
         shape, refs, tile = self.shape, self.refs, self.tile
         slot = shape.stage(step)
-        if not is_full:  # before the scores, as cleaning takes registers
+        if not is_full:  # before the scores are in registers, because cleaning needs registers too
             plgpu.barrier_wait(refs.values_loaded.at[slot])
             self.clean_values(step, refs.values.at[slot])
         plgpu.barrier_wait(refs.keys_loaded.at[slot])
@@ -242,7 +298,8 @@ class Multiplier:
         probs, (acc, largest, total) = ragged_tile.softmax(shape, scores, carry, live, bias)
         if is_full:
             plgpu.barrier_wait(refs.values_loaded.at[slot])
-        if shape.interpret:  # in the interpreter, wgmma takes no operand from registers and no accumulator
+        # The interpreter does not support wgmma with an operand in registers or with an existing accumulator.
+        if shape.interpret:
             own_probs = refs.probs.at[self.warpgroup]
             own_probs[...] = probs
             plgpu.commit_smem()
@@ -254,7 +311,10 @@ class Multiplier:
         return acc, largest, total
 
     def clean_values(self, step: Array, values_ref: Any) -> None:
-        """Clears dead slots in place: the first warpgroup does, and the other waits for it."""
+        """Clears the values of dead slots in shared memory.
+
+        The first multiplying warpgroup clears them, and the other one waits for it.
+        """
         shape, tile, tokens = self.shape, self.tile, self.shape.config.block_tokens
         is_dirty = (step + 1) * tokens > tile.context_len
         if shape.window is not None:
@@ -278,7 +338,7 @@ class Multiplier:
 
 
 def _multiply(a: Any, b: Any, columns: int) -> Array:
-    """Returns a @ b, [WGMMA_ROWS, columns]."""
+    """Returns a @ b, float32 [WGMMA_ROWS, columns]."""
 
     def run(acc_ref):
         plgpu.wgmma(acc_ref, a, b)

@@ -1,21 +1,47 @@
-"""The ragged attention kernel: chunks of prompts. Single queries beside them go to paged_decode.
+"""The ragged attention kernel: prefill chunks of any length, batched with decodes.
 
-A tile is Q queries of one sequence with the G heads of one kv head: Q * G rows of a matrix product.
-Sequence b has the tiles from query_start_loc[b] // Q + b on, so a tile finds its sequence, and a token its
-tile, without a running sum:
+A sequence with a single query would occupy one thread block for its whole context. Such sequences are
+therefore computed by paged_decode, which splits contexts, and their rows are inserted into the output.
+
+Division of the work. A tile consists of Q queries of one sequence and the G query heads of one kv head: Q * G
+rows of a matrix product. The tiles of sequence b begin at index query_start_loc[b] // Q + b. With this
+formula, the sequence of a tile and the tile of a token are found without a running sum:
 
     Q = 4      sequence a, 6 queries         b, 1 query    c, 5 queries
     tile       0: a0 a1 a2 a3   1: a4 a5     2: b0         3: c0 c1 c2 c3   4: c4        (5 is not used)
 
-A tile walks the pages that its rows see, `block_tokens` at a time, with an online softmax. On sm_90 one
-warpgroup issues the TMA copies of pages into a ring of stages, and two others multiply by wgmma. On sm_80 one
-warpgroup copies by cp.async and multiplies by mma.sync. ragged_hopper.py and ragged_blackwell.py have the
-kernels for sm_90 and for Blackwell.
+The grid is (tile, kv head). A thread block walks the part of the context that its rows attend to, in steps of
+`block_tokens` tokens, with an online softmax. There are three kernels:
 
-As rows do not fill whole tiles, XLA gathers the queries into an array of tiles, and the tokens' outputs from
-an array of tiles. TMA copies swizzled tiles only from rows that are multiples of 8, and clips only at the end
-of an array: in place, a tile could not start at any row, and its store would overwrite the rows of its
-neighbour. The price is one more pass over queries and output.
+- ragged_hopper.py for sm_90: one warpgroup copies by TMA, one or two others multiply by wgmma;
+- ragged_blackwell.py for sm_100 and sm_120: one warpgroup, TMA and mma.sync;
+- `_mma_kernel` in this module for sm_80, and for quantized pools on Blackwell: one warpgroup, cp.async and
+  mma.sync.
+
+Memory of `_mma_kernel`:
+
+- Global memory: tiles of queries, pool, block tables, list of tiles, and tiles of output.
+- Shared memory: two stages with the keys and values of one step each, and the probabilities of the current
+  step.
+- Registers: scores, float32 accumulator, running maximum and sum. The queries are loaded from global memory
+  in every step, because there are not enough registers to keep them.
+
+The loop of `_mma_kernel`, after the copies of the first step have been started:
+
+1. Wait for the keys of the step, and start copying the next step into the other stage (cp.async).
+2. Multiply queries and keys, mask the scores if necessary, and update the online softmax.
+3. Write the probabilities to shared memory, and wait for the values.
+4. Multiply probabilities and values, and accumulate.
+5. After the last step, divide by the denominator and write the tile of output.
+
+If the pool is quantized there is one stage, and the bytes of the next step are loaded into registers
+(quantized_tile.py).
+
+Since queries do not fill whole tiles, XLA gathers them into an array of tiles before the kernel, and gathers
+each token's output from an array of tiles after it. Working in place is not possible: TMA copies swizzled
+tiles only from rows that are multiples of 8, and clips only at the end of an array, so that a tile could not
+start at any row and its store would overwrite rows of the next sequence. The price is one more pass over the
+queries and the output.
 
 Source: Shah et al., FlashAttention-3, 2024; for sm_80 Dao, FlashAttention-2, 2023.
 """
@@ -56,7 +82,17 @@ def ragged_attention(
     """See ops.ragged_attention.
 
     Args:
-        config: Tile sizes; None for those of ragged_tile.prefill_config.
+        q: Queries of all sequences.
+        kv_pages: The pool.
+        block_tables: int32 [B, M], pages of the sequences.
+        context_lens: int32 [B].
+        query_start_loc: int32 [B + 1], first row of each sequence.
+        scale: Factor of the scores.
+        window: Sliding window (tokens); None for none.
+        soft_cap: Soft cap of the scores; None for none.
+        sinks: Sink logit of each head; None for none.
+        distance_bias: Biases by head and distance; None for none.
+        config: Tile sizes; None for the sizes of ragged_tile.prefill_config.
         interpret: Whether to run in the interpreter.
 
     Raises:
@@ -66,24 +102,29 @@ def ragged_attention(
     tuning.check_shape(q, kv_pages, interpret=interpret)
     gpu = tuning.target(interpret=interpret)
     (num_tokens, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
-    num_seqs, group, is_bytes = context_lens.shape[0], num_heads // kv_heads, is_quantized(kv_pages)
-    is_heavy = (window is not None and soft_cap is not None) or distance_bias is not None
-    is_heavy |= is_bytes and (head_dim % 64 > 0 or kv_pages.dtype == jnp.uint8)
+    num_seqs, group, is_quantized_pool = context_lens.shape[0], num_heads // kv_heads, is_quantized(kv_pages)
+    needs_more_registers = (window is not None and soft_cap is not None) or distance_bias is not None
+    needs_more_registers |= is_quantized_pool and (head_dim % 64 > 0 or kv_pages.dtype == jnp.uint8)
     config = config or ragged_tile.prefill_config(
-        gpu, head_dim, page_size, q.dtype.itemsize, is_heavy=is_heavy, is_bytes=is_bytes
+        gpu,
+        head_dim,
+        page_size,
+        q.dtype.itemsize,
+        needs_more_registers=needs_more_registers,
+        is_quantized=is_quantized_pool,
     )
     shape = PrefillShape(
         config=config, num_tiles=num_tokens // (config.block_rows // group) + num_seqs, kv_heads=kv_heads,
         group=group, page_size=page_size, head_dim=head_dim, dtype=q.dtype, scale=scale, window=window,
         soft_cap=soft_cap, has_sinks=sinks is not None, has_bias=distance_bias is not None,
-        is_quantized=is_bytes, interpret=interpret,
+        is_quantized=is_quantized_pool, interpret=interpret,
     )  # fmt: skip
     tuning.check_smem(shape.smem_bytes, gpu, f"ragged_attention with head_dim {head_dim} and {config}")
 
     attend = functools.partial(_attend, shape, q, kv_pages, block_tables)
     if num_seqs == 1:
         return attend(context_lens, query_start_loc, sinks, distance_bias)
-    # A single query would walk its context in one tile, on one multiprocessor: paged_decode splits it.
+    # A single query would occupy one SM for its whole context. paged_decode splits the context.
     starts = query_start_loc[:-1]
     is_single = query_start_loc[1:] - starts == 1
     rows, lens = q.at[starts].get(mode="clip"), jnp.where(is_single, context_lens, 0)
@@ -107,7 +148,10 @@ def _attend(
     sinks: Float[Array, " h"] | None,
     distance_bias: Float[Array, "h n"] | None,
 ) -> Float[Array, "t h d"]:
-    """Gathers queries into tiles, attends, gathers back; jitted, so that equal layers are lowered once."""
+    """Gathers the queries into tiles, runs the kernel, and gathers the output of the tokens from the tiles.
+
+    The function is jitted so that equal layers are lowered once.
+    """
     padding = shape.config.block_rows - shape.queries * shape.group
     tiles, row = ragged_tile.plan_tiles(context_lens, query_start_loc, shape.num_tiles, shape.queries)
     q_tiles = q.at[row[:, None] + jnp.arange(shape.queries)].get(mode="clip")  # [N, Q, H, D]
@@ -118,15 +162,16 @@ def _attend(
     pool = quantized_tile.flat(kv_pages) if shape.is_quantized else kv_pages
     sink_rows = bias = None
     if sinks is not None:
-        # Less the soft cap, which ragged_tile.softmax leaves out of every score. Finite, as a row that sees
-        # nothing in its first step would get -inf - -inf, which is NaN.
+        # The soft cap is subtracted because ragged_tile.softmax omits this constant in all scores. The sinks
+        # are made finite: in a row that attends to nothing in its first step, -inf would lead to -inf - -inf,
+        # which is NaN.
         sinks = (sinks.astype(jnp.float32) - (shape.soft_cap or 0)) * LOG2E
         sinks = jnp.maximum(sinks, MASKED_SCORE)
         sink_rows = jnp.tile(sinks.reshape(shape.kv_heads, shape.group), (1, shape.queries))
         sink_rows = jnp.pad(sink_rows, ((0, 0), (0, padding)))
     if distance_bias is not None:
         bias = distance_bias.astype(jnp.float32).reshape(-1) * LOG2E
-    # Neither TMA nor cp.async copies a quantized pool, whose bytes go to registers.
+    # The kernel for Blackwell needs TMA, but a quantized pool is loaded into registers.
     if shape.config.has_wgmma:
         kernel = ragged_hopper.wgmma_kernel
     elif shape.config.has_tma and not shape.is_quantized:
@@ -134,7 +179,7 @@ def _attend(
     else:
         kernel = _mma_kernel
     out = kernel(shape)(tiles, q_tiles, pool, tables, sink_rows, bias)
-    return _of_tokens(shape, out, context_lens, query_start_loc, len(q))
+    return _gather_outputs(shape, out, context_lens, query_start_loc, len(q))
 
 
 def _live_tables(
@@ -143,10 +188,10 @@ def _live_tables(
     context_lens: Int[Array, " b"],
     query_start_loc: Int[Array, " b1"],
 ) -> Int[Array, "b m"]:
-    """Returns the block tables, whole steps long, with page 0 for pages that no query sees.
+    """Returns the block tables padded to whole steps, with page 0 in place of pages that no query attends to.
 
-    Before the window of a sequence's first query and past its context the table may hold anything, even ids
-    outside of the pool: there page 0 is loaded, and masked.
+    Entries before the window of a sequence's first query, and past its context, may have any value, even page
+    ids outside of the pool. For these entries page 0 is loaded, and its scores are masked.
     """
     pages = shape.config.block_tokens // shape.page_size
     tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % pages)))
@@ -158,14 +203,14 @@ def _live_tables(
     return jnp.where(is_live, tables, 0)
 
 
-def _of_tokens(
+def _gather_outputs(
     shape: PrefillShape,
     out: Float[Array, "n k r d"],
     context_lens: Int[Array, " b"],
     query_start_loc: Int[Array, " b1"],
     num_tokens: int,
 ) -> Float[Array, "t h d"]:
-    """Gathers the attention of each token from the tiles; 0 for padding and sequences without context."""
+    """Gathers the output of each token from the tiles; 0 for padding and for empty contexts."""
     num_seqs, token = context_lens.shape[0], jnp.arange(num_tokens)
     seq = jnp.sum(token[:, None] >= query_start_loc[1:], axis=1)
     is_padding = seq >= num_seqs
@@ -179,7 +224,7 @@ def _of_tokens(
 
 
 def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
-    """sm_80: one warpgroup, which copies the keys and values of the next step while it multiplies."""
+    """Returns the kernel for one warpgroup with cp.async and mma.sync, described in the module docstring."""
     config, page_size, tokens = shape.config, shape.page_size, shape.config.block_tokens
     lhs, rhs, out = (
         layout(shape.dtype, m_warps=shape.rows // 16)
@@ -189,8 +234,8 @@ def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
     pages = tokens // page_size
 
     def body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, bias_ref, out_ref, k_s, v_s, p_s):
-        head, index, tile = ragged_tile.of_block(shape, tiles_ref)
-        begin, *_middle, end = ragged_tile.spans(shape, tile)
+        head, index, tile = ragged_tile.current_tile(shape, tiles_ref)
+        begin, *_middle, end = ragged_tile.step_ranges(shape, tile)
         bytes_of = quantized_tile.Pages(kv_ref, head, page_size, shape.head_dim, shape.interpret)
         pages_of = functools.partial(ragged_tile.pages_of, shape, tile, tables_ref)
         second = jnp.minimum(begin + 1, end - 1)
@@ -203,15 +248,16 @@ def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
                     tuning.copy_to_smem(kv_ref.at[page, which, head], target, None)
 
         def unpack(step, ahead):
-            """Writes the numbers of a step to shared memory; loads what it can of the next ones.
+            """Writes a step of a quantized pool to shared memory, and loads the tiles of the next step.
 
-            All warps have multiplied the keys of the step before; here they meet after its values.
+            At this point all warps have multiplied the keys of the previous step. After the barrier that
+            follows the keys, all warps have also multiplied its values.
             """
             page_ids, *tiles = ahead
             for which, ref in enumerate((k_s, v_s)):
                 tiles[which] = bytes_of.advance(ref.at[0], which, tiles[which], page_ids)
                 if which == 0:
-                    tuning.meet(config.has_tma)
+                    tuning.sync_warps(config.has_tma)
             return pages_of(jnp.minimum(step + 2, end - 1)), *tiles
 
         def attend(step: Array, carry: Any, *, is_full: bool) -> Any:
@@ -220,10 +266,11 @@ def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
                 ahead = [unpack(step, ahead)]
             else:
                 slot, ahead = lax.rem(step, jnp.int32(2)), []
-                # The keys have arrived; and as all warps meet here, the other slot has been read.
+                # The keys have arrived. This wait is also a barrier, after which all warps have read the
+                # other stage.
                 plgpu.wait_gmem_to_smem(pages)
                 pl.when(step + 1 < end)(lambda: copy(step + 1))
-            # Loaded again at every step, as no registers are left to keep them.
+            # The queries are loaded in every step because there are not enough registers to keep them.
             queries = plgpu.load(q_ref.at[index, head], layout=lhs, optimized=False)
             keys = plgpu.load(k_s.at[slot].T, layout=rhs, optimized=False)
             scores = plgpu.layout_cast(jnp.zeros((shape.rows, tokens), jnp.float32), out)
@@ -234,9 +281,10 @@ def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
             )
             p_s[...] = probs
             if shape.is_quantized:
-                tuning.meet(config.has_tma)
+                tuning.sync_warps(config.has_tma)
             else:
-                tuning.wait_cp_async(step + 1 >= end, 0, 2 * pages)  # for the values, and for the others' p_s
+                # This wait for the values is also the barrier after which all probabilities are visible.
+                tuning.wait_cp_async(step + 1 >= end, 0, 2 * pages)
             probs = plgpu.load(p_s, layout=lhs, optimized=False)
             values = plgpu.load(v_s.at[slot], layout=rhs, optimized=False)
             if not is_full:
@@ -245,16 +293,18 @@ def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
 
         @pl.when(end > begin)
         def _():
-            carry: Any = ragged_tile.start(shape, out, sinks_ref.at[head] if shape.has_sinks else None)
+            carry: Any = ragged_tile.initial_carry(
+                shape, out, sinks_ref.at[head] if shape.has_sinks else None
+            )
             if shape.is_quantized:
                 carry += (bytes_of.begin(pages_of(begin), pages_of(second)),)
             else:
                 copy(begin)
-            tuning.store(out_ref.at[index, head], ragged_tile.walk(shape, tile, attend, carry))
+            tuning.store(out_ref.at[index, head], ragged_tile.run_steps(shape, tile, attend, carry))
 
     transforms = tuning.smem_transforms(shape.head_dim, shape.dtype, 32 if shape.is_quantized else page_size)
     stages = plgpu.SMEM((config.num_stages, tokens, shape.head_dim), shape.dtype, transforms=transforms)
     probs = plgpu.SMEM(
         (shape.rows, tokens), shape.dtype, transforms=tuning.smem_transforms(tokens, shape.dtype)
     )
-    return ragged_tile.make(shape, body, [stages, stages, probs])
+    return ragged_tile.make_kernel(shape, body, [stages, stages, probs])

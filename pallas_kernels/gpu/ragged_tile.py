@@ -1,4 +1,8 @@
-"""Functions that the ragged kernels share: the steps of a tile, the softmax of a step, and the masks."""
+"""Functions that the ragged attention kernels share: the steps of a tile, their softmax, and the masks.
+
+ragged_prefill.py describes tiles and steps. A step is full if every row of the tile attends to all of its
+tokens; only the other steps need masks.
+"""
 
 import dataclasses
 import functools
@@ -14,21 +18,21 @@ from jaxtyping import Array, Int
 from jax_paged.pallas_kernels.gpu import tuning
 from jax_paged.pallas_kernels.gpu.tuning import LOG2E, MASKED_SCORE, KernelConfig
 
-# Rows of one wgmma.
+# Rows of one wgmma product.
 WGMMA_ROWS = 64
 
-# Accumulator, largest score in base 2, sum of the probabilities.
+# The state of the online softmax: accumulator, largest score in base 2, sum of the probabilities.
 Carry = tuple[Array, Array, Array]
 
 
 class Tile(NamedTuple):
-    """A tile of the work list, a run of queries of one sequence.
+    """A tile in the list of tiles: consecutive queries of one sequence.
 
     Args:
         seq: Row of the block tables.
-        first: Position of its first query in the sequence.
+        first: Position of the tile's first query in the sequence.
         last: One past the position of its last query; 0 in an unused tile.
-        context_len: Tokens of the sequence.
+        context_len: Context length of the sequence (tokens).
     """
 
     seq: Array
@@ -43,15 +47,15 @@ class PrefillShape:
 
     Args:
         config: Tile sizes.
-        num_tiles: Tiles of the batch.
-        kv_heads: Key-value heads.
+        num_tiles: Number of tiles of the batch.
+        kv_heads: Number of kv heads.
         group: Query heads per kv head.
         page_size: Tokens per page.
         head_dim: Elements of a head.
         dtype: Dtype of the queries.
         scale: Factor of the scores.
-        window: Number of last tokens that a query sees; None for all.
-        soft_cap: Limit of the scores; None for no limit.
+        window: Sliding window (tokens); None for none.
+        soft_cap: Soft cap of the scores; None for none.
         has_sinks: Whether each head has a sink.
         has_bias: Whether scores have a distance bias.
         is_quantized: Whether the pool stores one byte per number.
@@ -75,29 +79,33 @@ class PrefillShape:
 
     @property
     def queries(self) -> int:
-        """Queries per tile."""
+        """The number of queries per tile."""
         return self.config.block_rows // self.group
 
     @property
     def num_computing(self) -> int:
-        """Warpgroups that multiply by wgmma."""
+        """The number of warpgroups that multiply by wgmma."""
         return self.config.block_rows // WGMMA_ROWS
 
     @property
     def rows(self) -> int:
-        """Query rows per warpgroup."""
+        """The number of query rows per warpgroup."""
         return min(WGMMA_ROWS, self.config.block_rows)
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of keys and values, and queries (probabilities without wgmma); no barriers."""
+        """The shared memory of the kernel (bytes), without barriers.
+
+        It holds keys and values, and either the queries (kernels with wgmma) or the probabilities (other
+        kernels).
+        """
         config, itemsize = self.config, self.dtype.itemsize
         staged = config.num_stages * 2 * config.block_tokens * self.head_dim
         beside = config.block_rows * (self.head_dim if config.has_wgmma else config.block_tokens)
         return (staged + beside) * itemsize
 
     def stage(self, step: Array) -> Array:
-        """Returns the stage of a step."""
+        """Returns the stage that holds a step."""
         return lax.rem(step, jnp.int32(self.config.num_stages))
 
 
@@ -107,34 +115,48 @@ def prefill_config(
     page_size: int,
     itemsize: int,
     *,
-    is_heavy: bool = False,
-    is_bytes: bool = False,
+    needs_more_registers: bool = False,
+    is_quantized: bool = False,
 ) -> KernelConfig:
-    """Returns the largest tiles that spill no registers, on sm_90 with as many stages as fit, up to four.
+    """Returns the largest tile sizes that spill no registers, with up to four stages.
 
-    With three warpgroups a thread has 168 registers, with two all 255, which head_dim 256 needs. Moving
-    registers between warpgroups does not help: nvJitLink, with which JAX links kernels, ignores setmaxnreg.
-    Without wgmma two blocks of threads share a multiprocessor: on sm_80 they have two stages each, on
-    Blackwell as many as fit. Of a quantised pool, registers hold the second stage, which is why the tiles are
-    smaller there.
+    With three warpgroups (block_rows 128) a thread has 168 registers. With two it has 255, which head_dim 256
+    needs. Moving registers between warpgroups has no effect, because nvJitLink, with which JAX links kernels,
+    ignores setmaxnreg. Without wgmma two thread blocks share an SM. They have two stages each on sm_80, and
+    as many as fit on Blackwell. For a quantized pool without wgmma the tiles are smaller, because registers
+    take the place of the second stage.
+
+    Args:
+        gpu: The GPU that the kernel is lowered for.
+        head_dim: Elements of a head.
+        page_size: Tokens per page.
+        itemsize: Bytes per element of the queries.
+        needs_more_registers: Whether the options of the kernel need additional registers.
+        is_quantized: Whether the pool is quantized.
     """
     is_wide = head_dim > 128
-    rows = (64 if is_wide else 128) if gpu.has_wgmma else (32 if is_wide or is_bytes else 64)
-    tokens = max(page_size, 64 if gpu.has_wgmma and is_heavy else rows)
+    rows = (64 if is_wide else 128) if gpu.has_wgmma else (32 if is_wide or is_quantized else 64)
+    tokens = max(page_size, 64 if gpu.has_wgmma and needs_more_registers else rows)
     rest = gpu.smem_bytes // (1 if gpu.has_wgmma else 2) - 1024 - rows * max(head_dim, tokens) * itemsize
     num_stages = max(2, min(4, rest // (2 * tokens * head_dim * itemsize)))
-    if not gpu.has_wgmma and (is_bytes or not gpu.has_tma):
-        num_stages = 2 - is_bytes
+    if not gpu.has_wgmma and (is_quantized or not gpu.has_tma):
+        num_stages = 2 - is_quantized
     return KernelConfig(rows, tokens, num_stages, 0, gpu.has_tma, gpu.has_wgmma)
 
 
 def plan_tiles(
     context_lens: Int[Array, " b"], query_start_loc: Int[Array, " b1"], num_tiles: int, queries: int
 ) -> tuple[Int[Array, "n 4"], Int[Array, " n"]]:
-    """Plans the tiles of a batch; T // Q + B of them hold any batch.
+    """Lists the tiles of a batch.
+
+    Args:
+        context_lens: int32 [B].
+        query_start_loc: int32 [B + 1], first row of each sequence.
+        num_tiles: Length of the list; T // Q + B is sufficient for any batch.
+        queries: Q, queries per tile.
 
     Returns:
-        The work list, one Tile per row, and the row of q that each tile starts at.
+        The list of tiles, one Tile per row, and the row of q at which each tile starts.
     """
     starts = query_start_loc[:-1] // queries + jnp.arange(context_lens.shape[0])
     tile = jnp.arange(num_tiles)
@@ -147,19 +169,21 @@ def plan_tiles(
     return jnp.stack(Tile(seq, first, last, context_len), axis=1).astype(jnp.int32), row
 
 
-def of_block(shape: PrefillShape, tiles_ref: Any) -> tuple[Array, Array, Tile]:
-    """Returns kv head, index and tile of this block of threads.
+def current_tile(shape: PrefillShape, tiles_ref: Any) -> tuple[Array, Array, Tile]:
+    """Returns the kv head, the tile index and the tile of the current thread block.
 
-    The last tiles of a prompt see most tokens, so they go first, those of all heads: the last name of a grid
-    changes fastest.
+    The last tiles of a prompt attend to the most tokens, so they are started first, for all heads. The last
+    axis of the grid changes fastest.
     """
     index = shape.num_tiles - 1 - lax.axis_index("tile")
     tile = Tile(*(tiles_ref[index, column] for column in range(len(Tile._fields))))
     return lax.axis_index("head"), index, tile
 
 
-def make(shape: PrefillShape, body: Callable[..., None], scratch_types: list[Any], **threads: Any) -> Any:
-    """Returns the kernel with this body, for a grid of a block of threads per tile and kv head."""
+def make_kernel(
+    shape: PrefillShape, body: Callable[..., None], scratch_types: list[Any], **threads: Any
+) -> Any:
+    """Returns the kernel with this body, for a grid with one thread block per tile and kv head."""
     out_shape = (shape.num_tiles, shape.kv_heads, shape.config.block_rows, shape.head_dim)
     return plgpu.kernel(
         body,
@@ -174,8 +198,12 @@ def make(shape: PrefillShape, body: Callable[..., None], scratch_types: list[Any
     )
 
 
-def spans(shape: PrefillShape, tile: Tile) -> tuple[Array, Array, Array, Array]:
-    """Returns begin, full_begin, full_end and end of a tile's steps; every row sees the full ones whole."""
+def step_ranges(shape: PrefillShape, tile: Tile) -> tuple[Array, Array, Array, Array]:
+    """Returns the steps begin, full_begin, full_end and end of a tile.
+
+    The tile attends to the steps [begin, end). Every row attends to all tokens of the steps [full_begin,
+    full_end).
+    """
     tokens = jnp.int32(shape.config.block_tokens)
     end = lax.div(tile.last + tokens - 1, tokens)
     begin = full_begin = jnp.int32(0)
@@ -186,9 +214,19 @@ def spans(shape: PrefillShape, tile: Tile) -> tuple[Array, Array, Array, Array]:
     return begin, full_begin, jnp.clip(lax.div(tile.first + 1, tokens), full_begin, end), end
 
 
-def walk(shape: PrefillShape, tile: Tile, attend: Callable[..., Carry], carry: Carry) -> Array:
-    """Runs a tile's steps, with masks only where needed; returns the attention, 0 if there was nothing."""
-    begin, full_begin, full_end, end = spans(shape, tile)
+def run_steps(shape: PrefillShape, tile: Tile, attend: Callable[..., Carry], carry: Carry) -> Array:
+    """Runs the steps of a tile, with masks only where necessary.
+
+    Args:
+        shape: Static shape of the kernel.
+        tile: The tile.
+        attend: Takes a step, the carry and `is_full`, and returns the new carry.
+        carry: The carry before the first step.
+
+    Returns:
+        The normalized attention; 0 in rows that attend to nothing.
+    """
+    begin, full_begin, full_end, end = step_ranges(shape, tile)
     masked = functools.partial(attend, is_full=False)
     if shape.window is not None:
         carry = lax.fori_loop(begin, full_begin, masked, carry)
@@ -198,8 +236,8 @@ def walk(shape: PrefillShape, tile: Tile, attend: Callable[..., Carry], carry: C
     return (acc * lax.broadcast_in_dim(factor, acc.shape, [0])).astype(shape.dtype)
 
 
-def start(shape: PrefillShape, layout: Any, sinks_ref: Any) -> Carry:
-    """Returns the carry before the first step: a sink has a score and no value."""
+def initial_carry(shape: PrefillShape, layout: Any, sinks_ref: Any) -> Carry:
+    """Returns the carry before the first step. A sink contributes a score and no value."""
     acc = plgpu.layout_cast(jnp.zeros((shape.rows, shape.head_dim), jnp.float32), layout)
     largest = jnp.full((shape.rows,), MASKED_SCORE, jnp.float32)
     total = jnp.full((shape.rows,), 1.0 if shape.has_sinks else 0.0, jnp.float32)
@@ -211,18 +249,32 @@ def start(shape: PrefillShape, layout: Any, sinks_ref: Any) -> Carry:
 def softmax(
     shape: PrefillShape, scores: Array, carry: Carry, live: Array | None, bias: Array | None
 ) -> tuple[Array, Carry]:
-    """Returns the probabilities of a step, relative to the largest score so far, and the new carry."""
+    """Computes the softmax of one step, relative to the largest score so far.
+
+    Args:
+        shape: Static shape of the kernel.
+        scores: Products of queries and keys, without the factor `scale`.
+        carry: The state before the step.
+        live: Mask of the tokens that each row attends to; None for all.
+        bias: Distance bias in base 2; None for none.
+
+    Returns:
+        The probabilities of the step, and the state after it. Its accumulator is rescaled but does not
+        include the values of the step yet.
+    """
     acc, largest, total = carry
     factor = shape.scale * LOG2E
     if shape.soft_cap is not None:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), as the hardware's has 11 bits; softmax does not see the 1 left out.
-        # A power takes fewer registers than a division.
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), because the hardware instruction is accurate to 11 bits only. The
+        # constant 1 is omitted, because a softmax does not change if all scores are shifted. A power takes
+        # fewer registers than a division.
         power = jnp.exp2(scores * (2 * factor / shape.soft_cap))
         scores, factor = -2 * lax.integer_pow(power + 1, -1), shape.soft_cap * LOG2E
     if bias is not None:
         scores, factor = scores * factor + bias, 1.0
     if live is not None:
-        # Infinite: a finite score times the factor, less itself, is not 0 in a fused multiply-add.
+        # Masked scores are infinite. With a finite score, score * factor - maximum would not be exactly 0 in
+        # a fused multiply-add.
         scores = jnp.where(live, scores, -jnp.inf)
     new_largest = jnp.maximum(largest, scores.max(axis=1) * factor)
     decay = jnp.exp2(largest - new_largest)
@@ -234,13 +286,25 @@ def softmax(
 def distances(
     shape: PrefillShape, tile: Tile, first_row: Array | int, step: Array, layout: Any
 ) -> tuple[Array, Array]:
-    """Returns how far each row's query is behind each token of a step, and the number of the row's head."""
+    """Returns the distance from each token of a step to each row's query, and the row's query head.
+
+    Args:
+        shape: Static shape of the kernel.
+        tile: The tile.
+        first_row: First row of the warpgroup within the tile.
+        step: The step.
+        layout: Register layout of the scores.
+
+    Returns:
+        int32 [rows, block_tokens], query position minus token position, and int32 [rows], the index of the
+        query head within its group.
+    """
     scores_shape = (shape.rows, shape.config.block_tokens)
     row = first_row + plgpu.broadcasted_iota(jnp.int32, scores_shape[:1], 0, layout=layout.reduce(1))
     query = lax.div(row, jnp.full_like(row, shape.group))
     position = query + tile.first
-    # The step is added to the tokens, not to the positions: otherwise the compiler keeps all columns in
-    # registers.
+    # The step is added to the token indices and not to the positions. Otherwise the compiler keeps all
+    # columns in registers.
     token = (
         plgpu.broadcasted_iota(jnp.int32, scores_shape, 1, layout=layout) + step * shape.config.block_tokens
     )
@@ -256,9 +320,15 @@ def bias(
     layout: Any,
     table_ref: Any,
 ) -> Array | None:
-    """Returns what is added to the scores of a step in base 2, by distance; None for nothing.
+    """Returns the distance bias of a step, in base 2; None without a table.
 
     Args:
+        shape: Static shape of the kernel.
+        tile: The tile.
+        head: The kv head.
+        first_row: First row of the warpgroup within the tile.
+        step: The step.
+        layout: Register layout of the scores.
         table_ref: float32 [H * n] in base 2, or None.
     """
     if table_ref is None:
@@ -267,18 +337,22 @@ def bias(
     bias_len = table_ref.shape[0] // (shape.kv_heads * shape.group)
     first = lax.broadcast_in_dim((head * shape.group + own) * bias_len, distance.shape, [0])
     index = first + jnp.clip(distance, 0, bias_len - 1)
-    return tuning.look_up(table_ref, index, layout, interpret=shape.interpret)
+    return tuning.gather_table(table_ref, index, layout, interpret=shape.interpret)
 
 
 def live(shape: PrefillShape, tile: Tile, first_row: Array | int, step: Array, layout: Any) -> Array:
-    """Returns which tokens of a step each row sees; what rows past the tile's last see does not matter."""
+    """Returns a mask of the tokens of a step that each row attends to.
+
+    The mask is arbitrary for rows past the tile's last query.
+    """
     distance, _ = distances(shape, tile, first_row, step, layout)
-    # One comparison does for both ends: a token ahead of the row wraps around to a large distance.
+    # One comparison is sufficient for both ends: as an unsigned integer, the negative distance of a token
+    # after the query is large.
     return distance >= 0 if shape.window is None else distance.astype(jnp.uint32) < shape.window
 
 
 def clear_dead(shape: PrefillShape, tile: Tile, values: Array, first_token: Array, layout: Any) -> Array:
-    """Clears the values of slots outside of context and window, as 0 * NaN is NaN."""
+    """Replaces the values of tokens outside of context and window by 0, because they may be NaN."""
     token = tuning.iota(values.shape, 0, layout) + first_token
     live = token < tile.context_len
     if shape.window is not None:
@@ -287,6 +361,6 @@ def clear_dead(shape: PrefillShape, tile: Tile, values: Array, first_token: Arra
 
 
 def pages_of(shape: PrefillShape, tile: Tile, tables_ref: Any, step: Array) -> list[Array]:
-    """Returns the pages of a step."""
+    """Returns the page ids of a step."""
     pages = shape.config.block_tokens // shape.page_size
     return [tables_ref[tile.seq, step * pages + i] for i in range(pages)]

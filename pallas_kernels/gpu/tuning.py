@@ -1,4 +1,4 @@
-"""What the Pallas kernels share: the GPU they are lowered for, the sizes of tiles, and the interpreter."""
+"""Helpers of all Pallas kernels: the target GPU, tile sizes, the interpreter, and work-arounds for Mosaic."""
 
 import dataclasses
 import functools
@@ -17,15 +17,16 @@ from jaxlib.mlir.dialects import llvm, vector
 from jaxtyping import Array, Float, Int
 
 LOG2E = 1.4426950408889634
-# Finite: a row with nothing to attend to gets exp2(0), which is masked, and not NaN.
+# This is finite so that a row with nothing to attend to gets exp2(0), which is masked later, instead of NaN.
 MASKED_SCORE = -1e30
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 MAX_GROUP_SIZE = 16
 INTERPRETED_SMS = 4
-# Major numbers of compute capability: Ampere and Ada, Hopper, Blackwell in data centres, and in other GPUs.
+# Supported major compute capabilities: Ampere and Ada (8), Hopper (9), Blackwell in data centers (10) and in
+# other GPUs (12).
 GENERATIONS = (8, 9, 10, 12)
-# Of a warpgroup.
+# Warps of a warpgroup.
 WARPS = 4
 
 
@@ -35,8 +36,8 @@ class Target:
 
     Args:
         capability: CUDA compute capability, (9, 0) for an H100.
-        num_sms: Streaming multiprocessors.
-        smem_bytes: Maximum shared memory of a block of threads.
+        num_sms: Number of streaming multiprocessors (SMs).
+        smem_bytes: Maximum shared memory of a thread block (bytes).
     """
 
     capability: tuple[int, int]
@@ -45,26 +46,26 @@ class Target:
 
     @property
     def has_tma(self) -> bool:
-        """Whether tiles are copied by TMA, with a barrier; otherwise by cp.async."""
+        """Whether tiles are copied by TMA, with a barrier; otherwise they are copied by cp.async."""
         return self.capability >= (9, 0)
 
     @property
     def has_wgmma(self) -> bool:
-        """Whether warpgroups multiply from shared memory by wgmma, which only Hopper has."""
+        """Whether the GPU has wgmma, the warpgroup product from shared memory, which only Hopper has."""
         return self.capability[0] == 9
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-    """Sizes of an attention kernel's tiles.
+    """Tile sizes of an attention kernel.
 
     Args:
-        block_rows: Query rows per tile; a query has one row per query head of the kv head.
+        block_rows: Query rows per tile. A query has one row for each query head of the kv head.
         block_tokens: Tokens whose keys and values a pipeline stage holds, a multiple of the page size.
-        num_stages: Pipeline stages; all but one are in flight.
-        num_parts: Blocks of threads per kv head (paged_decode).
+        num_stages: Pipeline stages, one of which is being read while the others are being copied.
+        num_parts: Number of parts, and thus of thread blocks per kv head (paged_decode only).
         has_tma: Target.has_tma of the GPU that the sizes were chosen for.
-        has_wgmma: Target.has_wgmma of it (ragged_attention; paged_decode takes mma.sync everywhere).
+        has_wgmma: Target.has_wgmma of this GPU (ragged_attention only; paged_decode always uses mma.sync).
     """
 
     block_rows: int
@@ -76,11 +77,11 @@ class KernelConfig:
 
 
 def target(*, interpret: bool = False) -> Target:
-    """Returns the GPU that a trace is lowered for, chosen as Mosaic itself does.
+    """Returns the GPU that the current trace is lowered for, determined in the same way as Mosaic does.
 
-    This is the default device, or the device of the abstract mesh if that is of another kind. A device that
-    does not say its `compute_capability`, as on a machine without a GPU, counts as an H100, and so does the
-    interpreter.
+    This is the default device, or the device of the abstract mesh if its kind differs from the default
+    device's. A device without the attribute `compute_capability`, as on a machine without a GPU, is treated
+    as an H100. So is the interpreter.
 
     Args:
         interpret: Whether the kernel runs in the interpreter.
@@ -94,7 +95,7 @@ def target(*, interpret: bool = False) -> Target:
         device = abstract_device
     name = "9.0" if interpret else getattr(device, "compute_capability", "9.0")
     major, _, minor = name.partition(".")
-    # An AMD GPU is called gfx942 or the like.
+    # The compute capability of AMD GPUs is a name such as gfx942.
     capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
     if capability[0] not in GENERATIONS:
         raise ValueError(
@@ -102,7 +103,7 @@ def target(*, interpret: bool = False) -> Target:
             f"{', '.join(f'{generation}.x' for generation in GENERATIONS)} with backend 'pallas', got {name} "
             f"({device.device_kind})"
         )
-    # Where the device does not say its number of multiprocessors.
+    # These numbers are used if the device does not report its number of SMs.
     num_sms, smem_kib = {(8, 0): (108, 163), (8, 7): (16, 163), (9, 0): (132, 227)}.get(capability, (64, 99))
     if capability[0] == 10:
         num_sms, smem_kib = 148, 227
@@ -111,7 +112,13 @@ def target(*, interpret: bool = False) -> Target:
 
 
 def check_smem(smem_bytes: int, gpu: Target, what: str) -> None:
-    """Raises ValueError if `what` (a kernel and its shape) needs more shared memory than `gpu` has."""
+    """Raises ValueError if a kernel needs more shared memory than a GPU has.
+
+    Args:
+        smem_bytes: Shared memory of the kernel (bytes).
+        gpu: The GPU.
+        what: The kernel and its shape, for the error message.
+    """
     if smem_bytes > gpu.smem_bytes:
         raise ValueError(
             f"the shared memory of {what} must be at most {gpu.smem_bytes} bytes on compute capability "
@@ -125,7 +132,7 @@ def check_shape(q: Array, kv_pages: Array, *, interpret: bool) -> None:
     Args:
         q: [rows, H, D].
         kv_pages: [P, 2, K, S, D].
-        interpret: Whether the kernel runs in the interpreter, which supports float32 too.
+        interpret: Whether the kernel runs in the interpreter, which also supports float32.
     """
     _, _, kv_heads, page_size, _ = kv_pages.shape
     head_dim = q.shape[2]
@@ -134,72 +141,74 @@ def check_shape(q: Array, kv_pages: Array, *, interpret: bool) -> None:
         ("dtype", q.dtype.name, dtypes),
         ("head_dim", head_dim, HEAD_DIMS),
         ("page_size", page_size, PAGE_SIZES),
-        ("query heads per kv head", q.shape[1] // kv_heads, range(1, MAX_GROUP_SIZE + 1)),
+        ("the number of query heads per kv head", q.shape[1] // kv_heads, range(1, MAX_GROUP_SIZE + 1)),
     ):
         if value not in allowed:
             raise ValueError(
                 f"{name} of `kv_pages` and `q` must be one of {', '.join(map(str, allowed))} with backend "
-                f"'pallas', got {value}. Backend 'xla' supports any"
+                f"'pallas', got {value}. Backend 'xla' has no such limit"
             )
 
 
 def interpret_params(interpret: bool) -> plgpu.InterpretGPUParams | bool:
-    """Returns the `interpret` argument of plgpu.kernel; the interpreter raises at a race."""
-    # Copies that share a simulated TMA thread hide each other's races: take more threads than copies in
-    # flight.
+    """Returns the `interpret` argument of plgpu.kernel. The interpreter raises an error at a race."""
+    # Races between copies on the same simulated TMA thread are not detected, so there must be more threads
+    # than copies in flight.
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
     return params if interpret else False
 
 
 def smem_transforms(head_dim: int, dtype: jnp.dtype, cp_async_rows: int = 32) -> tuple[Any, ...]:
-    """Returns the transforms of a [..., tokens, head_dim] buffer: the widest swizzle that fits.
+    """Returns the transforms of a [..., tokens, head_dim] buffer: the widest swizzle that is possible.
 
     Args:
         head_dim: Elements of a row.
         dtype: Dtype of the elements.
-        cp_async_rows: Rows that one cp.async copy writes: the number of its [8, swizzle] tiles must be a
-            multiple of four, one or more per warp. TMA has no such limit.
+        cp_async_rows: Number of rows that one cp.async copy writes. The number of [8, swizzle] tiles in a
+            copy must be a multiple of four, so that each warp has the same number. TMA has no such limit.
 
     Raises:
-        ValueError: If no swizzle fits.
+        ValueError: If no swizzle is possible.
     """
     row_bytes = head_dim * dtype.itemsize
-    gpu: Any = plgpu  # pyright takes both classes for abstract ones
+    gpu: Any = plgpu  # pyright considers both classes abstract
     for swizzle in (128, 64, 32):
         if row_bytes % swizzle == 0 and cp_async_rows // 8 * (row_bytes // swizzle) % 4 == 0:
             return gpu.TilingTransform((8, swizzle // dtype.itemsize)), gpu.SwizzleTransform(swizzle)
     raise ValueError(
-        f"page_size must be 32 or 64 with backend 'pallas' and head_dim {head_dim} below compute capability "
-        f"9.0, got {cp_async_rows}. Backend 'xla' supports any"
+        f"page_size must be 32 or 64 with backend 'pallas' and head_dim {head_dim} on a GPU of compute "
+        f"capability below 9.0, got {cp_async_rows}. Backend 'xla' has no such limit"
     )
 
 
 def mma(
     acc: Float[Array, "m n"], a: Float[Array, "m k"], b: Float[Array, "k n"], *, interpret: bool
 ) -> Float[Array, "m n"]:
-    """Returns acc + a @ b by mma.sync; by a plain dot in the interpreter, which has no tensor units."""
+    """Returns acc + a @ b, by mma.sync; by a plain dot in the interpreter, which has no tensor cores."""
     if interpret:
         return acc + jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32))
     return plgpu.mma(acc, a, b)
 
 
 def iota(shape: tuple[int, ...], dimension: int, layout: Any) -> Int[Array, "m n"]:
-    """Returns each element's index along a dimension.
+    """Returns an array of indices along a dimension.
 
-    It counts in one dimension and broadcasts. In two dimensions JAX (0.11.2, 0.12.0) counts wrongly where a
-    register holds two rows of a column, as in the right operand of mma.sync.
+    The indices are created in one dimension and broadcast. In two dimensions, JAX (0.11.2, 0.12.0) returns
+    wrong indices if a register holds two rows of a column, as in the right operand of mma.sync.
     """
     line = plgpu.broadcasted_iota(jnp.int32, (shape[dimension],), 0, layout=layout.reduce(1 - dimension))
     return jax.lax.broadcast_in_dim(line, shape, [dimension])
 
 
-def look_up(table_ref: Any, index: Int[Array, "m n"], layout: Any, *, interpret: bool) -> Float[Array, "m n"]:
-    """Returns elements of a float32 table in global memory: of any index, which Pallas has no load for.
+def gather_table(
+    table_ref: Any, index: Int[Array, "m n"], layout: Any, *, interpret: bool
+) -> Float[Array, "m n"]:
+    """Returns elements of a float32 table in global memory (a gather, which Mosaic does not offer).
 
     Args:
         table_ref: [N].
-        index: In range.
-        layout: Of the index and the result.
+        index: Indices into the table, which must be in range.
+        layout: Layout of the index and the result.
         interpret: Whether the kernel runs in the interpreter.
     """
     if interpret:
@@ -224,18 +233,18 @@ def look_up(table_ref: Any, index: Int[Array, "m n"], layout: Any, *, interpret:
 
 
 def store(ref: Any, value: Array) -> None:
-    """Writes `value` to global memory, even rows that are not whole cache lines."""
+    """Writes `value` to a reference, even if its rows are not multiples of a cache line."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
-    else:  # jax 0.11 has only the assignment, which 0.12 keeps for whole cache lines.
+    else:  # jax 0.11 has only the assignment; in 0.12 it requires whole cache lines
         ref[...] = value
 
 
 def row_layout(head_dim: int) -> Any:
-    """Returns a layout of [rows, head_dim] for any multiple of 16, or None where the default will do.
+    """Returns a layout of [rows, head_dim] for any multiple of 16; None if the default layout is suitable.
 
-    128 threads cannot share every number of elements evenly. In this layout a quarter of a warp holds a run
-    of 16 elements, and all quarters hold the same.
+    The default layout requires a number of elements that 128 threads can share evenly. In this layout, eight
+    lanes hold 16 consecutive elements. The other lanes of the warp, and the other warps, hold copies of them.
     """
     if head_dim % 128 == 0:
         return None
@@ -248,7 +257,14 @@ def row_layout(head_dim: int) -> Any:
 
 
 def copy_to_smem(source: Any, target: Any, barrier: Any) -> None:
-    """Starts a copy from global memory: by TMA, which arrives at the barrier, or by cp.async without one."""
+    """Starts a copy from global to shared memory.
+
+    Args:
+        source: Reference to global memory.
+        target: Reference to shared memory.
+        barrier: The barrier at which TMA arrives when the copy is done. If it is None, the copy uses
+            cp.async.
+    """
     if barrier is None:
         plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
     else:
@@ -256,12 +272,12 @@ def copy_to_smem(source: Any, target: Any, barrier: Any) -> None:
 
 
 def wait_cp_async(is_last: Array, last_in_flight: int, in_flight: int) -> None:
-    """Waits for all copies but the last `in_flight`, or `last_in_flight`; then the warps meet.
+    """Waits for all cp.async copies except the most recent ones, and synchronizes the warps.
 
     Args:
-        is_last: Whether fewer copies are in flight than usual, so that fewer may stay so.
-        last_in_flight: Copies that may stay in flight then.
-        in_flight: Copies that may stay in flight otherwise.
+        is_last: Whether fewer copies than usual are in flight.
+        last_in_flight: Number of copies that may stay in flight if `is_last`.
+        in_flight: Number of copies that may stay in flight otherwise.
     """
     if last_in_flight == in_flight:
         plgpu.wait_gmem_to_smem(in_flight)
@@ -270,10 +286,11 @@ def wait_cp_async(is_last: Array, last_in_flight: int, in_flight: int) -> None:
     pl.when(jnp.logical_not(is_last))(functools.partial(plgpu.wait_gmem_to_smem, in_flight))
 
 
-def meet(has_tma: bool) -> None:
-    """Lets the warps of a warpgroup meet: what each wrote to shared memory, the others may read.
+def sync_warps(has_tma: bool) -> None:
+    """Synchronizes the warps of a warpgroup, so that each can read what the others wrote to shared memory.
 
-    Below sm_90 there is no proxy to fence. A wait for copies has a barrier too.
+    On sm_90 and later this also fences the async proxy. Before sm_90 there is no such proxy, and the barrier
+    of a wait for copies suffices.
     """
     if has_tma:
         plgpu.commit_smem()

@@ -1,4 +1,10 @@
-"""The write_kv kernel: reshape and block write in one pass, in place, with one block of threads per token."""
+"""The write_kv kernel: writes the keys and values of new tokens to the pool, in place.
+
+The grid has one thread block per token. A thread block loads the token's K * D keys from global memory into
+registers and stores them as K rows of D elements, one row in the tile of each kv head, then does the same for
+the values. It does not use shared memory. For a quantized pool it also copies one scale per row. Tokens whose
+slot is out of range are skipped.
+"""
 
 import functools
 
@@ -22,29 +28,30 @@ def write_kv(
     *,
     interpret: bool,
 ) -> Float[Array, "p 2 k s d"]:
-    """See ops.write_kv. A token's K * D keys go from registers to the rows of its slot, K runs of D.
-
-    Jitted, so that equal layers are lowered once.
+    """See ops.write_kv. The function is jitted so that equal layers are lowered once.
 
     Args:
-        k: In the dtype of the pool; with the scale behind each row of a quantised one.
-        v: As k.
+        kv_pages: The pool.
+        k: Keys in the dtype of the pool; for a quantized pool, rows that end with their scale.
+        v: Values, as k.
+        slot_mapping: int32 [T], the slot of each token.
+        interpret: Whether to run in the interpreter.
 
     Raises:
         ValueError: If head_dim is not a multiple of 16.
     """
     num_pages, _, kv_heads, page_size, row_size = kv_pages.shape
-    is_bytes = is_quantized(kv_pages)
-    head_dim = row_size - is_bytes
+    is_quantized_pool = is_quantized(kv_pages)
+    head_dim = row_size - is_quantized_pool
     if head_dim % 16:
         raise ValueError(
             f"head_dim of `kv_pages` must be a multiple of 16 with backend 'pallas', got {head_dim}. "
-            "Backend 'xla' supports any"
+            "Backend 'xla' has no such limit"
         )
     layout = tuning.row_layout(kv_heads * head_dim)
-    pool_ref = jax.new_ref(quantized_tile.flat(kv_pages) if is_bytes else kv_pages)
+    pool_ref = jax.new_ref(quantized_tile.flat(kv_pages) if is_quantized_pool else kv_pages)
     rows = [x[..., :head_dim] for x in (k, v)]
-    scales = [x[..., head_dim] for x in (k, v)] if is_bytes else []
+    scales = [x[..., head_dim] for x in (k, v)] if is_quantized_pool else []
 
     def body(k_ref, v_ref, slot_ref, *scale_refs):
         token = lax.axis_index("token")
@@ -55,7 +62,7 @@ def write_kv(
             page, offset = lax.div(slot, jnp.int32(page_size)), lax.rem(slot, jnp.int32(page_size))
             for which, ref in enumerate((k_ref, v_ref)):
                 tile = plgpu.load(ref.at[token], layout=layout, optimized=False)
-                place = pl.ds(offset * head_dim, head_dim) if is_bytes else offset
+                place = pl.ds(offset * head_dim, head_dim) if is_quantized_pool else offset
                 tuning.store(pool_ref.at[page, which, :, place], tile)
             found = [[ref[token, head] for head in range(kv_heads)] for ref in scale_refs]
             for which, of_heads in enumerate(found):

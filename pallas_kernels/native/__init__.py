@@ -1,7 +1,9 @@
-"""The native CPU backend: ops in C++, which XLA calls through its foreign function interface.
+"""The native CPU backend: C++ operations that XLA calls through its foreign function interface (FFI).
 
-The sources beside this file are compiled into one shared library when the package is installed, if there is a
-C++ compiler. Every handler in it is an FFI target of the name that its C++ symbol has.
+The C++ sources in this folder are compiled into one shared library when jax-paged is installed, if a C++
+compiler is available. `target` registers a handler of the library with XLA. `attention.py` wraps the
+operations on the KV cache, and `products.py` the matrix products of oneDNN. `is_built` and `problem` tell
+callers whether the library can be used.
 """
 
 import ctypes
@@ -13,30 +15,33 @@ import jax
 
 from jax_paged.pallas_kernels.native.sources import digest
 
-# What to do where the library is missing.
+# Advice for error messages if the library is missing.
 INSTALL_HINT = "install a C++ compiler (such as g++), then install jax-paged again"
 
 
 def is_built() -> bool:
-    """Returns whether the native library is there and works with this version of JAX."""
+    """Returns whether the native library exists and works with this version of JAX."""
     return problem() is None
 
 
 def problem() -> str | None:
-    """Returns why the native library can't be used, None if it can: a clause without a full stop."""
+    """Returns the reason why the native library cannot be used; None if it can.
+
+    The reason is a clause without a full stop.
+    """
     loaded = _load()
     return loaded if isinstance(loaded, str) else None
 
 
 @functools.cache
 def target(symbol: str) -> str:
-    """Registers a handler of the library with XLA, once; returns its name for jax.ffi.ffi_call.
+    """Registers a handler of the library with XLA, once, and returns its name for jax.ffi.ffi_call.
 
     Args:
-        symbol: Its name in C++.
+        symbol: Name of the handler in C++, which is also its FFI target name.
 
     Raises:
-        RuntimeError: If the library can't be used.
+        RuntimeError: If the library cannot be used.
     """
     jax.ffi.register_ffi_target(symbol, jax.ffi.pycapsule(getattr(library(), symbol)), platform="cpu")
     return symbol
@@ -46,7 +51,7 @@ def library() -> ctypes.CDLL:
     """Returns the library.
 
     Raises:
-        RuntimeError: If it can't be used.
+        RuntimeError: If the library cannot be used.
     """
     loaded = _load()
     if isinstance(loaded, str):
@@ -56,17 +61,18 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """Returns the library, or why there is none."""
+    """Returns the library, or the reason why it cannot be used."""
     path = Path(__file__).with_name("_library" + str(sysconfig.get_config_var("EXT_SUFFIX")))
     if not path.exists():
         return f"it was not compiled when jax-paged was installed; {INSTALL_HINT}"
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
-        return f"its library does not load ({error}); {INSTALL_HINT}"
-    # Handlers that were compiled from other sources take other arguments: results would be wrong, or worse.
+        return f"its library can't be loaded ({error}); {INSTALL_HINT}"
+    # Handlers compiled from other sources may take other arguments. Calling them could give wrong results or
+    # crash.
     if (now := digest(path.parent)) is not None and now != _compiled_from(loaded):
-        what = "its library was compiled from other sources than those beside it"
+        what = "its library is out of date because the C++ sources have changed since it was compiled"
         return f"{what}; install jax-paged again (in a clone: make setup)"
     return loaded
 
@@ -74,7 +80,7 @@ def _load() -> ctypes.CDLL | str:
 def _compiled_from(loaded: ctypes.CDLL) -> str | None:
     try:
         function = loaded.jax_paged_sources
-    except AttributeError:  # older than this check
+    except AttributeError:  # built before the library had this function
         return None
     function.restype = ctypes.c_char_p
     return function().decode()

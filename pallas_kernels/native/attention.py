@@ -1,4 +1,4 @@
-"""The backend "native": calls of the ops in attention.cc. See ops for what they compute."""
+"""The backend "native": calls of the operations in attention.cc."""
 
 from typing import Any
 
@@ -9,9 +9,10 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels import native
 
-# A window that no context fills.
+# A window that is longer than any context.
 NO_WINDOW = 2**31 - 1
-# Floats in the widest vectors of any processor: those of a tile (AMX), which multiply bfloat16 only.
+# The `max_width` that allows the widest instructions of any processor, AMX tiles, which multiply bfloat16
+# only.
 MAX_WIDTH = 256
 
 
@@ -23,7 +24,7 @@ def write_kv(
 ) -> Float[Array, "p n k s d"]:
     """See ops.write_kv."""
     k = k.astype(kv_pages.dtype)
-    v = k if v is None else v.astype(kv_pages.dtype)  # of a latent pool it is not read
+    v = k if v is None else v.astype(kv_pages.dtype)  # for a latent pool the values are not read
     args = kv_pages, k, v, slot_mapping
     return _call("jax_paged_write_kv", kv_pages.shape, *args, input_output_aliases={0: 0})
 
@@ -43,7 +44,7 @@ def paged_decode(
     context_lens: Int[Array, " b"],
     **options: Any,
 ) -> Float[Array, "b h v"]:
-    """See ops.paged_decode; the options are those of ragged_attention."""
+    """See ops.paged_decode; `options` are passed to ragged_attention."""
     no_starts = jnp.zeros(0, jnp.int32)
     return ragged_attention(q, kv_pages, block_tables, context_lens, no_starts, **options)
 
@@ -67,13 +68,25 @@ def ragged_attention(
     """See ops.ragged_attention.
 
     Args:
-        q: As there, and so are the arguments that follow.
-        query_start_loc: Empty if every sequence has one query.
-        max_width: Floats in the widest vectors to use: 16, 8 or 4; or numbers of bfloat16 where these are
-            multiplied as such: 32 in a vector, 256 in a tile. Fewer where the processor has none.
+        q: Queries of all sequences.
+        kv_pages: The pool.
+        block_tables: int32 [B, M], pages of the sequences.
+        context_lens: int32 [B].
+        query_start_loc: int32 [B + 1], first row of each sequence; empty if every sequence has one query.
+        scale: Factor of the scores.
+        window: Sliding window (tokens); None for none.
+        soft_cap: Soft cap of the scores; None for none.
+        sinks: Sink logit of each head; None for none.
+        distance_bias: Biases by head and distance; None for none.
+        shared_blocks: int32 [B], number of leading pages that each sequence shares with others; None for
+            none.
+        value_dim: Size of the values in a latent pool; None for other pools.
+        max_width: Upper limit for the width of instructions. 4, 8 and 16 are the floats in a vector. 32 and
+            256 allow bfloat16 products: 32 with vectors of 32 numbers, 256 with AMX tiles. Processors without
+            the instructions use the next narrower ones.
     """
-    # Arrays of the trace: empty NumPy constants would become arguments of jax.shard_map, where jaxlib 0.11.2
-    # crashes when it removes them.
+    # These are JAX arrays because empty NumPy constants would become arguments of jax.shard_map, and jaxlib
+    # 0.11.2 crashes when it removes them.
     sinks = jnp.zeros(0) if sinks is None else sinks.astype(jnp.float32)
     no_bias = jnp.zeros((q.shape[1], 0))
     bias = no_bias if distance_bias is None else distance_bias.astype(jnp.float32)
@@ -100,7 +113,7 @@ def _call(
     input_output_aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> Array:
-    """Calls a handler whose result has this shape, and the type of its first argument."""
+    """Calls a handler whose result has the given shape and the dtype of its first argument."""
     result = jax.ShapeDtypeStruct(shape, args[0].dtype)
     call = jax.ffi.ffi_call(native.target(symbol), result, input_output_aliases=input_output_aliases)
     return call(*args, **attributes)

@@ -1,10 +1,10 @@
-"""Matrix products with packed kernels on a CPU, by oneDNN.
+"""Matrix products with packed weight matrices on a CPU, computed by oneDNN.
 
-A step's weights are its arguments, so XLA brings them into the order that its products read them in anew at
-every step. Here it is done once: `pack` makes an array that only `multiply` can read, in the same process.
+A "kernel" in this module is a weight matrix. The weights are arguments of the jitted step, so XLA would
+rearrange them into the layout of its matrix products in every step. With oneDNN this is done once: `pack`
+returns an array in oneDNN's layout, which only `multiply` and `multiply_gated` in the same process can read.
 
-oneDNN is a library of its own (`pip install "jax-paged[onednn]"`), found and loaded when it is first asked
-for.
+oneDNN is a separate library (`pip install "jax-paged[onednn]"`). It is located and loaded on first use.
 """
 
 import ctypes
@@ -19,33 +19,37 @@ from jaxtyping import Array, Float, UInt8
 
 from jax_paged.pallas_kernels import native
 
-Products = Literal["auto", "onednn", "xla"]
+MatmulBackend = Literal["auto", "onednn", "xla"]
 
-# The package that the extra installs, and the library of any package: its name has the interface's version.
+# The package that the extra `onednn` installs, and the file name of the library in any package. The file name
+# contains the version of the interface.
 PACKAGE, LIBRARY = "onednn-cpu-gomp", "libdnnl.so.3"
 
 
-def resolve_products(products: str, dtype: jnp.dtype, *, name: str = "products") -> Literal["onednn", "xla"]:
-    """Returns what multiplies on this machine.
+def resolve_matmul_backend(
+    matmul_backend: str, dtype: jnp.dtype, *, name: str = "matmul_backend"
+) -> Literal["onednn", "xla"]:
+    """Returns the library that multiplies matrices on this machine.
 
     Args:
-        products: "onednn"; "xla"; or "auto": oneDNN on a CPU where it can be used, else XLA.
-        dtype: Of weights and activations.
+        matmul_backend: "onednn", "xla", or "auto". "auto" means oneDNN on a CPU if it can be used, otherwise
+            XLA.
+        dtype: Dtype of weights and activations.
         name: Name of the caller's argument, for error messages.
 
     Raises:
-        ValueError: If the value is unknown, or is "onednn" where that can't be used.
+        ValueError: If the value is unknown, or is "onednn" and oneDNN cannot be used.
     """
-    if products not in get_args(Products):
+    if matmul_backend not in get_args(MatmulBackend):
         raise ValueError(
-            f"`{name}` must be one of {', '.join(map(repr, get_args(Products)))}, got {products!r}"
+            f"`{name}` must be one of {', '.join(map(repr, get_args(MatmulBackend)))}, got {matmul_backend!r}"
         )
-    if products == "xla":
+    if matmul_backend == "xla":
         return "xla"
     reason = problem(dtype)
     if reason is None:
         return "onednn"
-    if products == "onednn":
+    if matmul_backend == "onednn":
         raise ValueError(
             f"`{name}` must be 'auto' or 'xla' because oneDNN can't be used ({reason}), got 'onednn'"
         )
@@ -53,38 +57,41 @@ def resolve_products(products: str, dtype: jnp.dtype, *, name: str = "products")
 
 
 def problem(dtype: jnp.dtype) -> str | None:
-    """Returns why oneDNN can't multiply arrays of a type, None if it can: a clause without a full stop."""
+    """Returns the reason why oneDNN cannot multiply arrays of `dtype`; None if it can.
+
+    The reason is a clause without a full stop.
+    """
     platform = jax.devices()[0].platform
     if platform != "cpu":
-        return f"it multiplies on a CPU, and the device is a {platform}"
+        return f"it needs a CPU, and the device is a {platform}"
     if not native.is_built():
         return f"the native backend can't be used: {native.problem()}"
     reason = _load()
     if reason is not None:
         return reason
     if not _packed_bytes(1, 1, dtype):
-        return f"it has no packed products of {dtype} for this processor"
+        return f"it does not support packed weights of {dtype} on this processor"
     return None
 
 
 def pack(
     kernel: Float[Array, "i o"] | Float[Array, "o i"], *, transposed: bool = False
 ) -> UInt8[Array, " bytes"]:
-    """Packs a kernel for `multiply`.
+    """Returns a kernel in the layout of `multiply`.
 
     Args:
         kernel: float32 or bfloat16.
-        transposed: Whether it is [out, in].
+        transposed: Whether the kernel has the shape [out, in].
 
     Returns:
-        As many bytes as the kernel has, rounded up to a few whole columns and rows.
+        An array with the size of the kernel, rounded up to whole blocks of rows and columns.
 
     Raises:
-        ValueError: If oneDNN can't be used for this type.
+        ValueError: If oneDNN cannot be used for this dtype.
     """
     reason = problem(kernel.dtype)
     if reason is not None:
-        raise ValueError(f"kernel can't be packed: {reason}")
+        raise ValueError(f"the weights can't be packed for oneDNN: {reason}")
     rows, columns = kernel.shape[::-1] if transposed else kernel.shape
     return _pack(kernel, transposed, _packed_bytes(rows, columns, kernel.dtype))
 
@@ -98,15 +105,16 @@ def _pack(kernel: Array, transposed: bool, num_bytes: int) -> Array:
 def multiply(
     x: Float[Array, "*t i"], packed: UInt8[Array, " bytes"], columns: int, dtype: jnp.dtype
 ) -> Float[Array, "*t o"]:
-    """Multiplies rows by a packed kernel; sums are float32.
+    """Multiplies rows by a packed kernel, with float32 accumulation.
 
-    A row's result depends neither on the other rows nor on the number of threads, in float32 to the bit.
+    A row's result does not depend on the other rows or on the number of threads. For float32 this holds bit
+    for bit.
 
     Args:
-        x: Rows, of the kernel's type.
-        packed: As `pack` returns it.
-        columns: Of the kernel.
-        dtype: Of the result: that of x, or float32.
+        x: Rows, in the dtype of the kernel.
+        packed: A kernel, as returned by `pack`.
+        columns: Number of columns of the kernel.
+        dtype: Dtype of the result: the dtype of x, or float32.
     """
     rows = x.reshape(-1, x.shape[-1])
     result = jax.ShapeDtypeStruct((rows.shape[0], columns), dtype)
@@ -121,13 +129,13 @@ def multiply_gated(
     columns: int,
     activation: str,
 ) -> Float[Array, "*t o"]:
-    """Returns activation(x @ gate) * (x @ up), as `multiply` would, without storing the two products.
+    """Returns activation(x @ gate) * (x @ up) without storing the two products.
 
     Args:
-        x: Rows, of the kernels' type.
-        gate: As `pack` returns it.
-        up: As gate, of a kernel of the same shape.
-        columns: Of each kernel.
+        x: Rows, in the dtype of the kernels.
+        gate: A kernel, as returned by `pack`.
+        up: A kernel of the same shape, as returned by `pack`.
+        columns: Number of columns of each kernel.
         activation: "silu", "relu", "gelu", "gelu_new" or "gelu_pytorch_tanh"; computed in float32.
     """
     rows = x.reshape(-1, x.shape[-1])
@@ -137,7 +145,7 @@ def multiply_gated(
 
 
 def _packed_bytes(rows: int, columns: int, dtype: jnp.dtype) -> int:
-    """Returns the size of a packed kernel, 0 if oneDNN has no quick products for it."""
+    """Returns the size of a packed kernel (bytes); 0 if oneDNN has no fast product for it."""
     function = native.library().jax_paged_packed_bytes
     function.restype = ctypes.c_int64
     return function(ctypes.c_int64(rows), ctypes.c_int64(columns), dtype == np.float32)
@@ -145,18 +153,18 @@ def _packed_bytes(rows: int, columns: int, dtype: jnp.dtype) -> int:
 
 @functools.cache
 def _load() -> str | None:
-    """Loads oneDNN; returns why it can't be used, None if it can."""
+    """Loads oneDNN. Returns the reason why it cannot be used; None if it can."""
     path = _find()
     load = native.library().jax_paged_load_onednn
     load.restype = ctypes.c_char_p
     reason = load(path.encode())
     if reason is None:
         return None
-    return f"{path} can't be used ({reason.decode()}): pip install 'jax-paged[onednn]'"
+    return f"{path} can't be loaded ({reason.decode()}); run pip install 'jax-paged[onednn]'"
 
 
 def _find() -> str:
-    """Returns the library of the installed package, else the name by which the system's is found."""
+    """Returns the path of the library in the installed package, otherwise a name for the system's loader."""
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,14 +1,17 @@
-"""Which C++ sources the library was compiled from. setup.py runs this file, so it imports nothing of ours."""
+"""The digest of the C++ sources, which identifies the sources that the library was compiled from.
+
+setup.py runs this file, so it must not import other modules of jax-paged.
+"""
 
 import hashlib
 from pathlib import Path
 
 
 def digest(folder: Path) -> str | None:
-    """Returns the SHA-256, in hexadecimal, of the names and texts of sources; None if there are none.
+    """Returns the hexadecimal SHA-256 of the names and contents of the C++ sources; None if there are none.
 
     Args:
-        folder: Where they lie.
+        folder: Folder of the sources.
     """
     paths = sorted([*folder.glob("*.cc"), *folder.glob("*.h")])
     if not paths:

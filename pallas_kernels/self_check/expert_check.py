@@ -1,4 +1,4 @@
-"""The part of self_check.py that is about experts: batches of grouped_matmul, and their time."""
+"""The part of the check that concerns experts: batches for grouped_matmul, and timing."""
 
 import dataclasses
 import time
@@ -10,19 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-# What is run: the rows of a decode step, and of a step with a chunk of a prompt.
+# Numbers of tokens that are checked: a decode step, and a step with a prefill chunk.
 NUM_TOKENS = (32, 512)
 _ROUND_S, _MAX_CALLS = 0.05, 40
 
 
 @dataclasses.dataclass(frozen=True)
-class Experts:
-    """A grouped_matmul of a model.
+class ExpertShape:
+    """Shape of a grouped_matmul in a model.
 
     Args:
-        per_token: Experts that a token goes through.
-        groups: Experts of a layer.
-        size: Columns of the rows.
+        per_token: Number of experts per token.
+        groups: Number of experts of a layer.
+        size: Columns of the rows (inner dimension).
         width: Columns of the result.
     """
 
@@ -32,7 +32,7 @@ class Experts:
     width: int
 
     def shapes(self, num_tokens: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns those of rows, kernels and sizes."""
+        """Returns the shapes and dtypes of rows, kernels and group sizes."""
         kernels = (self.groups, self.size, self.width)
         shapes = (
             ((num_tokens * self.per_token, self.size), dtype),
@@ -43,17 +43,18 @@ class Experts:
 
 
 def batches(
-    experts: tuple[Experts, ...], dtype: str, *, is_timed: bool
+    experts: tuple[ExpertShape, ...], dtype: str, *, is_timed: bool
 ) -> Iterator[tuple[str, tuple[Array, ...]]]:
-    """Yields names and arguments of grouped_matmul, one at a time, as a layer's kernels may take a gigabyte.
+    """Yields a name and arguments of grouped_matmul for each shape and number of tokens.
 
-    Some experts get many rows and some get none, whose kernels are NaN if it is not timed; so are a few rows
-    behind the last group then.
+    They are created one at a time, because the kernels of a layer may take a gigabyte. The rows are
+    distributed unevenly over the experts. If the batch is not timed, the kernels of experts without rows, and
+    a few rows after the last group, are NaN.
 
     Args:
         experts: The shapes.
-        dtype: Of rows and kernels.
-        is_timed: Whether every row has an expert, and every kernel is a number.
+        dtype: Dtype of rows and kernels.
+        is_timed: Whether the batch is timed. Then every row has an expert, and nothing is NaN.
     """
     rng, keys = np.random.default_rng(2), jax.random.split(jax.random.key(0))
     for one in experts:
@@ -72,29 +73,29 @@ def batches(
             yield name, (rows, values, jnp.asarray(sizes, jnp.int32))
 
 
-class Timed:
-    """Work of a device, called several times.
+class Timer:
+    """Measures the time of some work on a device.
 
     Args:
         call: Starts the work, and returns arrays that are ready when it is done.
-        num_per_call: How often a call does the work.
+        num_per_call: How many times one call does the work.
     """
 
     def __init__(self, call: Callable[[], Any], num_per_call: int = 1) -> None:
         self._call, self._num_per_call = call, num_per_call
         self.calls = 1
-        self.seconds()  # compiles
+        self.seconds()  # the first call compiles
         self.calls = max(1, min(_MAX_CALLS, int(_ROUND_S / (self.seconds() * num_per_call))))
 
     def seconds(self) -> float:
-        """Returns the seconds that the work takes, of some calls that the device does one after the other."""
+        """Returns the time of the work (seconds), averaged over several calls in a row."""
         start = time.perf_counter()
         out = [self._call() for _ in range(self.calls)]
         jax.block_until_ready(out)
         return (time.perf_counter() - start) / (self.calls * self._num_per_call)
 
 
-def timed_products(kernels: Any, case: Any) -> Timed:
-    """Returns the grouped_matmul of a case, to be timed with these kernels."""
+def timed_products(kernels: Any, case: Any) -> Timer:
+    """Returns a timer for the grouped_matmul of a case with these kernels."""
     run = jax.jit(kernels.grouped_matmul)
-    return Timed(lambda: run(*case.args))
+    return Timer(lambda: run(*case.args))

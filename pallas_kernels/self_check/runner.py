@@ -1,11 +1,11 @@
-"""Checks kernels on this machine's own device: the results of every op, then the times of a layer.
+"""Checks kernels on the device of this machine: first the results of every operation, then their speed.
 
-This is a program, and not called by the engine: a kernel that hangs or crashes takes its process with it.
-worker/loading/kernel_check.py runs it, and draws the verdict from the events that it leaves in a file, a line
-each:
+This is the program of a separate process, because a kernel that hangs or crashes takes its process with it.
+worker/loading/kernel_check.py starts the process and derives a verdict from the events that it writes to a
+file, one JSON object per line:
 
-    {"begin": case}                              the candidate runs now, perhaps for ever; null: it has run
-    {"row": {"case", "what", "value", "limit"}}  "error" beside the reference, or "us" and the rival's
+    {"begin": case}                              the candidate starts to run; null: it has returned
+    {"row": {"case", "what", "value", "limit"}}  "error": error and bound; "us": time and baseline's time
     {"end": outcome, "reason": text}             "done", "unsupported", "crashed" or "not run"
 """
 
@@ -34,12 +34,14 @@ from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul, implementati
 from jax_paged.pallas_kernels.jax_settings import apply_to_process
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, tiles_of
 from jax_paged.pallas_kernels.self_check import expert_check
-from jax_paged.pallas_kernels.self_check.expert_check import Experts, Timed
+from jax_paged.pallas_kernels.self_check.expert_check import ExpertShape, Timer
 
 OPS = ("write_kv", "copy_blocks", "paged_decode", "ragged_attention")
-# Long enough for an item of the work list to hold many blocks; a prompt that fills several tiles.
-LONGEST, LONGEST_OF_PROMPTS = 4096, 700
-# What is timed: a decode step of skewed lengths, and a chunk of a prompt beside decodes.
+# The longest context in a batch of decodes, so that an item of the work list has many blocks, and the longest
+# context in a batch with prefill chunks (tokens).
+LONGEST, LONGEST_MIXED = 4096, 700
+# Sizes of the timed batches: a decode step with contexts of very different lengths, and a prefill chunk
+# beside decodes.
 TIMED_LEN, TIMED_SEQS, TIMED_CHUNK = 2048, 32, 512
 _STEPS, _ROUNDS = 2, 3
 _OUT_OF_POOL = 10**6
@@ -47,14 +49,14 @@ _OUT_OF_POOL = 10**6
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What the layers of a model ask of attention.
+    """Attention options of some layers of a model.
 
     Args:
-        heads: Query heads.
+        heads: Number of query heads.
         scale: Factor of the scores.
-        window: Tokens that a token attends to; None for all.
-        soft_cap: Of the scores; None for none.
-        has_bias: Whether scores get a bias by distance.
+        window: Sliding window (tokens); None for none.
+        soft_cap: Soft cap of the scores; None for none.
+        has_bias: Whether scores have a distance bias.
         has_sinks: Whether every head has a sink.
     """
 
@@ -77,15 +79,15 @@ class Suite:
     """The shapes that are checked.
 
     Args:
-        variants: Of attention.
-        kv_heads: Key and value heads.
+        variants: Attention options of the layers.
+        kv_heads: Number of kv heads.
         head_dim: Size of a head.
         page_size: Tokens per page.
-        dtype: Of queries, keys and values.
-        max_len: Tokens of the longest sequence; LONGEST stands for all longer ones.
-        kv_cache_dtype: What the pool holds: "auto" for the dtype above, or a name of quantization.DTYPES.
-        experts: The products of layers with experts.
-        value_dim: Of a latent cache, as ops.paged_decode takes it: then there is nothing to check.
+        dtype: Dtype of queries, keys and values.
+        max_len: Length of the longest sequence (tokens). Lengths above LONGEST are replaced by LONGEST.
+        kv_cache_dtype: "auto" for a pool in the dtype above, or a key of quantization.DTYPES.
+        experts: Shapes of the layers with experts.
+        value_dim: Size of the values in a latent pool; None for other pools. Latent pools are not checked.
     """
 
     variants: tuple[Variant, ...]
@@ -95,42 +97,44 @@ class Suite:
     dtype: str
     max_len: int
     kv_cache_dtype: str = "auto"
-    experts: tuple[Experts, ...] = ()
+    experts: tuple[ExpertShape, ...] = ()
     value_dim: int | None = None
 
     @classmethod
     def of_values(cls, values: dict[str, Any]) -> "Suite":
-        """Returns the suite that dataclasses.asdict made the values of."""
-        kinds = {"variants": Variant, "experts": Experts}
+        """Returns a suite from the output of dataclasses.asdict."""
+        kinds = {"variants": Variant, "experts": ExpertShape}
         made: dict[str, Any] = {k: tuple(kind(**v) for v in values[k]) for k, kind in kinds.items()}
         return cls(**values | made)
 
     def stored(self, numbers: np.ndarray) -> Array:
-        """Returns the pool that holds these numbers."""
+        """Returns a pool that stores these numbers, quantized if necessary."""
         pool = jnp.asarray(numbers)
         return tiles_of(quantize(pool, DTYPES.get(self.kv_cache_dtype, pool.dtype)))
 
     @property
     def bound(self) -> float:
-        """The largest error of an element of the results, as a share of the root mean square of its head.
+        """The largest allowed error of an element, relative to the root mean square of its head.
 
         Weights and results are rounded to the dtype once, by up to eps / 2 each. Four standard deviations of
-        the sum of the weights' errors, and an element of four times the root mean square, make it 4 eps;
-        twice that is allowed. In float32, sums of some thousand products and exponentials decide instead.
+        the sum of the weights' errors, and an element of four times the root mean square, result in 4 eps.
+        Twice this is allowed. In float32 the error of sums of some thousand products and of exponentials
+        dominates, hence the lower limit of 1e-4.
         """
         return max(8 * float(jnp.finfo(self.dtype).eps), 1e-4)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """A call of an op.
+    """A call of an operation.
 
     Args:
-        name: For people.
-        op: Which one.
-        args: Its arrays, the pool first where they are moved, and after the queries where these attend.
+        name: Name of the case, for messages.
+        op: Name of the operation.
+        args: Its arrays. The pool is the first array of write_kv and copy_blocks, and the second array, after
+            the queries, of the attention operations.
         options: Its other arguments.
-        slots: int32, of the queries whose sequence has tokens.
+        slots: int32, slots of the queries of sequences that have tokens.
     """
 
     name: str
@@ -141,15 +145,17 @@ class Case:
 
     @property
     def moves(self) -> bool:
-        """Whether values are only moved, and must be equal."""
+        """Whether the operation only moves values, so that results must be equal."""
         return self.op in ("write_kv", "copy_blocks")
 
 
 def kernels_of(name: str) -> Any:
-    """Returns the ops of a backend, or the module of that name, which has them.
+    """Returns the operations of a backend, or the module with this name.
+
+    The module must have functions with the names of the operations.
 
     Raises:
-        ValueError: If the backend can't be used here.
+        ValueError: If the backend cannot be used on this machine.
     """
     if name in get_args(ops.Implementation):
         ops.resolve_backend(name)
@@ -161,14 +167,17 @@ def kernels_of(name: str) -> Any:
 def make_case(
     suite: Suite, variant: Variant, op: str, pairs: Sequence[tuple[int, int]], padding: int
 ) -> Case:
-    """Makes a batch whose pages lie in random order, with NaN and nonsense wherever nobody attends to.
+    """Returns a case of attention whose pages lie in random order in the pool.
+
+    Dead slots, pages that are not used and padding rows contain NaN. Block table entries that must not be
+    read are arbitrary, partly outside of the pool.
 
     Args:
         suite: The shapes.
-        variant: Of attention.
+        variant: The attention options.
         op: "paged_decode" or "ragged_attention".
-        pairs: Tokens of each sequence, and its queries among them.
-        padding: Rows behind the queries.
+        pairs: For each sequence, its context length and its number of queries.
+        padding: Number of rows after the last query.
     """
     rng, size, window = np.random.default_rng(0), suite.page_size, variant.window
     counts = [-(-n // size) for n, _ in pairs]
@@ -199,20 +208,25 @@ def make_case(
 
 
 def attention_cases(suite: Suite, *, is_timed: bool) -> Iterator[Case]:
-    """Yields decodes, and chunks of prompts beside decodes, all of skewed lengths."""
+    """Yields batches of decodes, and batches of prefill chunks and decodes, with skewed lengths.
+
+    Args:
+        suite: The shapes.
+        is_timed: Whether the cases are for timing.
+    """
     size, longest = suite.page_size, min(suite.max_len, TIMED_LEN if is_timed else LONGEST)
     if is_timed:
         decodes = [longest, *[max(1, longest // 8)] * 3] * (TIMED_SEQS // 4)
         mixed = [(longest, TIMED_CHUNK), *((n, 1) for n in decodes)]
     else:
         decodes = [longest, 1, size - 1, size, 0, size + 1, 3 * size + 5, longest // 2 + 1, longest - 1]
-        # A chunk, a whole prompt, decodes, nobody, a small chunk.
-        mixed = [(300, 200), (40, 40), (LONGEST_OF_PROMPTS, 1), (1, 1), (0, 0), (129, 17)]
+        # A chunk, a whole prompt, two decodes, an empty sequence, and a small chunk.
+        mixed = [(300, 200), (40, 40), (LONGEST_MIXED, 1), (1, 1), (0, 0), (129, 17)]
     for op, pairs in (("paged_decode", [(n, 1) for n in decodes]), ("ragged_attention", mixed)):
         pairs = [(min(n, longest), min(n, m, longest) if op == "ragged_attention" else 1) for n, m in pairs]
         for variant in suite.variants:
             if variant.window is not None and not is_timed:
-                # A window that no context fills would not be checked.
+                # A window that is longer than all contexts would have no effect.
                 most = max(1, max(n for n, _ in pairs) // 3)
                 variant = dataclasses.replace(variant, window=min(variant.window, most))
             is_padded = op == "ragged_attention" and not is_timed
@@ -220,7 +234,7 @@ def attention_cases(suite: Suite, *, is_timed: bool) -> Iterator[Case]:
 
 
 def move_cases(suite: Suite) -> Iterator[Case]:
-    """Yields tokens and pages that are moved, and others that must not be."""
+    """Yields a case of write_kv and a case of copy_blocks, in which some tokens and pages must be skipped."""
     rng, num_pages = np.random.default_rng(1), 24
     shape = (num_pages, 2, suite.kv_heads, suite.page_size, suite.head_dim)
     pool = rng.standard_normal(shape, np.float32).astype(suite.dtype)
@@ -237,13 +251,16 @@ def move_cases(suite: Suite) -> Iterator[Case]:
 
 
 def expected(case: Case) -> Array:
-    """Returns what the reference says; of attention one head at a time, as it takes so much memory."""
+    """Returns the result of the backend "reference".
+
+    Attention is computed one head at a time, because the reference needs much memory.
+    """
     run, options = getattr(reference, case.op), case.options
     if case.op == "write_kv":
         pool, k, v, slots = case.args
         return jax.jit(run)(pool, quantize(k, pool.dtype), quantize(v, pool.dtype), slots)
     if case.moves or case.op == "grouped_matmul":
-        with jax.default_matmul_precision("highest"):  # a GPU would round float32 to 11 bits
+        with jax.default_matmul_precision("highest"):  # by default a GPU rounds float32 to 11 bits
             return jax.jit(run)(*case.args)
 
     def attend(q: Array, pool: Array, *rest: Array) -> Array:
@@ -260,7 +277,14 @@ def expected(case: Case) -> Array:
 
 
 def error_of(got: Array, want: Array, *, is_move: bool) -> float:
-    """Returns the largest error, see Suite.bound; of moved values the share of those that are wrong."""
+    """Returns the error of a result.
+
+    Args:
+        got: The result.
+        want: The expected result.
+        is_move: Whether values are only moved. If so, the error is the share of wrong values. Otherwise it is
+            the largest error of an element relative to the root mean square of its head, see Suite.bound.
+    """
     ours, theirs = (np.asarray(x).astype(np.float64) for x in (got, want))
     if is_move:
         return float(np.mean((ours != theirs) & ~(np.isnan(ours) & np.isnan(theirs))))
@@ -270,12 +294,14 @@ def error_of(got: Array, want: Array, *, is_move: bool) -> float:
     return float(np.max(np.nan_to_num(share, nan=math.inf, posinf=math.inf)))
 
 
-def timed_layer(kernels: Any, case: Case) -> Timed:
-    """Returns a layer's write_kv and attention, several times in one program, as layers follow each other.
+def timed_layer(kernels: Any, case: Case) -> Timer:
+    """Returns a timer for write_kv and attention, alternating several times in one program.
+
+    The program is similar to consecutive layers of a model.
 
     Args:
-        kernels: The ops.
-        case: Of attention; with a slot for every query.
+        kernels: The operations.
+        case: A case of attention with a slot for every query.
     """
     attend = functools.partial(getattr(kernels, case.op), **case.options)
 
@@ -294,27 +320,27 @@ def timed_layer(kernels: Any, case: Case) -> Timed:
         pool, out = run(pool, *arguments)
         return out
 
-    return Timed(call, _STEPS)
+    return Timer(call, _STEPS)
 
 
-class _Ended(Exception):
-    """The check is over: (outcome, reason)."""
+class _CheckEnded(Exception):
+    """Raised to end the check; its arguments are (outcome, reason)."""
 
 
-def _in_a_line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]], None]) -> None:
-    """Checks and times the candidate's ops.
+def run(suite: Suite, candidate: str, baseline: str, note: Callable[[dict[str, Any]], None]) -> None:
+    """Checks the results of the candidate's operations and, if all are correct, compares their speed.
 
     Args:
-        suite: With which shapes.
-        candidate: Backend, or module with the four ops, that is checked.
-        rival: Beside which it is timed, if all results are right.
-        note: Takes the events.
+        suite: The shapes.
+        candidate: Backend to check, or a module with the operations.
+        baseline: Backend to compare the speed with.
+        note: Receives the events described in the module docstring, except the last.
     """
-    other = kernels_of(rival)
+    other = kernels_of(baseline)
     cases = [*move_cases(suite), *attention_cases(suite, is_timed=False)]
 
     def attempt[T](case: Case, call: Callable[..., T], *args: Any) -> T:
@@ -322,24 +348,25 @@ def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]
         try:
             result = jax.block_until_ready(call(*args))
         except Exception as error:
-            # Whoever has the memory has it, whatever the kernels do.
+            # A lack of memory is not the fault of the kernels: other processes may use it.
             outcome = "not run" if "RESOURCE_EXHAUSTED" in str(error) else "crashed"
-            raise _Ended(outcome, f"{case.name}: {_in_a_line(error)}") from error
+            raise _CheckEnded(outcome, f"{case.name}: {_first_line(error)}") from error
         note({"begin": None})
         return result
 
     try:
         ours = kernels_of(candidate)
-        # Where a backend has no kernel of its own for them there is nothing to check.
+        # grouped_matmul is not checked if the backend uses the loop in plain JAX, as the baseline does.
         has_loop = candidate in get_args(ops.Implementation) and implementation_of(candidate) == "loop"
         experts = () if has_loop else suite.experts
         calls = [jax.jit(functools.partial(getattr(ours, case.op), **case.options)) for case in cases]
         for call, case in zip(calls, cases, strict=True):
-            call.eval_shape(*case.args)  # the ops refuse when they are traced, and nothing has run yet
+            # Unsupported shapes raise ValueError during tracing, before anything has run.
+            call.eval_shape(*case.args)
         for one in experts:
             jax.eval_shape(ours.grouped_matmul, *one.shapes(1, suite.dtype))
     except ValueError as error:
-        raise _Ended("unsupported", str(error)) from error
+        raise _CheckEnded("unsupported", str(error)) from error
 
     def products(*, is_timed: bool) -> Iterator[Case]:
         for name, args in expert_check.batches(experts, suite.dtype, is_timed=is_timed):
@@ -362,23 +389,25 @@ def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]
             name, timed = case.name, expert_check.timed_products
         theirs, mine = timed(other, case), attempt(case, timed, ours, case)
         times = [(attempt(case, mine.seconds), theirs.seconds()) for _ in range(_ROUNDS)]
-        best, rivals = (min(column) * 1e6 for column in zip(*times, strict=True))
-        note({"row": {"case": name, "what": "us", "value": best, "limit": rivals}})
+        best, baseline_us = (min(column) * 1e6 for column in zip(*times, strict=True))
+        note({"row": {"case": name, "what": "us", "value": best, "limit": baseline_us}})
 
 
 def main(task: dict[str, Any]) -> None:
-    """Runs a check, in a process that does nothing else.
+    """Runs a check in a process that does nothing else, and writes its events to a file.
 
     Args:
-        task: The arguments of `run`, the events' file, the platforms of JAX and the kind of the device that
-            are expected, and the seconds after which the process ends.
+        task: A dict with "suite", "candidate" and "baseline" (the arguments of `run`), "events" (path of the
+            file), "platforms" and "device_kind" (the JAX platforms and the kind of the device that are
+            expected), and "limit_s" (time after which the parent kills this process, in seconds).
     """
     if hasattr(signal, "alarm"):
-        signal.alarm(math.ceil(task["limit_s"]) + 5)  # kills, also when nobody is left who would
-    # The engine that waits may hold most of the GPU's memory already, or want it next.
+        # The alarm ends this process a little later even if its parent no longer exists.
+        signal.alarm(math.ceil(task["limit_s"]) + 5)
+    # The waiting engine may already use most of the GPU's memory, or need it next.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     jax.config.update("jax_platforms", task["platforms"])
-    apply_to_process()  # the environment, which this process inherits, may set others
+    apply_to_process()  # the inherited environment may have other settings
     with Path(task["events"]).open("w", encoding="utf-8") as file:
 
         def note(event: dict[str, Any]) -> None:
@@ -388,9 +417,11 @@ def main(task: dict[str, Any]) -> None:
         end = "done", ""
         try:
             if (kind := jax.devices()[0].device_kind) != task["device_kind"]:
-                raise _Ended("not run", f"the device is {kind} and not {task['device_kind']}")
-            run(Suite.of_values(task["suite"]), task["candidate"], task["rival"], note)
+                raise _CheckEnded(
+                    "not run", f"the device of the check is {kind}, but the engine uses {task['device_kind']}"
+                )
+            run(Suite.of_values(task["suite"]), task["candidate"], task["baseline"], note)
         except Exception as error:
-            end = error.args if isinstance(error, _Ended) else ("not run", _in_a_line(error))
+            end = error.args if isinstance(error, _CheckEnded) else ("not run", _first_line(error))
             traceback.print_exc()
         note({"end": end[0], "reason": end[1]})

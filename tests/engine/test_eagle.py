@@ -35,7 +35,7 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.families.eagle import EagleConfig
 from jax_paged.models.families.llama import LlamaForCausalLM
-from jax_paged.models.features.hooks import reading
+from jax_paged.models.features.hooks import recording_hooks
 from jax_paged.models.loading.eagle_checkpoint import load_head
 from jax_paged.models.weights import load_model, random_model
 from jax_paged.outputs import RequestOutput
@@ -104,10 +104,10 @@ class Watched(WrappedExecutor):
 
     def _note(self, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
         self._prompts |= {new.seq_id: new.request.prompt_token_ids for new in output.new_sequences}
-        self.num_bursts += bool(output.burst)
+        self.num_bursts += bool(output.num_multi_step_tokens)
         for i, sample in enumerate(output.samples):
             if sample.num_logits > 1:
-                start = output.scheduled[sample.row].start
+                start = output.scheduled[sample.scheduled_index].start
                 self.drafted.append(Drafted(self._prompts[sample.seq_id], start + 1, result.drafts[i]))
         return result
 
@@ -401,14 +401,17 @@ def test_features_are_not_taken_over_from_broken_requests(
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
             {},
-            ["`eagle_config.eagle_aux_hidden_state_layer_ids` must be 3 indices of layers, or none"],
+            [
+                "`eagle_config.eagle_aux_hidden_state_layer_ids` must be a list of 3 layer indices, or "
+                "an empty list"
+            ],
         ),
         (
             {"vocab_size": 400, "target_hidden_size": 32, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
             {"d2t": None, "midlayer.hidden_norm.weight": None, "x": np.zeros(3, np.float32)},
             [
-                "`vocab_size` must be that of the model, 384, got 400",
-                "`target_hidden_size` must be that of the model, 64, got 32",
+                "`vocab_size` must be 384, the vocab_size of the target model, got 400",
+                "`target_hidden_size` must be 64, the hidden_size of the target model, got 32",
                 "must be at most 2",
                 "d2t is missing",
                 "midlayer.hidden_norm.weight is missing",
@@ -421,12 +424,15 @@ def test_features_are_not_taken_over_from_broken_requests(
         (
             {},
             {"d2t": np.array([1, *[0] * 299])},
-            ["d2t must map each token to another, got the same for several"],
+            ["d2t must map each draft token to a different id, got the same id for several"],
         ),
         (
             {"hidden_size": 32, "target_hidden_size": 64, "head_dim": 16},
             random_tensors(CONFIG | {"hidden_size": 32, "target_hidden_size": 64}),
-            ["embed_tokens.weight is missing: the model's embeddings have 64 values, not the 32 of the head"],
+            [
+                "embed_tokens.weight is missing: the embeddings of the target model can't be used because "
+                "they have 64 values, and hidden_size of the head is 32"
+            ],
         ),
     ],
 )
@@ -476,7 +482,7 @@ def test_forms_of_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
 def test_layers_that_are_read() -> None:
     def paths(num_layers: int, **values: Any) -> tuple[str, ...]:
         config = {k: v for k, v in CONFIG.items() if k != "eagle_aux_hidden_state_layer_ids"}
-        return EagleConfig.from_hf(config | values).features_of(num_layers)
+        return EagleConfig.from_hf(config | values).feature_paths(num_layers)
 
     assert paths(32) == ("layers.1", "layers.15", "layers.28")
     assert paths(4) == ("layers.1", "layers.1", "layers.0")
@@ -489,7 +495,7 @@ def test_layers_that_are_read() -> None:
 
 def test_outputs_are_read_behind_hooks() -> None:
     found: dict[str, Any] = {}
-    hooks = reading(("a", "b"), {"a": lambda y: y + 1, "c": lambda y: y * 2}, found)
+    hooks = recording_hooks(("a", "b"), {"a": lambda y: y + 1, "c": lambda y: y * 2}, found)
     assert [hooks[name](jnp.float32(3)) for name in "abc"] == [4, 3, 6]
     assert found == {"a": 4, "b": 3}
 

@@ -117,7 +117,8 @@ def test_the_dense_call_computes_each_text_with_its_own_arguments(checkpoint: Pa
     np.testing.assert_array_equal(logits[1], dense(model, batch, HOOKS, {"steer": 2.0})[0][1])
     with pytest.raises(
         ValueError,
-        match=r"each name in `hook_args` must be a hook .'steer', 'read', 'sum', 'up'.*got 'other'",
+        match=r"each name in `hook_args` must be the name of a hook .'steer', 'read', 'sum', 'up'.*"
+        r"got 'other'",
     ):
         dense(model, batch, HOOKS, {"other": 1.0})
 
@@ -343,7 +344,7 @@ def test_arguments_that_no_hook_takes(llm: LLM, args: Any, message: str) -> None
         (Hook("layers.9.mlp", steer, DIRECTION), "`path` must be .*'layers.[01].mlp'.*, got 'layers.9.mlp'"),
         (
             Hook("lm_head", steer, DIRECTION),
-            "`path` must be that of a module whose inputs are token rows.*got 'lm_head'",
+            "`path` must be the path of a module whose inputs are token rows.*got 'lm_head'",
         ),
         (
             Hook("norm", lambda p, y, a: y[:, :3]),
@@ -351,7 +352,7 @@ def test_arguments_that_no_hook_takes(llm: LLM, args: Any, message: str) -> None
         ),
         (
             Hook("norm", lambda p, y, a: (y, y[0])),
-            r"the shape of the capture of hook 'norm' must be \(2,\), got \(64,\)",
+            r"the shape of the captured values of hook 'norm' must be \(2,\), got \(64,\)",
         ),
     ],
 )

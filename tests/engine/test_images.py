@@ -261,7 +261,7 @@ def test_the_vectors_used_last_are_kept(engine: LLMEngine, num_encoded: list[int
         encoder._max_bytes = kept
     # A small picture is enlarged, and all have as many tiles: 0 was used after 1 when 2 came.
     assert sum(num > 0 for num in num_encoded) == 4
-    assert encoder._num_bytes == sum(x.nbytes for x in encoder._kept.values())
+    assert encoder._num_bytes == sum(x.nbytes for x in encoder._cache.values())
 
 
 def test_an_image_that_can_not_be_encoded_ends_its_own_request(
@@ -676,7 +676,7 @@ def test_wrong_configs() -> None:
     config = json.loads((FOLDER / "config.json").read_text())
     assert Idefics3Config.from_hf(config).vision.num_patches == 81
     for change, message in (
-        ({"scale_factor": 2}, "`scale_factor` must be a divisor of 9 patches on a side, got 2"),
+        ({"scale_factor": 2}, "`scale_factor` must be a divisor of 9, the number of patches per side, got 2"),
         ({"image_token_id": 10**6}, "`image_token_id` must be .*got 1000000"),
         ({"text_config": config["text_config"] | {"model_type": "mistral"}}, "text_config.model_type"),
         ({"vision_config": config["vision_config"] | {"num_channels": 1}}, "vision_config.num_channels"),

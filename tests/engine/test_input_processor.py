@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.engine.composition import make_input_processor
 from jax_paged.engine.input_processor import InputProcessor
@@ -23,7 +23,7 @@ CONFIG = EngineConfig(
     model_name="m",
     architecture="none",
     dtype="float32",
-    backend="xla",
+    attention_backend="xla",
     matmul_backend="xla",
     vocab_size=300,
     max_model_len=40,
@@ -302,7 +302,7 @@ def test_all_problems_of_a_request_are_listed(processor: InputProcessor) -> None
 
 CHECKS_A_REQUEST = f"""
 import sys
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.engine.composition import make_input_processor
 from jax_paged.engine.input_processor import InputProcessor

@@ -229,8 +229,8 @@ def test_what_has_dropped_blocks_is_preempted_by_swap(checkpoint, preemption_mod
 def test_without_host_memory_it_ends_and_says_so(checkpoint):
     drops, outputs = pressed(checkpoint, 0)
     output = outputs["2"].outputs[0]
-    assert (
-        output.stop_reason == "blocks of it were dropped, and host memory has no room to swap the others to"
+    assert output.stop_reason == (
+        "host memory is too small to swap out a request with dropped blocks; increase swap_space"
     )
     assert 0 < len(output.token_ids) < 40
     check_against_reference(checkpoint, output, drops)
@@ -275,7 +275,7 @@ def test_windows_and_samples(tmp_path):
             np.testing.assert_allclose(windowed.sum(-1), 1, atol=1e-6)
         assert {len(keys) for keys, _ in held} == {n - 1, n - 1 - (n - 9) // SIZE * SIZE}
         assert (table.entries["ref_count"] == 2).any()
-        assert "fell out of the window" in table._repr_html_()
+        assert "left the sliding window" in table._repr_html_()
         engine.add_request("b", prompt, SamplingParams(max_tokens=20, ignore_eos=True, seed=1))
         engine.step()
         with pytest.raises(ValueError, match="must be a model in which every layer uses full attention"):

@@ -275,7 +275,7 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(engine: LLMEngine, 
     for request, part in (
         ("rank1", "`lora_request` must be None or a LoRARequest, got 'rank1'"),
         (LoRARequest("gone", 71, str(tmp_path / "gone")), "can't be read"),
-        (too_large, "must have at most rank 16 (max_lora_rank), got 17"),
+        (too_large, "must be at most 16 (max_lora_rank), got 17"),
         (
             LoRARequest("rank1", good.lora_int_id, str(ADAPTERS / "rank3_mlp")),
             "`lora_int_id` must be another id for lora_name 'rank1'",

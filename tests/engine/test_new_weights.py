@@ -227,7 +227,7 @@ def test_weights_that_do_not_fit_change_nothing(
 
 
 def test_a_model_of_another_shape_is_an_error(served: tuple[LLM, Any, LLM]) -> None:
-    with pytest.raises(ValueError, match=r"another config:\n  `vocab_size` must be 384, got 2048\n"):
+    with pytest.raises(ValueError, match=r"a different config:\n  `vocab_size` must be 384, got 2048\n"):
         served[0].update_weights("pagelet")
 
 

@@ -55,7 +55,9 @@ def test_a_scheduler_class() -> None:
         scheduler = llm.llm_engine.scheduler
         assert isinstance(scheduler, Counting)
         assert scheduler.num_rows == 4 * len(PROMPTS)
-        with pytest.raises(ValueError, match=r"`scheduler` must be a Scheduler with a built-in policy"):
+        with pytest.raises(
+            ValueError, match=r"`scheduler` must be a Scheduler with a built-in scheduling policy"
+        ):
             llm.llm_engine.record([].append)
 
 

@@ -392,7 +392,7 @@ def test_running_requests_are_not_looked_into(two: LLM) -> None:
         ),
         (
             {"pipeline_parallel_size": 3},
-            "`pipeline_parallel_size` must be at most 2, the layers of the model, got 3",
+            "`pipeline_parallel_size` must be at most 2, the number of layers of the model, got 3",
         ),
         (
             {"pipeline_parallel_size": 5},
@@ -408,19 +408,19 @@ def test_running_requests_are_not_looked_into(two: LLM) -> None:
         ),
         (
             {"pipeline_parallel_size": 2, "num_scheduler_steps": 4},
-            "`num_scheduler_steps` must be 1 with pipeline_parallel_size above 1 .*got 4",
+            "`num_scheduler_steps` must be 1 with pipeline_parallel_size above 1, .*got 4",
         ),
         (
             {"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram"}},
-            "`speculative_config` must be None with pipeline_parallel_size above 1 .*",
+            "`speculative_config` must be None with pipeline_parallel_size above 1, .*",
         ),
         (
             {"pipeline_parallel_size": 2, "enable_lora": True},
-            "`enable_lora` must be False with pipeline_parallel_size above 1 .*got True",
+            "`enable_lora` must be False with pipeline_parallel_size above 1, .*got True",
         ),
         (
             {"pipeline_parallel_size": 2, "enable_prompt_embeds": True},
-            "`enable_prompt_embeds` must be False with pipeline_parallel_size above 1 .*got True",
+            "`enable_prompt_embeds` must be False with pipeline_parallel_size above 1, .*got True",
         ),
         (
             {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
@@ -446,7 +446,8 @@ def test_what_can_t_be(
 def test_layers_that_share_keys_and_values_are_not_parted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jax_paged.models.weights.read_weights", None)
     message = (
-        "`pipeline_parallel_size` must be 1 because Gemma4For.* can't be divided: its last layers attend"
+        "`pipeline_parallel_size` must be 1 because Gemma4For.* can't be split into stages: its last "
+        "layers share"
     )
     with pytest.raises(ValueError, match=message):
         LLM(str(FIXTURES / name), skip_tokenizer_init=True, pipeline_parallel_size=2, max_model_len=64)

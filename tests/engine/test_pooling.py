@@ -102,6 +102,20 @@ def test_embeddings_and_their_sizes(make: Callable[..., LLM]) -> None:
         )
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(("normalize", "use_activation"), [(True, False), (False, True)])
+def test_normalize_overrides_use_activation(
+    make: Callable[..., LLM], normalize: bool, use_activation: bool
+) -> None:
+    """In the parameters of a request and in the settings of an engine, as in vLLM."""
+    prompt = cases_of("llama_mean")[0]["token_ids"]
+    names = {"normalize": normalize, "use_activation": use_activation}
+    by_request = make("llama_mean").embed([prompt], pooling_params=PoolingParams(**names), use_tqdm=False)
+    by_engine = make("llama_mean", pooler_config=names).embed([prompt], use_tqdm=False)
+    for (output,) in (by_request, by_engine):
+        assert (abs(np.linalg.norm(output.outputs.embedding) - 1) < 1e-6) == normalize
+
+
 @pytest.mark.parametrize("pooling_type", ["LAST", pytest.param("MEAN", marks=pytest.mark.slow)])
 def test_long_texts_beside_generation(make: Callable[..., LLM], pooling_type: str) -> None:
     """In one engine, with chunks, cached prefixes and few blocks: as alone, and nothing is traced anew."""
@@ -200,7 +214,11 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
             lambda llm: llm.embed([[1]]),
             "`task` must be .*the tasks that BertForSequence.*got 'embed'",
         ),
-        ("llama_mean", lambda llm: llm.embed([]), "`prompts` must be at least one prompt, got"),
+        (
+            "llama_mean",
+            lambda llm: llm.embed([]),
+            "`prompts` must be a prompt or a non-empty list of prompts, got",
+        ),
         ("llama_mean", lambda llm: llm.embed(""), "`prompt` must be a non-empty string, got ''"),
         ("llama_mean", lambda llm: llm.embed([[]]), "`prompt_token_ids` must be at least one token id, got"),
         (

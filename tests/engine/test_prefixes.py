@@ -130,7 +130,7 @@ def test_prefix_that_does_not_fit(shared_engine: LLMEngine) -> None:
     name = shared_engine.pin_prefix(PREFIX)
     other = RNG.integers(0, VOCAB_SIZE, 24).tolist()
     with pytest.raises(
-        ValueError, match=r"the pool has no room .* must fit into the free KV blocks \(5 of 15\)"
+        ValueError, match=r"the KV cache is too small .* must fit into the free KV blocks \(5 of 15\)"
     ):
         shared_engine.pin_prefix(other)
     with pytest.raises(ValueError, match="max_model_len"):

@@ -12,7 +12,7 @@ from helpers.oracle import quantized
 from helpers.real_model import DenseModel, Request, log_softmax, make_engine, reset, run, tokens_of
 
 from jax_paged import LLM, EngineArgs, SamplingParams
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.models import causal_lm
 from jax_paged.pallas_kernels.quantization import DTYPES, dequantize, quantize, rows_of
 

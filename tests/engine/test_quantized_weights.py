@@ -23,7 +23,7 @@ from helpers.real_model import (
 )
 
 from jax_paged import LLM, EngineArgs, LLMEngine, LoRARequest, SamplingParams
-from jax_paged.models.quantization.quantize import kernel_places, quantized
+from jax_paged.models.quantization.quantize import kernel_places, quantize_model
 from jax_paged.models.quantization.quantized_linear import QuantizedWeight
 from jax_paged.models.weights import load_model, random_checkpoint, save_model
 from jax_paged.outputs import RequestOutput
@@ -67,7 +67,7 @@ def checkpoints(name: str, base: Path, folder: Path) -> tuple[Path, Path, dict[s
 
 def write_floats(base: Path, out: Path, kind: Any) -> None:
     """Writes the floats that kernels mean which are made small on the fly."""
-    model, small = load_model(base, "float32").model, quantized(load_model(base, "float32").model, kind)
+    model, small = load_model(base, "float32").model, quantize_model(load_model(base, "float32").model, kind)
     for place, made in zip(kernel_places(model), kernel_places(small), strict=True):
         if isinstance(made.kernel, QuantizedWeight):
             place.kernel.set_value(made.kernel.dense("float32"))
@@ -277,7 +277,9 @@ def test_weights_of_a_quantised_checkpoint_come_from_another_like_it(
             ):
                 engine.update_weights(new)
         for folder in (checkpoint, tmp_path / "gptq"):
-            with pytest.raises(ValueError, match=r"kernels must be quantized as those .*layers.0.*_proj"):
+            with pytest.raises(
+                ValueError, match=r"the weights must be quantized as in the served model.*layers.0.*_proj"
+            ):
                 engine.update_weights(str(folder))
         assert tokens_of(served(engine, prompts())) == before
         engine.update_weights(str(tmp_path / "new"))

@@ -17,7 +17,7 @@ from helpers.real_model import TOLERANCE, drain, make_engine, make_executor, res
 from jax_paged import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from jax_paged.config.multimodal import ImageSettings
 from jax_paged.core.kv_cache.prefix_cache import PrefixCache
-from jax_paged.core.request import StandIn
+from jax_paged.core.request import PlaceholderData
 from jax_paged.core.scheduler_output import NewSequence
 from jax_paged.engine.features.multimodal import image_reader
 from jax_paged.engine.features.multimodal.image_reader import ImageReader
@@ -190,10 +190,10 @@ def test_placeholders_and_positions_equal_transformers(folder: Path) -> None:
             assert positions.tolist() == case["positions"]
 
 
-def stand_in(start: int, num_rows: int, num_columns: int) -> StandIn:
+def stand_in(start: int, num_rows: int, num_columns: int) -> PlaceholderData:
     empty = np.zeros(0)
     image = Patches(empty, empty, empty, (num_rows, num_columns))
-    return StandIn(start, start + num_rows * num_columns, "", image)
+    return PlaceholderData(start, start + num_rows * num_columns, "", image)
 
 
 def test_positions_depend_on_what_stands_before_alone() -> None:
@@ -491,7 +491,7 @@ def test_arguments_of_another_processor() -> None:
         ({"text_config": {"hidden_size": 32}}, "out_hidden_size` must be .*got 24"),
         (
             {"text_config": {"rope_scaling": {"mrope_section": [3, 5, 5]}}},
-            "three numbers of pairs, 12 in total",
+            "must be a list of three integers of at least 0 with the sum 12, half of head_dim",
         ),
         (
             {"text_config": {"rope_scaling": {"mrope_interleaved": False}}},

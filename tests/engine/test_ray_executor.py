@@ -123,7 +123,7 @@ def test_an_actor_that_ray_ends_while_nothing_runs(checkpoint: Path) -> None:
 
     executor: Any = make_executor(on_ray(checkpoint, **TINY))
     noted = threading.Event()
-    executor.when_failed(lambda reason: noted.set())
+    executor.on_failure(lambda reason: noted.set())
     ray.kill(executor._team.workers[1].actor)
     assert noted.wait(30)
     with pytest.raises(EngineDeadError, match="worker 1 has ended"):

@@ -287,7 +287,7 @@ def test_a_recording_of_all_of_it_replays(checkpoint):
     assert replay(lines).num_steps == kinds.count("schedule") + kinds.count("draft")
     with pytest.raises(
         ValueError,
-        match="each event of `lines` must be one that no user has caused by hand, got 'edit_request'",
+        match="`lines` must be a recording without manual edits or weight updates, got 'edit_request'",
     ):
         replay(lines, max_num_seqs=7)
 

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from jax_paged import LLMEngine, PoolingParams
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.engine.composition import make_input_processor
 from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.engine.text.tokenizer import Tokenizer
@@ -173,7 +173,7 @@ def test_lower_case_and_a_prompt_in_front(config: EngineConfig, tmp_path: Path) 
         ),
         (
             {"config_args": {"hidden_act": "relu"}},
-            "`config_kwargs.hidden_act` must be that of config.json.*got 'relu'",
+            "`config_kwargs.hidden_act` must be .*, the value in config.json.*got 'relu'",
         ),
     ],
 )

@@ -344,14 +344,14 @@ def test_a_worker_that_is_stopped_while_it_starts(checkpoint: Path, rank: int) -
 def test_a_worker_that_is_lost_before_anybody_asks() -> None:
     team, noted = WorkerTeam(1), list[str]()
     team.fail("worker 1 has ended")
-    team.when_failed(0, noted.append)
+    team.on_failure(0, noted.append)
     assert noted == ["worker 1 has ended"]
 
 
 def test_a_worker_that_is_lost_while_nothing_runs(scripted: Any) -> None:
     noted: list[Callable[[str], None]] = []
     args, executor = scripted()
-    executor.when_failed = noted.append
+    executor.on_failure = noted.append
     engine = AsyncLLMEngine(args, executor)
     try:
         assert engine.stopped is None

@@ -89,7 +89,8 @@ def test_edited_plans_replay(bursting_engine: LLMEngine) -> None:
     assert any('"edit_step"' in line for line in lines)
     replay(lines)
     with pytest.raises(
-        ValueError, match="each event of `lines` must be one that no user has caused by hand, got 'edit_step'"
+        ValueError,
+        match="`lines` must be a recording without manual edits or weight updates, got 'edit_step'",
     ):
         replay(lines, max_num_seqs=8)
 

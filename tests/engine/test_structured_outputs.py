@@ -255,7 +255,7 @@ def test_schemas(request: pytest.FixtureRequest, model: str, seeds: range) -> No
         ({"json": {"const": "b" * 200_000}}, "the length of `json` must be at most 131072 characters, got 2"),
         (
             {"json": functools.reduce(lambda inner, _: {"not": inner}, range(3000), {})},
-            "the number of nested levels of `json` must be at most 60, got 61",
+            "the nesting depth of `json` must be at most 60, got 61",
         ),
         ({"regex": ""}, "`regex` must be a non-empty string, got ''"),
         ({"choice": [""]}, r"`choice` must be a list of strings, at least one of them not empty, got \[''\]"),

@@ -14,9 +14,9 @@ from helpers.real_model import VOCAB_SIZE
 from safetensors.numpy import load_file, save_file
 
 from jax_paged.models.attention import dense_attention
-from jax_paged.models.families.eagle import DraftColumns, EagleConfig, EagleHead
+from jax_paged.models.families.eagle import DraftLogitIndex, EagleConfig, EagleHead
 from jax_paged.models.families.llama import LlamaForCausalLM
-from jax_paged.models.features.hooks import reading
+from jax_paged.models.features.hooks import recording_hooks
 from jax_paged.models.loading.weight_reading import weights_of
 
 # What a token attends to in a model, and an entry in its head; None for all.
@@ -191,8 +191,8 @@ def trained_tensors(
     columns[ids] = np.arange(len(ids))
     dtype = model.embed_tokens.embedding.dtype
     head = EagleHead(shape, has_embedding=False, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
-    head.columns = DraftColumns(jnp.asarray(columns))
-    paths = shape.features_of(model.config.num_hidden_layers)
+    head.columns = DraftLogitIndex(jnp.asarray(columns))
+    paths = shape.feature_paths(model.config.num_hidden_layers)
 
     @nnx.jit
     def features_of(model: LlamaForCausalLM, tokens: jax.Array) -> tuple[jax.Array, ...]:
@@ -200,7 +200,9 @@ def trained_tensors(
         context = model.dense_context(tokens)
         model.hidden(
             tokens,
-            context.__class__(model, context.positions, context.attend, hooks=reading(paths, {}, found)),
+            context.__class__(
+                model, context.positions, context.attend, hooks=recording_hooks(paths, {}, found)
+            ),
         )
         return tuple(found[path].astype(jnp.float32) for path in paths)
 

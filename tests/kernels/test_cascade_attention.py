@@ -247,11 +247,11 @@ def test_tiles() -> None:
     shared, lens = np.array([3, 2, 3, 3, 2, 1, 1]), np.array([9, 9, 9, 9, 9, 9, 0])
     tiles = shared_tiles(*(jnp.asarray(x, jnp.int32) for x in (tables, lens, shared)), 2, 2)
     assert tiles.num_tokens.tolist() == [6, 4, 6, 6, 4, 0, 0]
-    assert tiles.lens.tolist()[:3] == [6, 6, 4] or tiles.lens.tolist()[:3] == [6, 4, 6]
-    assert not tiles.lens[3:].any()
+    assert tiles.context_lens.tolist()[:3] == [6, 6, 4] or tiles.context_lens.tolist()[:3] == [6, 4, 6]
+    assert not tiles.context_lens[3:].any()
     flat = tiles.members.reshape(-1)
-    assert [int(flat[place]) for place in tiles.places[:5]] == [0, 1, 2, 3, 4]
-    assert (tiles.places[5:] == flat.size).all()
+    assert [int(flat[place]) for place in tiles.row_index[:5]] == [0, 1, 2, 3, 4]
+    assert (tiles.row_index[5:] == flat.size).all()
 
 
 @pytest.mark.quick

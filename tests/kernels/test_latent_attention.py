@@ -149,7 +149,8 @@ def test_arguments_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"`v` must be an array .*got None"):
         ops.write_kv(both, k, None, one)
     message = (
-        "with backend 'pallas_interpret', got .* of latents; backends 'xla' and 'native' support latents"
+        "with backend 'pallas_interpret', got .* of a pool of latents; backends 'xla' and 'native' "
+        "support latents"
     )
     for call in (
         lambda backend: attend(q, latents, table, one, value_dim=4, backend=backend),

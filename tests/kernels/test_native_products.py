@@ -192,14 +192,14 @@ def test_neither_threads_nor_the_environment_change_float32() -> None:
 OLD_PROCESSOR = """
 import jax.numpy as jnp
 from jax_paged.pallas_kernels.native import products
-print(products.resolve_products("auto", jnp.dtype("bfloat16")), products.problem(jnp.dtype("bfloat16")))
+print(products.resolve_matmul_backend("auto", jnp.dtype("bfloat16")), products.problem(jnp.dtype("bfloat16")))
 """
 
 
 @needs_onednn
 def test_a_processor_without_packed_products_keeps_those_of_xla() -> None:
     out = run_python(OLD_PROCESSOR, ONEDNN_MAX_CPU_ISA="AVX2")
-    assert out == "xla it has no packed products of bfloat16 for this processor\n"
+    assert out == "xla it does not support packed weights of bfloat16 on this processor\n"
 
 
 VERSION = """
@@ -244,9 +244,9 @@ import jax.numpy as jnp
 from jax_paged.pallas_kernels.native import products
 products._find = lambda: "libnowhere.so.3"
 dtype = jnp.dtype("float32")
-print(products.resolve_products("auto", dtype))
+print(products.resolve_matmul_backend("auto", dtype))
 for call in (
-    lambda: products.resolve_products("onednn", dtype, name="matmul_backend"),
+    lambda: products.resolve_matmul_backend("onednn", dtype, name="matmul_backend"),
     lambda: products.pack(jnp.zeros((2, 2))),
 ):
     try:
@@ -266,19 +266,21 @@ def test_without_onednn_xla_multiplies() -> None:
     assert chosen == "xla"
     wanted = f"`matmul_backend` must be 'auto' or 'xla' because oneDNN can't be used ({reason}), got 'onednn'"
     assert refused == wanted
-    assert unpacked == f"kernel can't be packed: {reason}"
+    assert unpacked == f"the weights can't be packed for oneDNN: {reason}"
 
 
 def test_without_the_native_library_xla_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_load", lambda: "it was not compiled")
-    assert products.resolve_products("auto", FLOAT32) == "xla"
+    assert products.resolve_matmul_backend("auto", FLOAT32) == "xla"
     with pytest.raises(ValueError, match=r"`matmul_backend` must be .*it was not compiled.*got 'onednn'"):
-        products.resolve_products("onednn", FLOAT32, name="matmul_backend")
+        products.resolve_matmul_backend("onednn", FLOAT32, name="matmul_backend")
 
 
 def test_unknown_products_are_named() -> None:
-    with pytest.raises(ValueError, match=r"`products` must be one of 'auto', 'onednn', 'xla'.*got 'mkl'"):
-        products.resolve_products("mkl", FLOAT32)
+    with pytest.raises(
+        ValueError, match=r"`matmul_backend` must be one of 'auto', 'onednn', 'xla'.*got 'mkl'"
+    ):
+        products.resolve_matmul_backend("mkl", FLOAT32)
 
 
 @needs_onednn

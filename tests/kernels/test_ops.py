@@ -370,7 +370,7 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch, tmp_path):
     assert len(found) == 4
     if native.is_built():
         monkeypatch.setattr(native, "digest", lambda folder: digest(tmp_path))
-        assert "other sources" in str(native._load.__wrapped__())
+        assert "out of date" in str(native._load.__wrapped__())
         monkeypatch.setattr(native, "digest", lambda folder: None)  # none are beside it
         assert not isinstance(native._load.__wrapped__(), str)
 
@@ -404,9 +404,9 @@ CHECKED = {
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("block_tables", [[1, 4], [3, 0]], "a page of a block table"),
-        ("block_tables", [[1, -1], [3, 0]], "a page of a block table"),
-        ("context_lens", [33, 5], "longer than its table"),
+        ("block_tables", [[1, 4], [3, 0]], "a page in a block table is outside of the pool"),
+        ("block_tables", [[1, -1], [3, 0]], "a page in a block table is outside of the pool"),
+        ("context_lens", [33, 5], "longer than its block table"),
         ("context_lens", [20, 2], "more queries than tokens"),
         ("query_start_loc", [0, 3, 2], "decreases"),
         ("slot_mapping", [35, 35], "a slot is written twice"),

@@ -47,7 +47,7 @@ def test_work_list_covers_every_live_block_once(num_seqs, window):
         for item, seq, blocks in items_of(work):
             mine[seq].append(blocks)
             numbers[seq].append(item)
-        for seq, (first, count) in enumerate(np.asarray(work.spans)):
+        for seq, (first, count) in enumerate(np.asarray(work.item_ranges)):
             assert numbers[seq] == list(range(first, first + count))
             np.testing.assert_array_equal(np.concatenate(mine[seq]), np.arange(begins[seq], ends[seq]))
         every = [number for mine in numbers.values() for number in mine]

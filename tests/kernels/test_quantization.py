@@ -208,12 +208,12 @@ def test_attention_of_the_kernels(backend, kind, dtype, flags, shape):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_path_of_sm_80(kind, monkeypatch):
     """The interpreter knows no cp.async: this tells nothing about where warps meet."""
-    monkeypatch.setattr(tuning, "meet", lambda _: None)
+    monkeypatch.setattr(tuning, "sync_warps", lambda _: None)
     monkeypatch.setattr(plgpu, "wait_gmem_to_smem", lambda _: None)
     case = make_pools(kind, dtype="bfloat16", lens=[70, 0, 200], query_lens=[20, 0, 60])
     q, rows, numbers, tables, lens, start = case
     args, gpu = (jnp.asarray(rows), tables, lens), tuning.Target((8, 0), 4, 163 * 1024)
-    config = ragged_tile.prefill_config(gpu, 64, 16, itemsize=2, is_bytes=True)
+    config = ragged_tile.prefill_config(gpu, 64, 16, itemsize=2, is_quantized=True)
     options = {"scale": 0.125, "window": 90}
     got = ragged_prefill.ragged_attention(
         q, *args, jnp.asarray(start), config=config, interpret=True, **options

@@ -146,7 +146,7 @@ def test_mistakes_are_errors(own: LLMEngine) -> None:
         match=r"each name in `settings` must be one of 'block_size', .*'num_scheduler_steps', .*got 'blocks'",
     ):
         replay(lines, blocks=3)
-    with pytest.raises(ValueError, match=r"the length of `requests\['r\d+'\]` must be "):
+    with pytest.raises(ValueError, match=r"the number of prompt tokens of `requests\['r\d+'\]` must be "):
         replay(lines, max_model_len=5)
 
 

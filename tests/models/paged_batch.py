@@ -11,7 +11,7 @@ from jax_paged.models.attention import (
     StateSpec,
     num_parts,
 )
-from jax_paged.models.kv_location import Place
+from jax_paged.models.kv_location import KVLocation
 
 BLOCK_SIZE = 16
 
@@ -44,8 +44,8 @@ def paged_batch(
         query_start_loc=jnp.asarray(np.cumsum([0, *lens]), jnp.int32),
         is_decode=False,
         backend="xla",
-        places=tuple(
-            Place(i, int(isinstance(s, CrossAttentionSpec))) for i, s in zip(first, specs, strict=True)
+        kv_locations=tuple(
+            KVLocation(i, int(isinstance(s, CrossAttentionSpec))) for i, s in zip(first, specs, strict=True)
         ),
         state_slots=jnp.stack([row + 1, jnp.full_like(row, 1 + len(lens)), jnp.zeros_like(row)]),
     )

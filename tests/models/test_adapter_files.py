@@ -66,7 +66,7 @@ def test_the_dense_model_computes_what_peft_does_merged_and_beside_it(name: str)
             return run
 
         changes = {path: flat(f) for path, f in row_functions(layout, arrays, by_token).items()}
-        return model.logits(model.hidden(tokens, dataclasses.replace(context, changes=changes)))
+        return model.logits(model.hidden(tokens, dataclasses.replace(context, output_edits=changes)))
 
     alone = nnx.jit(lambda model, tokens: model(tokens))
     beside, whole = logits(model, tokens), alone(merged(base, ADAPTERS / name), tokens)
@@ -119,13 +119,13 @@ def test_the_message_lists_everything_that_is_wrong(limits: Any, tmp_path: Path)
         "`use_dora` must be False or None, got True",
         "`bias` must be 'none', got 'all'",
         "`modules_to_save` must be None or [], got ['lm_head']",
-        "`init_lora_weights` must not change the model, got 'pissa_niter_4'",
+        "`init_lora_weights` must be a method that does not change the base model, got 'pissa_niter_4'",
         "each of `target_modules` must be one of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, ",
-        "model.layers.0.mlp.up_proj must have at most rank 16 (max_lora_rank), got 20",
-        "model.layers.0.mlp.down_proj must have lora_A and lora_B, got lora_A alone",
+        "the rank of model.layers.0.mlp.up_proj must be at most 16 (max_lora_rank), got 20",
+        "model.layers.0.mlp.down_proj must have lora_A and lora_B, got only lora_A",
         "model.layers.0.self_attn.q_proj.lora_A must have shape (2, 64), got (2, 63)",
-        "for model.layers.0.mlp.experts.up_proj",
-        "each tensor must be lora_A or lora_B of a linear map, got base_model.model.lm_head.weight",
+        "which belongs to model.layers.0.mlp.experts.up_proj",
+        "each tensor must be lora_A or lora_B of a linear layer, got base_model.model.lm_head.weight",
     ):
         assert part in message
     assert len(message.splitlines()) == 11
@@ -141,11 +141,13 @@ def test_the_message_lists_everything_that_is_wrong(limits: Any, tmp_path: Path)
         ({"lora_alpha": None}, "`lora_alpha` must be a finite number, got None"),
         (
             {"rank_pattern": {"up_proj": "2"}},
-            "`rank_pattern` must be an object of names or patterns with numbers, got {'up_proj': '2'}",
+            "`rank_pattern` must be an object that maps names or regular expressions to "
+            "integers above 0, got {'up_proj': '2'}",
         ),
         (
             {"alpha_pattern": {"(": 2}},
-            "`alpha_pattern` must be an object of names or patterns with numbers, got {'(': 2}",
+            "`alpha_pattern` must be an object that maps names or regular expressions to "
+            "finite numbers, got {'(': 2}",
         ),
         ({"use_rslora": "yes"}, "`use_rslora` must be true or false, got 'yes'"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
@@ -169,7 +171,7 @@ def test_numbers_that_are_not_finite(value: float, limits: Any, tmp_path: Path) 
     tensors = half("A", 2, 64) | half("B", 64, 2)
     tensors[f"{LAYER}mlp.up_proj.lora_B.weight"][3, 1] = value
     write(tmp_path, tensors, r=2)
-    with pytest.raises(ValueError, match=r"model.layers.0.mlp.up_proj must have finite numbers in float32"):
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.up_proj must have finite values in float32"):
         read_adapter(tmp_path, limits)
 
 
@@ -179,19 +181,19 @@ def test_files_that_are_no_adapter(limits: Any, tmp_path: Path) -> None:
             read_adapter(tmp_path / "adapter", limits)
         return str(caught.value)
 
-    assert "must have adapter_config.json, which PEFT saves: No such file" in message()
+    assert "must contain adapter_config.json, which PEFT's save_pretrained writes: No such file" in message()
     (tmp_path / "adapter").mkdir()
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text("[1")
     assert "is not JSON" in message()
     file.write_text("[1]")
-    assert "adapter_config.json must hold an object, got a list" in message()
+    assert "adapter_config.json must be a JSON object, got a list" in message()
     file.write_text(json.dumps(CONFIG | {"r": 2}))
     assert "adapter_model.safetensors" in message()
     (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"\x00" * 40)
     assert "adapter_model.safetensors" in message()
     write(tmp_path / "adapter", {}, r=2)
-    with pytest.raises(ValueError, match="must have lora_A and lora_B of linear maps, got none"):
+    with pytest.raises(ValueError, match="must contain lora_A and lora_B of linear layers, got no tensors"):
         read_adapter(tmp_path / "adapter", limits)
 
 
@@ -211,8 +213,12 @@ def test_soft_prompts(limits: Any, tmp_path: Path) -> None:
             {},
             r"must have shape \(3, 64\), got \(2, 64\)",
         ),
-        ({"prompt_embeddings": np.full((3, 64), np.nan, np.float32)}, {}, "must have finite numbers"),
-        ({"other": np.ones((3, 64), np.float32)}, {}, "the tensors must be"),
+        ({"prompt_embeddings": np.full((3, 64), np.nan, np.float32)}, {}, "must have finite values"),
+        (
+            {"other": np.ones((3, 64), np.float32)},
+            {},
+            r"the only tensor must be prompt_embeddings, got \[.other.\]",
+        ),
         ({"prompt_embeddings": np.ones((200, 64), np.float32)}, {"num_virtual_tokens": 200}, r"\[1, 100\]"),
         (
             {"prompt_embeddings": np.ones((3, 64), np.float32)},

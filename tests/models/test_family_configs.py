@@ -138,7 +138,7 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         (
             "phi3_window",
             {"rope_parameters": {"partial_rotary_factor": 0.4}},
-            "`rope_parameters.partial_rotary_factor` must be one that rotates an even number",
+            "`rope_parameters.partial_rotary_factor` must be a fraction of head_dim that is an even number",
         ),
         ("mixtral", {"num_experts_per_tok": 5}, "must be at most num_local_experts, which is 4"),
         (
@@ -150,14 +150,14 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         (
             "lfm2",
             {"layer_types": ..., "full_attn_idxs": 2},
-            "`full_attn_idxs` must be a list of layers, got 2",
+            "`full_attn_idxs` must be a list of layer indices, got 2",
         ),
         ("qwen3_5", {"layer_types": ["full_attention"]}, "must be a list of 3 items"),
         ("qwen3_5", {"linear_num_value_heads": 3}, "a multiple of linear_num_key_heads, which is 2"),
         (
             "qwen3_5",
             {"rope_parameters": {"partial_rotary_factor": 0.05}},
-            "`rope_parameters.partial_rotary_factor` must be one that rotates an even number",
+            "`rope_parameters.partial_rotary_factor` must be a fraction of head_dim that is an even number",
         ),
         ("qwen3_5_nested", {"text_config": 3}, "`text_config` of config.json must be an object, got 3"),
         (
@@ -185,14 +185,20 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         (
             "deepseek_v2_yarn_groups",
             {"topk_group": 5},
-            "`topk_group` must be in [1, 4], at most n_group, got 5",
+            "`topk_group` must be in [1, 4] (enough groups for num_experts_per_tok experts, at most "
+            "n_group), got 5",
         ),
         (
             "deepseek_v2_yarn_groups",
             {"num_experts_per_tok": 7},
-            "`topk_group` must be in [3, 4], at most n_group, got 2",
+            "`topk_group` must be in [3, 4] (enough groups for num_experts_per_tok experts, at most "
+            "n_group), got 2",
         ),
-        ("qwen3_moe_tied", {"mlp_only_layers": 3}, "`mlp_only_layers` must be a list of layers, got 3"),
+        (
+            "qwen3_moe_tied",
+            {"mlp_only_layers": 3},
+            "`mlp_only_layers` must be a list of layer indices, got 3",
+        ),
         (
             "qwen3_moe_tied",
             {"decoder_sparse_step": 0},
@@ -244,12 +250,12 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         (
             "gemma4_shared",
             {"num_kv_shared_layers": 3},
-            "`num_kv_shared_layers` must be so small that the first 5 - num_kv_shared_layers",
+            "`num_kv_shared_layers` must be small enough that the first 5 - num_kv_shared_layers",
         ),
         (
             "gemma4_shared",
             {"num_kv_shared_layers": 8},
-            "`num_kv_shared_layers` must be so small that the first 5 - num_kv_shared_layers",
+            "`num_kv_shared_layers` must be small enough that the first 5 - num_kv_shared_layers",
         ),
         (
             "gemma4_shared",
@@ -284,7 +290,7 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         (
             "gemma4_moe_capped",
             {"hidden_size_per_layer_input": 4},
-            "`hidden_size_per_layer_input` must be 0 with enable_moe_block, got 4",
+            "`hidden_size_per_layer_input` must be 0 because enable_moe_block is true, got 4",
         ),
         (
             "gemma4_moe_capped",
@@ -346,7 +352,7 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         (
             "glm4",
             {"rope_parameters": {"partial_rotary_factor": 0.05}},
-            "`rope_parameters.partial_rotary_factor` must be one that rotates an even number",
+            "`rope_parameters.partial_rotary_factor` must be a fraction of head_dim that is an even number",
         ),
         (
             "granite_tied",
@@ -357,7 +363,7 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         (
             "hunyuan_alpha",
             {"head_dim": 2},
-            "`head_dim` must be more than 2 with dynamic rotary positions, got 2",
+            "`head_dim` must be more than 2 with rope_type 'dynamic', got 2",
         ),
         (
             "hunyuan_bias",
@@ -374,7 +380,11 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
             {"sliding_window": None},
             "`sliding_window` must be an integer of at least 1, but it is missing",
         ),
-        ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "must be an object with full_attention and"),
+        (
+            "olmo3",
+            {"rope_parameters": {"rope_theta": 1e4}},
+            "must be an object whose keys are full_attention and",
+        ),
         (
             "olmo3",
             {"rope_scaling": {"rope_type": "su"}},
@@ -392,7 +402,7 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         (
             "smollm3",
             {"no_rope_layers": [1, 2]},
-            "`no_rope_layers` must be a list of at least 2 items (num_hidden_layers), each 0",
+            "`no_rope_layers` must be a list of at least 2 items (num_hidden_layers), each 1",
         ),
         (
             "smollm3",
@@ -412,7 +422,7 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         (
             "stablelm",
             {"partial_rotary_factor": 3.0, "rope_parameters": None},
-            "`rope_parameters.partial_rotary_factor` must be one that rotates an even number",
+            "`rope_parameters.partial_rotary_factor` must be a fraction of head_dim that is an even number",
         ),
         (
             "starcoder2_window",

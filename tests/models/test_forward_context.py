@@ -184,7 +184,7 @@ def both_passes(model: Any, kind: type[Any], **fields: Any) -> Callable[[Array],
             context = model.encoder_context(TEXTS, lens)
             cross = model.cross_kv(model.encode(TEXTS, context), context)
             dense = model.dense_context(TEXTS, cross, lens)
-            options: dict[str, Any] = {"places": metadata.places, "backend": "xla"}
+            options: dict[str, Any] = {"kv_locations": metadata.kv_locations, "backend": "xla"}
             for text, mapping in zip(TEXTS, metadata.slot_mapping.reshape(2, *TEXTS.shape)[0], strict=True):
                 mappings = jnp.stack([mapping, mapping])
                 kv_cache = model.write_encoded(text, lens[0], kv_cache, mappings, **options)
@@ -246,11 +246,13 @@ def test_a_module_of_another_model_has_no_path() -> None:
     one, other = (load_model(FIXTURES / "gqa2_tied").model for _ in range(2))
     context = one.dense_context(TEXTS)
     assert context.path(one.layers[1].mlp.up_proj) == "layers.1.mlp.up_proj"
-    with pytest.raises(AssertionError, match="Linear is not a part of the context's model"):
+    with pytest.raises(AssertionError, match="Linear is not a module of the model of this forward context"):
         context.path(other.layers[1].mlp.up_proj)
 
 
 def test_a_pass_without_an_encoder_has_no_cross_attention() -> None:
     context = load_model(FIXTURES / "gqa2_tied").model.dense_context(TEXTS)
-    with pytest.raises(AssertionError, match="layer 0 asks for cross attention"):
+    with pytest.raises(
+        AssertionError, match="layer 0 called cross_attend in a forward pass without encoder output"
+    ):
         context.cross_attend(0, jnp.zeros((2, 9, 4, 8)), scale=1.0)

@@ -120,6 +120,6 @@ def test_what_does_not_belong_together(tmp_path: Path) -> None:
         load_model(folder)
     lines = sorted(line.strip() for line in str(error.value).splitlines()[1:])
     assert lines[0].startswith(
-        f"{KEY.format('down_proj_scales')} must be U8 (4, 32, 2), as the blocks, got nothing"
+        f"{KEY.format('down_proj_scales')} must be U8 (4, 32, 2) to match the blocks, got nothing"
     )
     assert lines[1].startswith(f"{key} must be ")

@@ -77,7 +77,7 @@ def test_rows_of_padding_have_no_gradient_that_is_not_finite() -> None:
         query_start_loc=metadata.query_start_loc,
         is_decode=False,
         backend="reference",
-        places=metadata.places,
+        kv_locations=metadata.kv_locations,
     )
 
     # Not the sum of squares: of normed rows it is nearly constant, and its gradient what rounding leaves.

@@ -19,8 +19,13 @@ from safetensors.numpy import save_file
 from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.loading.stored_tensors import read_headers
 from jax_paged.models.quantization.config import quantization_of, read_quantization
-from jax_paged.models.quantization.quantize import kernel_places, kind_to_make, quantized
-from jax_paged.models.quantization.quantized_linear import Parts, QuantizedWeight, multiply, quantize
+from jax_paged.models.quantization.quantize import choose_online_dtype, kernel_places, quantize_model
+from jax_paged.models.quantization.quantized_linear import (
+    QuantizedArrays,
+    QuantizedWeight,
+    multiply,
+    quantize,
+)
 from jax_paged.models.weights import load_model, random_checkpoint, save_model
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -107,7 +112,7 @@ def test_what_quantisers_have_written_is_what_they_read(name: str, tmp_path: Pat
     expected = stored.pop("dense").read()
     _, weight_format = quantization_of({"quantization_config": CONFIGS[name]})
     assert weight_format is not None
-    form = weight_format.form(stored, *expected.shape)
+    form = weight_format.scheme(stored, *expected.shape)
     assert form is not None
     assert not isinstance(form.source, str)
     known = form.source.tensors(*expected.shape)
@@ -115,7 +120,7 @@ def test_what_quantisers_have_written_is_what_they_read(name: str, tmp_path: Pat
     for end, (shape, dtypes) in known.items():
         assert stored[end].shape == shape
         assert stored[end].dtype in dtypes
-    parts = form.source.parts({end: stored[end].read() for end in known})
+    parts = form.source.arrays({end: stored[end].read() for end in known})
     kernel = QuantizedWeight(form, expected.shape, (None, None), jax.tree.map(jnp.asarray, parts))
     np.testing.assert_array_equal(kernel.dense("float32"), expected)
 
@@ -160,11 +165,11 @@ def test_maps_of_latents_are_read_and_multiply(tmp_path: Path) -> None:
 def test_experts_in_one_tensor_are_made_small(name: str, kind: Any) -> None:
     """Those of gpt-oss, which have biases, and those of Gemma 4, which are stored transposed."""
     floats = load_model(FIXTURES / name, "float32").model
-    small = quantized(floats, kind)
+    small = quantize_model(floats, kind)
     loaded, of_memory = load_model(FIXTURES / name, "float32", quantization=kind).model, kernels(small)
     for path, kernel in kernels(loaded).items():
         if isinstance(kernel, QuantizedWeight):
-            assert jax.tree.all(jax.tree.map(np.array_equal, kernel.parts, of_memory[path].parts)), path
+            assert jax.tree.all(jax.tree.map(np.array_equal, kernel.arrays, of_memory[path].arrays)), path
     for place in kernel_places(floats):
         if isinstance(kernel := of_memory[".".join(map(str, place.path))], QuantizedWeight):
             place.kernel.set_value(kernel.dense("float32"))
@@ -193,7 +198,7 @@ def test_experts_in_one_tensor_of_bytes_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_on_the_fly_is_a_scale_per_output_and_a_byte_per_number(kind: Any, experts: Path) -> None:
     floats = load_model(experts, "float32").model
-    loaded, in_memory = load_model(experts, "float32", quantization=kind), quantized(floats, kind)
+    loaded, in_memory = load_model(experts, "float32", quantization=kind), quantize_model(floats, kind)
     of_floats, of_memory = kernels(floats), kernels(in_memory)
     for path, kernel in kernels(loaded.model).items():
         value = np.asarray(of_floats[path][...])
@@ -204,9 +209,9 @@ def test_on_the_fly_is_a_scale_per_output_and_a_byte_per_number(kind: Any, exper
         top = {"int8": 127, "fp8": 448}[kind]
         scale = largest * np.float32(1 / top)
         held = np.round(value / scale).astype(np.int8) if kind == "int8" else (value / scale).astype(FP8)
-        np.testing.assert_array_equal(np.asarray(kernel.parts.values), held, err_msg=path)
+        np.testing.assert_array_equal(np.asarray(kernel.arrays.values), held, err_msg=path)
         np.testing.assert_array_equal(kernel.dense("float32"), held.astype(np.float32) * scale)
-        assert jax.tree.map(np.array_equal, kernel.parts, of_memory[path].parts)
+        assert jax.tree.map(np.array_equal, kernel.arrays, of_memory[path].arrays)
         error = np.abs(np.asarray(kernel.dense("float32")) - value)
         assert (error <= (scale / 2 if kind == "int8" else np.abs(value) / 16 + scale / 512) * 1.001).all()
     for path, param in nnx.to_flat_state(nnx.state(floats, nnx.Param)):
@@ -219,7 +224,9 @@ def test_a_column_of_zeros_is_zeros(made: Path) -> None:
     model = load_model(made, "float32").model
     place = kernel_places(model)[0]
     place.kernel.set_value(place.kernel[...].at[:, 3].set(0))
-    (kernel,) = [k for k in kernels(quantized(model, "fp8")).values() if isinstance(k, QuantizedWeight)][:1]
+    (kernel,) = [k for k in kernels(quantize_model(model, "fp8")).values() if isinstance(k, QuantizedWeight)][
+        :1
+    ]
     assert not np.asarray(kernel.dense("float32"))[:, 3].any()
 
 
@@ -356,7 +363,7 @@ def test_tensors_that_do_not_fit_are_all_listed(made: Path, tmp_path: Path) -> N
 def test_groups_out_of_order_need_desc_act(made: Path, tmp_path: Path) -> None:
     write_quantized("gptq_ordered_32", made, tmp_path / "q")
     config = FORMATS["gptq_ordered_32"][0] | {"desc_act": False}
-    with pytest.raises(ValueError, match=r"_proj.* can't be read: g_idx must keep the order of rows"):
+    with pytest.raises(ValueError, match=r"_proj.* can't be read: g_idx must assign consecutive rows"):
         load_model(edited(tmp_path / "q", tmp_path / "bad", config), "float32")
     far = edited(tmp_path / "q", tmp_path / "far", g_idx=np.full(64, 2, np.int32))
     with pytest.raises(
@@ -390,7 +397,7 @@ def test_mxfp4_becomes_floats_and_nothing_else(made: Path, tmp_path: Path) -> No
     folder = FIXTURES / "gpt_oss_mxfp4"
     model = load_model(folder, "float32", quantization="mxfp4").model
     assert not any(isinstance(kernel, QuantizedWeight) for kernel in kernels(model).values())
-    assert kind_to_make([model], "mxfp4") is None
+    assert choose_online_dtype([model], "mxfp4") is None
     with pytest.raises(ValueError, match=r"`quantization` must be None or 'mxfp4'.*.*got 'int8'"):
         load_model(folder, "float32", quantization="int8")
     with pytest.raises(
@@ -412,7 +419,7 @@ def test_floats_of_one_kernel_at_a_time(made: Path) -> None:
     parts = [quantize(kernel, "int8") for kernel in kernels]
     grouped = [p._replace(scales=jnp.repeat(p.scales, 4, axis=0)) for p in parts]
 
-    def burst(x: jax.Array, parts: list[Parts], group_size: int) -> jax.Array:
+    def burst(x: jax.Array, parts: list[QuantizedArrays], group_size: int) -> jax.Array:
         def step(_: Any, x: jax.Array) -> jax.Array:
             for each in parts:
                 x = jnp.tanh(multiply(x, each, group_size, x.dtype))

@@ -10,7 +10,7 @@ import pytest
 
 from jax_paged.models.attention import AttentionMetadata, StateSpec
 from jax_paged.models.causal_lm import CausalLM
-from jax_paged.models.kv_location import Place
+from jax_paged.models.kv_location import KVLocation
 from jax_paged.models.weights import load_model
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -43,7 +43,7 @@ def metadata_of(rows: list[Any], specs: list[Any], *, padding: int) -> Attention
         query_start_loc=jnp.array([*np.cumsum([0, *lens]), *(total + (np.arange(padding) + 1) * is_decode)]),
         is_decode=is_decode,
         backend="xla",
-        places=tuple(Place(array, 0) for array in places[:-1]),
+        kv_locations=tuple(KVLocation(array, 0) for array in places[:-1]),
         state_slots=jnp.array(
             [[*row, *[NUM_SLOTS if i < 2 else 0] * padding] for i, row in enumerate(states)]
         ),
@@ -72,7 +72,7 @@ def test_steps_equal_whole_texts(name: str) -> None:
         expected = np.concatenate([dense[text, start : start + n] for text, _, start, n, _, _ in rows])
         np.testing.assert_allclose(hidden[: len(expected)], expected, atol=2e-4)
         assert np.isfinite(hidden).all(), "also in padding"
-    for spec, place in zip(specs, metadata_of(STEPS[0], specs, padding=0).places, strict=True):
+    for spec, place in zip(specs, metadata_of(STEPS[0], specs, padding=0).kv_locations, strict=True):
         for i in range(len(spec.arrays) if isinstance(spec, StateSpec) else 0):
             array = kv_cache[place.array + i]
             is_dead = np.isnan(array).all(axis=tuple(range(1, array.ndim)))

@@ -49,20 +49,20 @@ def test_each_weight_is_on_one_stage_and_a_tied_table_on_two(folder: Path) -> No
     found = Counter(weight.path for stage in stages for weight in weights_of(stage))
     assert found.keys() == {weight.path for weight in weights_of(model)}
     twice = [path for path, num in found.items() if num > 1]
-    is_tied = model.head is getattr(model, model.embed_path or model.first_names[0])
-    assert twice == ([(model.first_names[0], "embedding")] if is_tied else [])
-    assert [(stage.begins, stage.ends) for stage in stages] == [(True, False), (False, True)]
-    places = [i for stage in stages for i in stage.own_places]
+    is_tied = model.head is getattr(model, model.embed_path or model.pre_layer_names[0])
+    assert twice == ([(model.pre_layer_names[0], "embedding")] if is_tied else [])
+    assert [(stage.is_first_stage, stage.is_last_stage) for stage in stages] == [(True, False), (False, True)]
+    places = [i for stage in stages for i in stage.layer_indices]
     assert places == list(range(len(model.kv_cache_specs())))
 
 
 def test_what_has_no_stages() -> None:
-    with pytest.raises(ValueError, match="1 because T5ForConditionalGeneration is no decoder alone"):
+    with pytest.raises(ValueError, match="1 because T5ForConditionalGeneration is not a decoder-only model"):
         split_model(outline(FIXTURES / "t5_tied", "auto", None), 2)
     for name in WHOLE[:2]:
         with pytest.raises(
-            ValueError, match=r"1 because Gemma4For.* can't be divided: its last layers attend to the"
+            ValueError, match=r"1 because Gemma4For.* can't be split into stages: its last layers share the"
         ):
             split_model(outline(FIXTURES / name, "auto", None), 2)
-    with pytest.raises(ValueError, match="at most 2, the layers of the model"):
+    with pytest.raises(ValueError, match="at most 2, the number of layers of the model"):
         split_model(outline(FIXTURES / "gqa2_tied", "auto", None), 3)

@@ -127,10 +127,12 @@ def test_bad_shards_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(SHARDED, folder)
     (folder / "model-00002-of-00004.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"does not hold: \['model-00002-of-00004.safetensors'\]"):
+    with pytest.raises(
+        ValueError, match=r"lists shards that are missing: \['model-00002-of-00004.safetensors'\]"
+    ):
         load_model(folder)
     shutil.copy(folder / "model-00001-of-00004.safetensors", folder / "model-00002-of-00004.safetensors")
-    with pytest.raises(ValueError, match=r"00001-of-00004.* and again in .*00002-of-00004"):
+    with pytest.raises(ValueError, match=r"is in two files, .*00001-of-00004.* and .*00002-of-00004"):
         load_model(folder)
     for weight_map in (None, ["a"], {"lm_head.weight": 3}):
         (folder / stored_tensors.INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
@@ -160,7 +162,7 @@ def test_all_wrong_weights_are_in_one_message(folder: Path, monkeypatch: pytest.
     with pytest.raises(ValueError) as error:
         load_model(folder)
     assert str(error.value).splitlines()[1:] == [
-        "  lm_head.weight is missing, and config.json does not tie it",
+        "  lm_head.weight is missing, and config.json does not tie it to another weight",
         f"  {q_proj}.bias is missing",
         f"  {q_proj}.weight must have shape (32, 32) by config.json, got (32, 16)",
         "  model.layers.1.mlp.other_proj.weight is unexpected",
@@ -258,7 +260,7 @@ def test_overrides_of_the_text_model() -> None:
     with pytest.raises(ValueError, match=r"`text_config` of config.json must be an object, got 5"):
         weights.outline(folder, "float32", None, {"text_config": 5})
     for bad in (text, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}):
-        with pytest.raises(ValueError, match=r"`hf_overrides` must have \['\w+'\] in text_config"):
+        with pytest.raises(ValueError, match=r"`hf_overrides` must set \['\w+'\] inside text_config"):
             weights.outline(folder, "float32", None, bad)
 
 
@@ -305,16 +307,16 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     content = file.read_bytes()
     for broken in (content[:-1], content[:100], b"version https://git-lfs.github.com/spec/v1\n", b""):
         file.write_bytes(broken)
-        with pytest.raises(ValueError, match=r"model.safetensors is not a whole safetensors file"):
+        with pytest.raises(ValueError, match=r"model.safetensors is incomplete or not a safetensors file"):
             load_model(tmp_path)
     file.rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"holds neither .*'pytorch_model.bin'.* convert them"):
+    with pytest.raises(ValueError, match=r"contains neither .*'pytorch_model.bin'.* convert them"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is not JSON"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"config.json must hold an object, got a list"):
+    with pytest.raises(ValueError, match=r"config.json must be a JSON object, got a list"):
         load_model(tmp_path)
 
 

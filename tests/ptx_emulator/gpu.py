@@ -72,15 +72,18 @@ class EmulatedGpu:
 
         def call(*operands: Any) -> Any:
             outs, tree = jax.tree.flatten(out_type)
-            arrays = [np.array(x) for x in (*operands, *(ref[...] for ref in refs.values()))]
+            # An operand may be None or a tuple of arrays, which the kernel takes as references.
+            leaves, operands_tree = jax.tree.flatten(operands)
+            arrays = [np.array(x) for x in (*leaves, *(ref[...] for ref in refs.values()))]
             specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
 
             def run(*args: Any) -> Any:
-                made = [jax.new_ref(x) for x in args[len(operands) :]]
+                made = [jax.new_ref(x) for x in args[len(leaves) :]]
                 for name, ref in zip(refs, made, strict=True):
                     cells[name].cell_contents = ref
                 extra = {} if not outs else {"out_type": out_type}
-                return self._kernel(body, **extra, **options)(*args[: len(operands)]), *map(jax.freeze, made)
+                given = jax.tree.unflatten(operands_tree, args[: len(leaves)])
+                return self._kernel(body, **extra, **options)(*given), *map(jax.freeze, made)
 
             program, launch = self._compile(run, specs)
             for name, ref in refs.items():
@@ -98,7 +101,7 @@ class EmulatedGpu:
                 for x, other in zip((*arrays, *made), others, strict=True):
                     if x.tobytes() != other.tobytes():
                         raise KernelError("the result depends on the order of events")
-            for ref, array in zip(refs.values(), arrays[len(operands) :], strict=True):
+            for ref, array in zip(refs.values(), arrays[len(leaves) :], strict=True):
                 ref[...] = array
             return jax.tree.unflatten(tree, map(jax.numpy.asarray, made))
 

@@ -187,7 +187,7 @@ def test_weights_that_can_not_be_served(
     parts = "model.norm.weight must have shape", "extra is unexpected", "embed_tokens.weight is missing"
     refused(update(model_path=str(tmp_path)), *parts)
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
-    refused(update(model_path=str(tmp_path)), "is not a whole safetensors file")
+    refused(update(model_path=str(tmp_path)), "is incomplete or not a safetensors file")
     with client.stream(
         "POST", "/v1/completions", json={**BODY, "max_tokens": 400, "ignore_eos": True, "stream": True}
     ) as answer:

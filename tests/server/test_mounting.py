@@ -171,7 +171,7 @@ def test_the_example_of_the_documentation(
     scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An application that mounts the server, and uses the engine in a route of its own."""
-    section = Path("docs/server.md").read_text().partition("## Inside another application")[2]
+    section = Path("docs/server.md").read_text().partition("## Mount in another application")[2]
     monkeypatch.setattr(jax_paged, "AsyncLLMEngine", lambda _: AsyncLLMEngine(*scripted()))
     names: dict[str, Any] = {}
     exec(section.partition("```python\n")[2].partition("```")[0], names)

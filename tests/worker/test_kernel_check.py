@@ -21,7 +21,7 @@ import pytest
 from jax_paged import LLM, EngineArgs, SamplingParams
 from jax_paged.pallas_kernels import native
 from jax_paged.pallas_kernels.self_check import runner
-from jax_paged.pallas_kernels.self_check.expert_check import Experts
+from jax_paged.pallas_kernels.self_check.expert_check import ExpertShape
 from jax_paged.pallas_kernels.self_check.runner import Suite, Variant
 from jax_paged.server.launch.cli import main
 from jax_paged.worker.loading import kernel_check
@@ -35,7 +35,7 @@ TWO = (
 ALL = Suite(TWO, kv_heads=2, head_dim=32, page_size=16, dtype="bfloat16", max_len=200)
 STAND_IN = "helpers.kernel_stand_ins."
 ROWS = ({"case": "a", "what": "error", "value": 0.1, "limit": 1.0},)
-PASSED = Verdict("passed", "right on this device", 1.0, ROWS)
+PASSED = Verdict("passed", "correct on this device", 1.0, ROWS)
 
 
 def cases_of(verdict):
@@ -44,7 +44,7 @@ def cases_of(verdict):
 
 @pytest.mark.thorough
 def test_right_and_faster(tmp_path):
-    verdict = check(ALL, tmp_path, candidate="xla", rival=STAND_IN + "slow")
+    verdict = check(ALL, tmp_path, candidate="xla", baseline=STAND_IN + "slow")
     assert verdict.outcome == "passed", verdict
     moves, attention = ["write_kv", "copy_blocks"], ["paged_decode"] * 2 + ["ragged_attention"] * 2
     assert cases_of(verdict) == [*moves, *attention, *(f"write_kv + {op}" for op in attention)]
@@ -54,10 +54,10 @@ def test_right_and_faster(tmp_path):
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        assert check(ALL, tmp_path, candidate="xla", rival=STAND_IN + "slow") == verdict
+        assert check(ALL, tmp_path, candidate="xla", baseline=STAND_IN + "slow") == verdict
         times.append(time.perf_counter() - start)
     assert min(times) < 0.05, "the kept verdict is read, and nothing is run"
-    assert "passed: right on this device" in verdict.table()
+    assert "passed: correct on this device" in verdict.table()
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_quantised_pools_are_checked_too(tmp_path):
     (suite,) = suites_of(EngineArgs(kv_cache_dtype="fp8_e4m3", max_model_len=100))
     assert suite.kv_cache_dtype == "fp8_e4m3"
     suite = dataclasses.replace(SUITE, kv_cache_dtype=suite.kv_cache_dtype)
-    verdict = check(suite, tmp_path, candidate="xla", rival="xla")
+    verdict = check(suite, tmp_path, candidate="xla", baseline="xla")
     assert verdict.outcome in ("passed", "slower"), verdict
     assert [row["what"] for row in verdict.rows] == ["error"] * 4 + ["us"] * 2
 
@@ -124,13 +124,13 @@ def test_right_but_slower(tmp_path):
     assert check(SUITE, tmp_path, candidate=STAND_IN + "slow") == verdict
 
 
-EXPERTS = dataclasses.replace(SUITE, experts=(Experts(2, 6, 64, 64),))
+EXPERTS = dataclasses.replace(SUITE, experts=(ExpertShape(2, 6, 64, 64),))
 
 
 @pytest.mark.slow
 def test_experts_that_are_right(tmp_path):
-    candidate, rival = STAND_IN + "interpreted_experts", STAND_IN + "slow_experts"
-    verdict = check(EXPERTS, tmp_path, candidate=candidate, rival=rival)
+    candidate, baseline = STAND_IN + "interpreted_experts", STAND_IN + "slow_experts"
+    verdict = check(EXPERTS, tmp_path, candidate=candidate, baseline=baseline)
     rows = [row for row in verdict.rows if row["case"].startswith("grouped_matmul")]
     names = [f"grouped_matmul, {n} rows, 6 x 64 x 64" for n in (66, 1026, 64, 1024)]
     assert [row["case"] for row in rows] == names
@@ -147,7 +147,7 @@ def test_experts_that_are_wrong(tmp_path):
 
 @pytest.mark.slow
 def test_experts_that_are_slow(tmp_path):
-    verdict = check(EXPERTS, tmp_path, candidate=STAND_IN + "slow_experts", rival="xla")
+    verdict = check(EXPERTS, tmp_path, candidate=STAND_IN + "slow_experts", baseline="xla")
     assert verdict.outcome == "slower"
     assert "grouped_matmul, 64 rows, 6 x 64 x 64 (us " in verdict.reason
 
@@ -155,7 +155,7 @@ def test_experts_that_are_slow(tmp_path):
 @pytest.mark.slow
 def test_experts_without_a_kernel_are_not_checked(tmp_path):
     """On a GPU without wgmma they are the same loop in both backends, and either could be the slower one."""
-    verdict = check(EXPERTS, tmp_path, candidate="xla", rival=STAND_IN + "slow")
+    verdict = check(EXPERTS, tmp_path, candidate="xla", baseline=STAND_IN + "slow")
     assert verdict.outcome == "passed"
     assert not any("grouped_matmul" in row["case"] for row in verdict.rows)
 
@@ -163,9 +163,9 @@ def test_experts_without_a_kernel_are_not_checked(tmp_path):
 @pytest.mark.parametrize(
     ("name", "experts"),
     [
-        ("mixtral", (Experts(2, 4, 32, 64), Experts(2, 4, 64, 32))),
-        ("qwen3_moe_and_mlps", (Experts(3, 6, 32, 24), Experts(3, 6, 24, 32))),
-        ("gpt_oss_old_config", (Experts(3, 6, 32, 32), Experts(3, 6, 16, 32))),
+        ("mixtral", (ExpertShape(2, 4, 32, 64), ExpertShape(2, 4, 64, 32))),
+        ("qwen3_moe_and_mlps", (ExpertShape(3, 6, 32, 24), ExpertShape(3, 6, 24, 32))),
+        ("gpt_oss_old_config", (ExpertShape(3, 6, 32, 32), ExpertShape(3, 6, 16, 32))),
         ("mistral_window", ()),
     ],
 )
@@ -176,7 +176,7 @@ def test_experts_of_a_model(name, experts):
 
 @pytest.mark.thorough
 def test_experts_that_the_kernels_refuse(tmp_path):
-    narrow = dataclasses.replace(SUITE, head_dim=64, experts=(Experts(2, 6, 64, 96),))
+    narrow = dataclasses.replace(SUITE, head_dim=64, experts=(ExpertShape(2, 6, 64, 96),))
     verdict = check(narrow, tmp_path, candidate="pallas_interpret")
     assert verdict.outcome == "unsupported"
     assert (
@@ -201,7 +201,7 @@ def test_nothing_is_kept_of_a_check_that_did_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_check, "_machine", lambda: {"device": "another"})
     verdict = check(SUITE, tmp_path, candidate="xla")
     assert (verdict.outcome, verdict.rows) == ("not run", ())
-    assert verdict.reason.endswith("and not another")
+    assert verdict.reason.endswith(", but the engine uses another")
     assert [file.name for file in tmp_path.iterdir()] == ["lock"]
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
     assert check(SUITE, tmp_path, candidate="xla").outcome == "not run"
@@ -230,7 +230,7 @@ def test_what_a_verdict_depends_on(tmp_path, monkeypatch, runs):
     for change in ({"dtype": "bfloat16"}, {"page_size": 32}, {"variants": TWO}, {"max_len": 97}):
         check(dataclasses.replace(SUITE, **change), tmp_path)
     assert len(runs) == 5 + len(machine)
-    check(SUITE, tmp_path, is_anew=True)
+    check(SUITE, tmp_path, ignores_stored=True)
     assert len(runs) == 6 + len(machine)
     check(SUITE, tmp_path)
     assert len(runs) == 6 + len(machine)
@@ -264,7 +264,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, runs, caplog):
     for _ in range(2):
         assert check(SUITE, tmp_path / "file" / "folder") == PASSED
     assert len(runs) == 2
-    assert "so every start checks" in caplog.text
+    assert "so every start repeats them" in caplog.text
 
 
 @pytest.mark.slow
@@ -272,7 +272,7 @@ def test_two_processes_at_once(tmp_path):
     program = (
         "import sys; sys.path[:] = eval(sys.argv[1])\n"
         "from pathlib import Path; from test_kernel_check import *\n"
-        "verdict = check(SUITE, Path(sys.argv[2]), candidate='xla', rival=STAND_IN + 'slow')\n"
+        "verdict = check(SUITE, Path(sys.argv[2]), candidate='xla', baseline=STAND_IN + 'slow')\n"
         "print(json.dumps(dataclasses.asdict(verdict)))"
     )
     path = repr([str(Path(__file__).parent), *sys.path])
@@ -311,9 +311,9 @@ def test_auto_goes_by_the_verdict(on_gpu, monkeypatch, caplog, outcome, verdict)
     (record,) = [r for r in caplog.records if r.name == kernel_check.__name__]
     assert "because" in record.message
     assert record.levelname == ("INFO" if outcome == "passed" else "WARNING")
-    asks = "open an issue with what `jax-paged check-kernels --model pagelet` prints"
+    asks = "open an issue with the output of `jax-paged check-kernels --model pagelet`"
     assert (asks in record.message) == (outcome in ("slower", "wrong", "crashed", "hung"))
-    assert ("shows more" in record.message) == (outcome in ("unsupported", "not run"))
+    assert ("for details" in record.message) == (outcome in ("unsupported", "not run"))
 
 
 def test_the_command_that_is_named_checks_the_same(on_gpu, monkeypatch, caplog):
@@ -331,7 +331,7 @@ def test_a_device_that_has_no_kernels_is_unsupported(monkeypatch):
         raise ValueError("the device Tesla T4 has compute capability 7.5")
 
     monkeypatch.setattr(runner, "implementation_of", refuse)
-    with pytest.raises(runner._Ended, match=r"unsupported.*compute capability 7\.5"):
+    with pytest.raises(runner._CheckEnded, match=r"unsupported.*compute capability 7\.5"):
         runner.run(SUITE, "xla", "xla", lambda event: None)
 
 
@@ -365,9 +365,9 @@ def test_blackwell_has_to_pass_its_own_check(on_gpu, tmp_path, monkeypatch, outc
 
 def test_what_is_not_checked(on_gpu, monkeypatch):
     monkeypatch.setattr(kernel_check, "check", None)
-    assert choose_backend(EngineArgs(attention_backend="xla"), None, None) == ("xla", "asked for")
+    assert choose_backend(EngineArgs(attention_backend="xla"), None, None) == ("xla", "requested")
     backend, reason = choose_backend(EngineArgs(), None, lambda *args, **options: args[0])
-    assert (backend, reason) == ("xla", "auto, with attention of your own")
+    assert (backend, reason) == ("xla", "auto, with a custom attend function")
 
 
 @pytest.mark.slow
@@ -438,7 +438,7 @@ def test_nobody_attends_to_what_is_dead():
 def test_the_command(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for backend, code, line in (
-        ("native", 0, "\npassed: right on this device, and "),
+        ("native", 0, "\npassed: correct on this device and "),
         ("auto", 1, "\nunsupported: `backend` must be one of 'auto', "),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -82,7 +82,7 @@ class AsyncLLMEngine(RequestMethods):
         )
         self._thread.start()
         weakref.finalize(self, self._calls.put, None).atexit = False
-        self.engine.executor.when_failed(functools.partial(_fail, this))
+        self.engine.executor.on_failure(functools.partial(_fail, this))
 
     @property
     def stopped(self) -> EngineDeadError | None:

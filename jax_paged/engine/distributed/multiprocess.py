@@ -9,7 +9,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.config.launch import Launch
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
@@ -112,9 +113,9 @@ class MultiprocessExecutor:
         self._send("wait_until_compiled")
         self._reply(None)
 
-    def when_failed(self, note: Callable[[str], None]) -> None:
+    def on_failure(self, callback: Callable[[str], None]) -> None:
         """Registers a function that is called with the reason, in any thread, when a worker is lost."""
-        self._team.when_failed(self._engine, note)
+        self._team.on_failure(self._engine, callback)
 
     def check_weights(self) -> None:
         """Does nothing, because callers can't change the weights of worker processes."""

@@ -148,14 +148,14 @@ class WorkerTeam:
             raise EngineDeadError(self.failure)
         self.workers[0].channel.send([engine, name], [packed(args)])
 
-    def when_failed(self, engine: int, note: Callable[[str], None]) -> None:
+    def on_failure(self, engine: int, callback: Callable[[str], None]) -> None:
         """Registers a function that is called with the reason, in any thread, when a worker is lost.
 
         If a worker is already lost, the function is called at once.
         """
-        self._callbacks[engine].append(note)
+        self._callbacks[engine].append(callback)
         if self.failure is not None:
-            note(self.failure)
+            callback(self.failure)
 
     def fail(self, reason: str, *, until: float = 0) -> None:
         """Ends all workers and sends the reason to all engines. Only the first call has an effect.

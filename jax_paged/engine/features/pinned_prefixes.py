@@ -52,7 +52,7 @@ class PinnedPrefixes(EngineFeature):
         request = checked.request
         if request.prompt_embeds is not None:
             raise ArgumentError("prompt", "prompt_embeds", "tokens because embeddings can't be pinned")
-        if request.stand_ins:
+        if request.placeholder_data:
             raise ArgumentError("prompt", "multi_modal_data", "tokens because images can't be pinned")
         if len(request.prompt_token_ids) < manager.block_size:
             allowed = f"at least {manager.block_size} (block_size) because only full blocks are shared"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jax_paged.arguments.shown_values import one_of
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.engine.prompt_reader import as_prompts
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, check

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.request import PromptEmbeds
 from jax_paged.engine.prompt_reader import PLACEHOLDER, TokenizedPrompt
 from jax_paged.errors import ArgumentError, TooLongError, check
@@ -20,7 +20,7 @@ def read_embeds(prompt: dict[str, Any], config: EngineConfig) -> TokenizedPrompt
     Raises:
         ValueError: If the prompt is malformed or too long, or if the engine does not accept embeddings.
     """
-    size = config.embed_size
+    size = config.prompt_embed_size
     check(
         prompt.keys() <= {"prompt_embeds", "cache_salt"},
         "prompt",

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.codec import check_format
 from jax_paged.engine.engine_core import EngineCore
 from jax_paged.engine.feature import EngineFeature
@@ -127,8 +127,8 @@ def _check_fits(start: dict, config: EngineConfig) -> None:
     for name, value, most in (
         ("num_blocks", manager["num_blocks"], config.num_blocks),
         ("num_swap_blocks", manager["num_swap_blocks"], config.num_swap_blocks),
-        ("num_state_slots", manager.get("num_state_slots", 0), config.state_slots[0]),
-        ("num_swap_state_slots", manager.get("num_swap_state_slots", 0), config.state_slots[1]),
+        ("num_state_slots", manager.get("num_state_slots", 0), config.num_state_slots),
+        ("num_swap_state_slots", manager.get("num_swap_state_slots", 0), config.num_swap_state_slots),
         ("max_num_seqs", scheduler["max_num_seqs"], config.max_num_seqs),
         ("max_num_batched_tokens", scheduler["max_num_batched_tokens"], config.max_num_batched_tokens),
         ("max_model_len", scheduler["max_model_len"], config.max_model_len),

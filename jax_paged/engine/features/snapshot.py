@@ -15,11 +15,11 @@ from safetensors.numpy import load_file, save_file
 
 from jax_paged.core.codec import FORMAT, check_format
 from jax_paged.core.features.snapshot import (
+    group_to_json,
     kept_blocks,
     restore_group,
     restore_scheduler,
-    values_of_group,
-    values_of_scheduler,
+    scheduler_to_json,
 )
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.engine.engine_core import EngineCore
@@ -116,7 +116,7 @@ class Snapshots(EngineFeature):
         scheduler = core.scheduler
         states = list(dict.fromkeys([*core.requests.values(), *core.changed]))
         _check_fits(core, states)
-        requests = [values_of_group(scheduler, s.group) | {"text": s.values()} for s in states]
+        requests = [group_to_json(scheduler, s.group) | {"text": s.values()} for s in states]
         fingerprint, packing = core.executor.fingerprint()
         values = {
             "format": FORMAT,
@@ -127,7 +127,7 @@ class Snapshots(EngineFeature):
             "seeds": core.seeds.getstate(),
             "num_names": core.num_names,
             "weight_version": [core.weight_version, core.num_weight_updates],
-            "scheduler": values_of_scheduler(scheduler),
+            "scheduler": scheduler_to_json(scheduler),
             "requests": requests,
             "changed": [i for i, state in enumerate(states) if state in core.changed],
         }
@@ -190,18 +190,18 @@ def _check_fits(core: EngineCore, states: list[RequestState]) -> None:
     """Raises ValueError if a request or the model uses a feature that a state can't hold."""
     config = core.config
     names = [name for state in states for name in state.group.sampling_params.hook_args or ()]
-    found = sorted(config.capturing & set(names))
+    found = sorted(config.capturing_hooks & set(names))
     allowed = "none because an engine state does not include them"
     check(not found, "hook_args", found, allowed, aspect="the capturing hooks in")
     names = [name for state in states for name in state.group.sampling_params.extra_args or ()]
-    found = sorted(config.stateful & set(names))
+    found = sorted(config.stateful_processors & set(names))
     check(not found, "extra_args", found, allowed, aspect="the stateful logits processors in")
     found = [s.group.request_id for s in states if s.group.adapter or s.group.request.prompt_embeds]
     aspect = "the running requests with"
     check(not found, "lora_request", found, allowed, aspect=f"{aspect} `prompt_embeds` or")
     why = "an engine state does not include recurrent states"
     core.check_not_recurrent("state()", why)
-    found = [s.group.request_id for s in states if s.group.request.stand_ins]
+    found = [s.group.request_id for s in states if s.group.request.placeholder_data]
     check(not found, "multi_modal_data", found, allowed, aspect=aspect)
 
 

@@ -61,14 +61,14 @@ class Placement:
             loads: The numbers of waiting and running requests, per replica.
         """
         for replica, (num_waiting, num_running) in enumerate(loads):
-            self._router.count(str(replica), num_waiting, num_running)
+            self._router.set_load(str(replica), num_waiting, num_running)
         return [(self._replica_of(request), self._with_seed(request)) for request in requests]
 
     def _replica_of(self, checked: CheckedRequest) -> int:
         request, adapter = checked.request, checked.adapter.key if checked.adapter else ""
         tokens = request.encoder_token_ids or request.prompt_token_ids
         # Placeholders are equal in all prompts, so they do not identify a conversation.
-        if request.prompt_embeds or request.stand_ins:
+        if request.prompt_embeds or request.placeholder_data:
             tokens = []
         return int(
             self._router.choose(self._conversations.key_of(tokens, f"{request.cache_salt}\0{adapter}"))

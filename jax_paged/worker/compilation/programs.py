@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jax_paged.models.attention import Attend, Backend
+from jax_paged.models.attention import Backend, CustomAttention
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.parallel.sharding import DeviceGrid, whole_logits
 from jax_paged.worker.compilation.feature_set import FeatureSet
@@ -149,7 +149,7 @@ class TraceContext:
     features: FeatureSet
     sampling: SamplerOptions
     splits_experts: bool = False
-    attend: Attend | None = None
+    attend: CustomAttention | None = None
     min_shared_rows: int = 0
     num_state_slots: int = 0
     stage: StageRole = StageRole()
@@ -215,7 +215,7 @@ class TraceContext:
         for layout in self.layouts:
             shape = layout.pool_shape(num_blocks or self.num_blocks, self.block_size)
             array = jax.ShapeDtypeStruct(shape, layout.dtype, sharding=self.pool_sharding)
-            arrays += [array] * layout.num_pools
+            arrays += [array] * layout.num_block_arrays
         return arrays
 
     def kv_cache(self) -> list[jax.ShapeDtypeStruct]:

@@ -1,4 +1,4 @@
-"""Messages between the processes of an engine: a header of JSON and NumPy arrays, over a socket."""
+"""Messages between the processes of an engine: a JSON header and NumPy arrays, over a socket."""
 
 import contextlib
 import json
@@ -13,21 +13,23 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 
 _LENGTH = struct.Struct("<I")
-# Of a header. What is longer does not come from a process of an engine.
+# Maximum size of a header. A longer header does not come from a process of an engine.
 _MAX_HEADER_BYTES = 2**24
-# Linux takes 1024 at once; an adapter of 80 layers has 1120 arrays.
+# Maximum number of buffers per system call; the limit of Linux is 1024. An adapter of a model with 80 layers
+# has 1120 arrays.
 _MAX_PARTS = 1000
-# A message without a header. It only shows that the process that sent it is still running.
+# An empty message, which only shows that the sending process is alive.
 _HEARTBEAT = _LENGTH.pack(0)
 _HEARTBEAT_INTERVAL_S = 2.0
-# A worker sends its first heartbeat after it has imported JAX, which takes long on a slow disk.
+# Lower bound of the limit: a worker sends its first heartbeat after importing JAX, which is slow on some
+# disks.
 _MIN_SILENCE_S = 60.0
-# TCP keepalive: a host that has vanished is noticed 10 + 4 * 5 seconds after its last packet.
+# TCP keepalive detects a lost host 10 + 4 * 5 seconds after its last packet.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
 
 
 def silence_limit_s(timeout_s: float) -> float:
-    """Returns how long a process that sends heartbeats may be silent (seconds).
+    """Returns how long a process that sends heartbeats may be silent before it counts as lost (seconds).
 
     Args:
         timeout_s: The engine's distributed_timeout_seconds.
@@ -36,10 +38,13 @@ def silence_limit_s(timeout_s: float) -> float:
 
 
 class Channel:
-    """One end of a connection; nothing that it receives is executed. Any thread may send, and one receives.
+    """One end of a connection between two processes.
+
+    Any thread may send, but only one thread may receive. Received data is read as JSON and numbers and never
+    executed.
 
     Args:
-        connection: A stream, connected; the channel owns it.
+        connection: A connected stream socket, which the channel owns.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -57,11 +62,11 @@ class Channel:
         """Sends a message.
 
         Args:
-            header: What JSON can hold.
-            arrays: Of any types and shapes.
+            header: A value that JSON can represent.
+            arrays: Arrays of any dtype and shape.
 
         Raises:
-            OSError: If the other end is gone, or takes nothing for as long as `set_limits` allows.
+            OSError: If the other end is closed, or accepts no data within the limit of `set_limits`.
         """
         shapes = [(str(array.dtype), array.shape) for array in arrays]
         text = json.dumps([header, shapes], separators=(",", ":")).encode()
@@ -76,11 +81,11 @@ class Channel:
                     parts[0] = memoryview(parts[0])[num_sent:]
 
     def receive(self) -> tuple[Any, list[np.ndarray]]:
-        """Waits for a message and returns it; skips heartbeats.
+        """Waits for a message and returns its header and arrays; heartbeats are skipped.
 
         Raises:
             TimeoutError: If no message and no heartbeat arrives within the limit of `set_limits`.
-            OSError: If the other end is gone.
+            OSError: If the other end is closed.
             ValueError: If the received bytes are not a message.
         """
         length = 0
@@ -97,7 +102,12 @@ class Channel:
         return header, arrays
 
     def set_limits(self, *, sending_s: float = 0, receiving_s: float = 0) -> None:
-        """Bounds how many seconds sending and receiving wait for the other end; 0 waits without limit."""
+        """Limits the time that sending and receiving may wait for the other end.
+
+        Args:
+            sending_s: Limit for sending (seconds); 0 for no limit.
+            receiving_s: Limit for receiving (seconds); 0 for no limit.
+        """
         self._receiving_s = receiving_s
         for option, seconds in ((socket.SO_SNDTIMEO, sending_s), (socket.SO_RCVTIMEO, receiving_s)):
             whole = int(seconds)
@@ -107,12 +117,13 @@ class Channel:
     def start_heartbeat(self) -> None:
         """Starts a thread that sends heartbeats until the channel is closed.
 
-        They show the other end that this process runs, while it computes or compiles and has nothing to send.
+        Heartbeats show the other end that this process is alive while it computes or compiles and sends no
+        messages.
         """
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the connection; the other end notices it, and whoever receives here."""
+        """Closes the connection; receivers at both ends get an OSError."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -123,7 +134,7 @@ class Channel:
             if not self._sending.acquire(blocking=False):
                 continue  # another thread is sending a message
             try:
-                # Never waits: a reader that has not taken the last heartbeats does not need another one.
+                # Does not block: a receiver that has not read the previous heartbeats needs no further one.
                 num_sent = self._socket.send(_HEARTBEAT, socket.MSG_DONTWAIT)
                 self._socket.sendall(_HEARTBEAT[num_sent:])
             except BlockingIOError:
@@ -134,7 +145,7 @@ class Channel:
                 self._sending.release()
 
     def _read[T: bytearray | memoryview](self, buffer: T) -> T:
-        """Fills a buffer and returns it."""
+        """Fills a buffer from the socket and returns it."""
         view = memoryview(buffer)
         while view:
             try:

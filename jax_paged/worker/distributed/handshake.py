@@ -1,4 +1,9 @@
-"""How the workers of an engine find each other, and see that all are to do the same."""
+"""Connection of the workers of an engine at startup.
+
+Each worker sends a fingerprint of its arguments, versions and checkpoint to worker 0 (`follow`). Worker 0
+compares the fingerprints (`lead`) and answers with an error, or with the address of JAX's distributed
+service.
+"""
 
 import dataclasses
 import hashlib
@@ -19,15 +24,22 @@ from jax_paged.worker.distributed.channel import Channel, silence_limit_s
 from jax_paged.worker.distributed.task import Task
 
 _RETRY_S = 0.1
-# For whoever connects to say who it is.
+# Time limit for the first message of a connection (seconds).
 _HELLO_S = 5
 
 
 def fingerprint(args: EngineArgs, num_workers: int) -> dict[str, str]:
-    """Returns what has to be the same in all workers, by name: arguments, versions and the checkpoint.
+    """Returns the values that must be the same in all workers, by name.
+
+    These are the versions of jax and jax-paged, a hash of the checkpoint's config and tensor headers, the
+    number of workers, and the engine's arguments.
+
+    Args:
+        args: Arguments of the engine.
+        num_workers: Number of workers.
 
     Raises:
-        ValueError: If there is no such checkpoint.
+        ValueError: If the checkpoint does not exist.
     """
     folder = resolve_model_dir(args.model)
     digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
@@ -36,26 +48,30 @@ def fingerprint(args: EngineArgs, num_workers: int) -> dict[str, str]:
     return {
         "jax": jax.__version__,
         "jax-paged": importlib.metadata.version("jax-paged"),
-        "the checkpoint (config.json, headers of the weights)": digest.hexdigest()[:16],
+        "checkpoint hash (config.json, tensor headers)": digest.hexdigest()[:16],
         "WORLD_SIZE": str(num_workers),
         **{field.name: repr(getattr(args, field.name)) for field in dataclasses.fields(args)},
     }
 
 
 def lead(task: Task) -> tuple[list[Channel], str]:
-    """Waits for all other workers, and checks that they are to do the same.
+    """Waits for all other workers and checks that their fingerprints are equal to this worker's.
+
+    Args:
+        task: The task of worker 0.
 
     Returns:
-        Channels to them, in the order of their ranks; and where they meet as processes of JAX.
+        Channels to the other workers, in order of their ranks; and the address of JAX's distributed service.
 
     Raises:
-        ValueError: If some do not come, or differ; the message says in what, and all have got it.
+        ValueError: If workers are missing, or their fingerprints differ. All connected workers receive the
+            message about differences.
     """
     launch, ours = task.launch, fingerprint(task.args, task.launch.world_size)
     if task.peers is None:
-        found = _accepted(launch, task.args.distributed_timeout_seconds)
+        found = _accept_workers(launch, task.args.distributed_timeout_seconds)
     else:
-        found = _greeted(task.peers, task.args.distributed_timeout_seconds)
+        found = _read_hellos(task.peers, task.args.distributed_timeout_seconds)
     found = dict(sorted(found.items()))
     problems = [
         f"`{name}` of worker {rank} must be {ours.get(name)}, as in worker 0, got {theirs}"
@@ -78,10 +94,16 @@ def lead(task: Task) -> tuple[list[Channel], str]:
 
 
 def follow(task: Task) -> tuple[Channel, str]:
-    """Finds the first worker; returns a channel to it, and where all meet as processes of JAX.
+    """Connects to worker 0 and sends it this worker's fingerprint.
+
+    Args:
+        task: The task of this worker.
+
+    Returns:
+        A channel to worker 0, and the address of JAX's distributed service.
 
     Raises:
-        ValueError: If it is not there, or the workers differ.
+        ValueError: If worker 0 can't be reached, or the fingerprints of the workers differ.
     """
     limit_s = task.args.distributed_timeout_seconds
     hello: dict[str, Any] = {"rank": task.launch.rank}
@@ -89,9 +111,10 @@ def follow(task: Task) -> tuple[Channel, str]:
         hello["fingerprint"] = fingerprint(task.args, task.launch.world_size)
     except ValueError as error:
         hello["error"] = str(error)
-    # Only now: who is connected has to say soon who it is, and headers may come from far away.
+    # Connects after the fingerprint is computed. Worker 0 only waits a few seconds for the first message, and
+    # reading the headers may take longer.
     if task.peers is None:
-        channel = _connected(task.launch, limit_s)
+        channel = _connect(task.launch, limit_s)
     else:
         channel = Channel(socket.socket(fileno=task.peers[0]))
     channel.send(hello)
@@ -99,7 +122,7 @@ def follow(task: Task) -> tuple[Channel, str]:
     try:
         answer = channel.receive()[0]
     except OSError as error:
-        raise ValueError(f"worker 0 does not answer: {error}") from error
+        raise ValueError(f"no reply from worker 0: {error}") from error
     if "error" in answer:
         raise ValueError(answer["error"])
     channel.set_limits(receiving_s=silence_limit_s(limit_s))
@@ -107,8 +130,16 @@ def follow(task: Task) -> tuple[Channel, str]:
     return channel, answer["address"]
 
 
-def _greeted(peers: tuple[int, ...], limit_s: float) -> dict[int, tuple[Channel, dict[str, Any]]]:
-    """Returns a channel to each other worker, of sockets to them, and what it says of itself, by rank."""
+def _read_hellos(peers: tuple[int, ...], limit_s: float) -> dict[int, tuple[Channel, dict[str, Any]]]:
+    """Reads the first messages of the other workers from connected sockets.
+
+    Args:
+        peers: File descriptors of the sockets, in order of the workers' ranks.
+        limit_s: Time limit for each message (seconds).
+
+    Returns:
+        The channel to each worker and its message, by rank.
+    """
     found: dict[int, tuple[Channel, dict[str, Any]]] = {}
     for rank, peer in enumerate(peers, 1):
         channel = Channel(socket.socket(fileno=peer))
@@ -117,19 +148,27 @@ def _greeted(peers: tuple[int, ...], limit_s: float) -> dict[int, tuple[Channel,
             found[rank] = channel, channel.receive()[0]
         except TimeoutError as error:
             limit = f"{limit_s:g} s (distributed_timeout_seconds)"
-            raise ValueError(f"worker {rank} has not read its arguments within {limit}") from error
+            raise ValueError(f"no message from worker {rank} within {limit}") from error
     return found
 
 
-def _accepted(launch: Launch, limit_s: float) -> dict[int, tuple[Channel, dict[str, Any]]]:
-    """Returns a channel to each other worker, and what it says of itself, by rank."""
+def _accept_workers(launch: Launch, limit_s: float) -> dict[int, tuple[Channel, dict[str, Any]]]:
+    """Accepts connections from all other workers and reads their first messages.
+
+    Args:
+        launch: The address to listen at, and the number of workers.
+        limit_s: Time limit for all connections (seconds).
+
+    Returns:
+        The channel to each worker and its message, by rank.
+    """
     given = f"{launch.address} (MASTER_ADDR), port {launch.port} (MASTER_PORT)"
     found: dict[int, tuple[Channel, dict[str, Any]]] = {}
     try:
         family = socket.AF_INET6 if ":" in launch.address else socket.AF_INET
         listener = socket.create_server((launch.address, launch.port), family=family)
     except OSError as error:
-        hint = "they must be an address of this machine and a free port"
+        hint = "set MASTER_ADDR to an address of this machine, and MASTER_PORT to a free port"
         raise ValueError(f"worker 0 can't listen at {given}: {error.strerror}; {hint}") from error
     deadline = time.monotonic() + limit_s
     with listener:
@@ -139,23 +178,25 @@ def _accepted(launch: Launch, limit_s: float) -> dict[int, tuple[Channel, dict[s
                 connection, _ = listener.accept()
             except TimeoutError as error:
                 ranks = [0, *sorted(found)]
-                allowed = f"{len(ranks)} because only ranks {ranks} came to {given} within {limit_s:g} s"
-                raise ArgumentError("WORLD_SIZE", launch.world_size, allowed) from error
+                allowed = f"the number of started processes ({len(ranks)})"
+                remedy = f". Only ranks {ranks} connected to {given} within {limit_s:g} s"
+                raise ArgumentError("WORLD_SIZE", launch.world_size, allowed, remedy=remedy) from error
             connection.settimeout(None)
             channel = Channel(connection)
             channel.set_limits(receiving_s=_HELLO_S)
             try:
                 hello = channel.receive()[0]
                 rank = hello["rank"]
-                check(rank in range(1, launch.world_size) and rank not in found, "rank", rank, "a free rank")
+                is_unused = rank in range(1, launch.world_size) and rank not in found
+                check(is_unused, "rank", rank, "the unused rank of a worker")
                 found[rank] = channel, hello
             except (OSError, ValueError, TypeError, KeyError):
-                channel.close()  # it is none of ours
+                channel.close()  # the connection is not from a worker of this engine
     return found
 
 
-def _connected(launch: Launch, limit_s: float) -> Channel:
-    """Returns a channel to the first worker, which may come later."""
+def _connect(launch: Launch, limit_s: float) -> Channel:
+    """Returns a channel to worker 0; retries until `limit_s` seconds have passed."""
     deadline = time.monotonic() + limit_s
     while True:
         try:
@@ -163,7 +204,7 @@ def _connected(launch: Launch, limit_s: float) -> Channel:
         except OSError as error:
             if time.monotonic() > deadline:
                 allowed = "the address of the machine with RANK 0"
-                remedy = f". No worker 0 was at MASTER_PORT {launch.port} within {limit_s:g} s: {error}"
+                remedy = f". No worker 0 listened at MASTER_PORT {launch.port} within {limit_s:g} s: {error}"
                 raise ArgumentError("MASTER_ADDR", launch.address, allowed, remedy=remedy) from error
             time.sleep(_RETRY_S)
         else:
@@ -172,7 +213,7 @@ def _connected(launch: Launch, limit_s: float) -> Channel:
 
 
 def _free_address(host: str) -> str:
-    """Returns a host and a port of it that nobody uses."""
+    """Returns an address with an unused port of the host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as probe:
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What a worker is started for."""
+"""The task of a worker, sent by the process that starts it."""
 
 import dataclasses
 
@@ -8,14 +8,15 @@ from jax_paged.config.launch import Launch
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What the process that starts a worker tells it.
+    """Arguments of a worker process.
 
     Args:
-        args: Model and limits.
-        launch: Which of the workers it is, how many there are, and where the first is.
-        peers: Sockets that it has got: the first worker's to each other, another's to the first. None if the
-            first is to listen, and the others to connect.
-        log_level: Of its messages.
+        args: Arguments of the engine.
+        launch: Rank of the worker, number of workers, and address of the first worker.
+        peers: File descriptors of connected sockets to other workers: for the first worker, one for each
+            other worker; for another worker, one for the first worker. None if the workers have to connect to
+            each other, with the first worker listening.
+        log_level: Log level of the worker.
     """
 
     args: EngineArgs

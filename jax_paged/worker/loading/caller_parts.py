@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from jax_paged.models.attention import Attend
+from jax_paged.models.attention import CustomAttention
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.sampling.sampler import Sampler
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class CallerParts:
+class CustomComponents:
     """A model and functions that the caller provides.
 
     Args:
@@ -27,9 +27,9 @@ class CallerParts:
 
     model: LoadedModel | LanguageModel | None = None
     hooks: "tuple[Hook, ...]" = ()
-    attend: Attend | None = None
+    attend: CustomAttention | None = None
     sampler: Sampler | None = None
     logits_processors: "tuple[LogitsProcessor, ...]" = ()
 
 
-NO_PARTS = CallerParts()
+NO_CUSTOM_COMPONENTS = CustomComponents()

@@ -1,14 +1,17 @@
-"""Programs of a pipeline: what is one program on one group of devices is a chain of them, a stage each.
+"""Programs of a pipeline whose stages are all in one process.
 
     stage 0   tokens --> embeddings, layers --> hidden states
     stage 1                                     `--> layers --> hidden states
     stage 2                                                     `--> layers, norm, logits, sampler --> results
       ^                                                                             |
-      `----------------- the tokens that were drawn last, of all batch slots -------------'
+      `----------------- last sampled token of every batch slot --------------------'
 
-Every stage has its layers' part of the pool, the block tables of all batch slots, and reads the step's buffer
-from the host; hidden states go from device to device. A step is dispatched to all stages at once: each begins
-as soon as it has what the one before makes, and works on the step of another engine until then.
+A program of a model without stages becomes a chain of programs, one per stage. Each stage has the part of the
+KV cache for its layers, and a copy of the block tables of all batch slots. Each stage receives the step's
+input buffer from the host. Hidden states are copied between the devices of consecutive stages.
+
+A step is dispatched to all stages at once. A stage starts when the hidden states of the previous stage are
+available; meanwhile it computes steps of other engines.
 """
 
 import dataclasses
@@ -35,19 +38,24 @@ from jax_paged.worker.traced_step import StepProgram, input_shapes, known_tokens
 
 @dataclasses.dataclass(frozen=True)
 class StageProgram(Program):
-    """The step of one bucket in a stage that is not the last.
+    """The step of one bucket in any stage except the last.
 
-    Its arguments are weights, arrays of the pool and block tables (these two are donated), the packed buffer,
-    and the hidden states of token rows from the previous stage; in the first stage, the last token of every
-    batch slot instead. It returns hidden states, arrays of the pool and block tables.
+    Arguments: weights, arrays of the pool, block tables (pool and block tables are donated), the packed input
+    buffer, and the hidden states of the previous stage. The first stage takes the last token of every batch
+    slot instead of hidden states. Results: hidden states, arrays of the pool, block tables.
+
+    Args:
+        bucket: The shape of the step.
     """
 
     bucket: Bucket
 
     def __str__(self) -> str:
+        """Returns the name of the bucket."""
         return str(self.bucket)
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces the program for the model and devices of a stage."""
         bucket, is_first = self.bucket, not context.stage.hidden_size
 
         def step(
@@ -69,11 +77,14 @@ class StageProgram(Program):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedProgram:
-    """A program of several stages, lowered or compiled; it has what callers ask of jax.stages.
+    """A program that consists of one program per stage, lowered or compiled.
+
+    It has the methods of jax.stages.Lowered and jax.stages.Compiled that callers use.
 
     Args:
-        parts: Its programs.
-        call: Calls them, in order, with the arguments of the whole.
+        parts: The programs of the stages.
+        call: Function that calls the parts in order; its arguments are `parts` and the arguments of the whole
+            program.
     """
 
     parts: list[Any]
@@ -86,32 +97,34 @@ class StagedProgram:
         )
 
     def memory_analysis(self) -> Any:
-        """Returns what the part needs that needs most beside its arguments."""
+        """Returns the memory analysis of the part with the largest temporary memory; None if unknown."""
         found = [part.memory_analysis() for part in self.parts]
         by_size = max(found, key=lambda memory: memory.temp_size_in_bytes, default=None)
         return None if None in found else by_size
 
     def __call__(self, *args: Any) -> Any:
+        """Calls the program with the arguments of the whole program."""
         return self.call(self.parts, *args)
 
 
 class Pipeline:
-    """Runs programs on the stages of a model, for several engines, whose threads may call it at any time.
+    """Runner for programs on all stages of a model, shared by the threads of several engines.
 
     Args:
-        contexts: What the programs of each stage are traced for. In lists of arguments, those of the first
-            stage come first, and so on.
+        contexts: Tracing context of each stage. List arguments of programs contain the arrays of all stages,
+            in order of the stages.
     """
 
     def __init__(self, contexts: Sequence[TraceContext]) -> None:
         self._contexts = contexts
         self._weights = _slices(len(context.weights) for context in contexts)
         self._pools = _slices(len(context.pool()) for context in contexts)
-        # The devices of a stage get all programs in the same order, as they wait for each other in them.
+        # All devices of a stage must receive programs in the same order, because a program's collectives wait
+        # for all of them.
         self._locks = [threading.Lock() for _ in contexts]
 
     def lower(self, program: Program) -> StagedProgram:
-        """Traces and lowers what the stages do in place of a program."""
+        """Traces and lowers the programs that the stages run in place of a program."""
         match program:
             case StepProgram(bucket):
                 programs: list[Program] = [StageProgram(bucket)] * (len(self._contexts) - 1)
@@ -150,7 +163,7 @@ class Pipeline:
         )
 
     def _on_pools(self, parts: list[Any], *args: Any) -> list[Array]:
-        """Calls a program of every stage with its own of the arrays in lists, and returns those of all."""
+        """Calls a program on each stage with that stage's part of each list, and returns all results."""
         results = []
         for part, own, lock in zip(parts, self._pools, self._locks, strict=True):
             with lock:
@@ -165,15 +178,20 @@ class Pipeline:
         return tuple(written)
 
     def _in_last(self, parts: list[Any], *args: Any) -> Any:
-        """Calls a program of the last stage; the only lists that such programs take are weights."""
+        """Calls a program of the last stage; list arguments of such programs are always weights."""
         own = [arg[self._weights[-1]] if isinstance(arg, list) else arg for arg in args]
         with self._locks[-1]:
             return parts[0](*own)
 
 
 def state_shapes(contexts: Sequence[TraceContext]) -> StepState[Any]:
-    """Returns the shapes of the arrays that stay on the devices: the last stage's, and the pools and block
-    tables of all stages.
+    """Returns the shapes of the arrays that stay on the devices.
+
+    Args:
+        contexts: Tracing context of each stage.
+
+    Returns:
+        The state of the last stage, with the pools and block tables of all stages.
     """
     states = [context.state() for context in contexts]
     if len(states) == 1:

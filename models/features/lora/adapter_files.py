@@ -126,8 +126,8 @@ def read_adapter(folder: Path, limits: AdapterLimits) -> Adapter:
     if problems:
         more = [f"and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
         lines = "".join(f"\n  {problem}" for problem in [*problems[:_MAX_SHOWN], *more])
-        raise ValueError(f"the adapter in {folder} does not fit:{lines}")
-    assert adapter is not None, "there was no problem"
+        raise ValueError(f"the adapter in {folder} does not fit the model or the engine settings:{lines}")
+    assert adapter is not None, "reading returned neither an adapter nor a problem"
     return adapter
 
 
@@ -136,12 +136,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(
-            f"the folder of an adapter must have {_CONFIG}, which PEFT saves: {error.strerror or error}"
+            f"the folder must contain {_CONFIG}, which PEFT's save_pretrained writes: "
+            f"{error.strerror or error}"
         ) from error
     except ValueError as error:
         raise ValueError(f"{_CONFIG} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{_CONFIG} must hold an object, got a {type(config).__name__}")
+        raise ValueError(f"{_CONFIG} must be a JSON object, got a {type(config).__name__}")
     return config
 
 
@@ -162,13 +163,15 @@ def _read_lora(
     for key, tensor in sorted(tensors.items()):
         match = re.fullmatch(rf"(?:{re.escape(_PREFIX)})?(.+)\.lora_([AB])(?:\.default)?\.weight", key)
         if match is None:
-            problems.append(f"each tensor must be lora_A or lora_B of a linear map, got {key}")
+            problems.append(f"each tensor must be lora_A or lora_B of a linear layer, got {key}")
         elif match[1] not in limits.maps:
-            problems.append(f"each tensor must be for one of {_known(limits)}, got {key} for {match[1]}")
+            problems.append(
+                f"each tensor must belong to {_targets(limits)}, got {key}, which belongs to {match[1]}"
+            )
         else:
             halves.setdefault(match[1], {})[match[2]] = tensor
     if not tensors:
-        problems.append(f"{_TENSORS} must have lora_A and lora_B of linear maps, got none")
+        problems.append(f"{_TENSORS} must contain lora_A and lora_B of linear layers, got no tensors")
     pairs: dict[str, LoraPair] = {}
     for name, half in halves.items():
         pair = _pair(name, half, sizes, limits, problems)
@@ -205,7 +208,10 @@ class _Sizes:
             if not is_good(config.get(name)):
                 problems.append(f"`{name}` must be {allowed}, got {shown(config.get(name))}")
         patterns: list[dict[str, Any]] = []
-        for name, is_good in (("rank_pattern", is_rank), ("alpha_pattern", is_alpha)):
+        for name, is_good, values in (
+            ("rank_pattern", is_rank, "integers above 0"),
+            ("alpha_pattern", is_alpha, "finite numbers"),
+        ):
             pattern = config.get(name) or {}
             ok = (
                 isinstance(pattern, dict)
@@ -214,7 +220,8 @@ class _Sizes:
             )
             if not ok:
                 problems.append(
-                    f"`{name}` must be an object of names or patterns with numbers, got {shown(pattern)}"
+                    f"`{name}` must be an object that maps names or regular expressions to {values}, "
+                    f"got {shown(pattern)}"
                 )
             patterns.append(pattern)
         stabilized = config.get("use_rslora") or False
@@ -252,18 +259,22 @@ def _check_plain(config: dict[str, Any], problems: list[str]) -> None:
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_MODEL):
         problems.append(
-            f"`init_lora_weights` must not change the model, got {start!r}: convert it to a plain adapter"
+            f"`init_lora_weights` must be a method that does not change the base model, got {start!r}. "
+            "Convert the adapter with PEFT: "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
 
 
 def _check_targets(targets: Any, limits: AdapterLimits, problems: list[str]) -> None:
     for target in targets if isinstance(targets, list) else []:
         if not any(name == target or name.endswith(f".{target}") for name in limits.maps):
-            problems.append(f"each of `target_modules` must be one of {_known(limits)}, got {shown(target)}")
+            problems.append(f"each of `target_modules` must be {_targets(limits)}, got {shown(target)}")
 
 
-def _known(limits: AdapterLimits) -> str:
-    return ", ".join(sorted({name.rpartition(".")[2] for name in limits.maps})) or "nothing in this model"
+def _targets(limits: AdapterLimits) -> str:
+    """Returns the linear layers that adapters may change, as a phrase for messages."""
+    names = ", ".join(sorted({name.rpartition(".")[2] for name in limits.maps}))
+    return f"one of {names}" if names else "a linear layer that adapters may change (this model has none)"
 
 
 def _pair(
@@ -274,7 +285,7 @@ def _pair(
     problems: list[str],
 ) -> LoraPair | None:
     if half.keys() != {"A", "B"}:
-        problems.append(f"{name} must have lora_A and lora_B, got lora_{next(iter(half))} alone")
+        problems.append(f"{name} must have lora_A and lora_B, got only lora_{next(iter(half))}")
         return None
     if sizes is None:
         return None
@@ -282,13 +293,13 @@ def _pair(
     num_in, num_out = limits.maps[name]
     known = len(problems)
     if rank > limits.max_rank:
-        problems.append(f"{name} must have at most rank {limits.max_rank} (max_lora_rank), got {rank}")
+        problems.append(f"the rank of {name} must be at most {limits.max_rank} (max_lora_rank), got {rank}")
     for letter, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
         tensor = half[letter]
         if tensor.shape != shape:
             problems.append(f"{name}.lora_{letter} must have shape {shape}, got {tensor.shape}")
         elif not np.issubdtype(tensor.dtype, np.floating) and tensor.dtype.name != "bfloat16":
-            problems.append(f"{name}.lora_{letter} must be of a float type, got {tensor.dtype}")
+            problems.append(f"{name}.lora_{letter} must have a float dtype, got {tensor.dtype}")
     if len(problems) > known:
         return None
     with np.errstate(over="ignore"):  # overflows are reported below
@@ -297,7 +308,7 @@ def _pair(
         pair = LoraPair(*(np.ascontiguousarray(x.astype(limits.dtype)) for x in (a, b)))
     if not all(np.isfinite(x.astype(np.float32)).all() for x in pair):
         # The rows of other requests are multiplied by these numbers as well, and the results are discarded.
-        problems.append(f"{name} must have finite numbers in {limits.dtype}")
+        problems.append(f"{name} must have finite values in {limits.dtype}")
         return None
     return pair
 
@@ -312,7 +323,7 @@ def _read_prompt(
             f"`num_transformer_submodules` must be 1, got {config['num_transformer_submodules']!r}"
         )
     if tensors.keys() != {"prompt_embeddings"}:
-        problems.append(f"the tensors must be prompt_embeddings alone, got {shown(sorted(tensors))}")
+        problems.append(f"the only tensor must be prompt_embeddings, got {shown(sorted(tensors))}")
     if problems:
         return None
     prompt, tokens = tensors["prompt_embeddings"].astype(np.float32), config.get("num_virtual_tokens")
@@ -320,10 +331,10 @@ def _read_prompt(
     if prompt.shape != shape:
         problems.append(f"prompt_embeddings must have shape {shape}, got {prompt.shape}")
     elif not 0 < prompt.shape[0] <= limits.max_prompt_tokens:
-        allowed = f"in [1, {limits.max_prompt_tokens}] so that max_model_len has room for a prompt"
+        allowed = f"in [1, {limits.max_prompt_tokens}] to leave room for a prompt within max_model_len"
         problems.append(f"`num_virtual_tokens` must be {allowed}, got {tokens}")
     elif not np.isfinite(prompt).all():
-        problems.append("prompt_embeddings must have finite numbers")
+        problems.append("prompt_embeddings must have finite values")
     return None if problems else Adapter(_key({"": LoraPair(prompt, prompt[:0])}), {}, prompt)
 
 

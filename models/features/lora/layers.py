@@ -27,7 +27,7 @@ from jaxtyping import Array, Int
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.features.lora.adapter_files import Adapter
 from jax_paged.models.layers import Linear
-from jax_paged.models.parallel.sharding import DeviceGrid, Split, taken
+from jax_paged.models.parallel.sharding import DeviceGrid, Split, take_columns
 
 # Takes the input and the output of a module, and returns the new output.
 RowFunction = Callable[[Array, Array], Array]
@@ -101,7 +101,7 @@ class LoraLayout:
                 rank = pair.a.shape[1]
                 a[:, :rank], b[:rank] = pair.a, pair.b
             arrays += [a, b]
-        return [taken(x, grid.columns(s)) for x, s in zip(arrays, self.splits, strict=True)]
+        return [take_columns(x, grid.columns(s)) for x, s in zip(arrays, self.splits, strict=True)]
 
 
 def lora_maps(model: LanguageModel) -> tuple[LoraMap, ...]:
@@ -123,7 +123,7 @@ def lora_maps(model: LanguageModel) -> tuple[LoraMap, ...]:
 def row_functions(
     layout: LoraLayout, arrays: Sequence[Array], slots: Int[Array, " t"]
 ) -> Mapping[str, RowFunction]:
-    """Returns the functions that apply adapters to the outputs of linear maps, for `ForwardContext.changes`.
+    """Returns the functions that apply adapters to linear maps, for `ForwardContext.output_edits`.
 
     Args:
         layout: Layout of the arrays.

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.engine.executors import MakeExecutor
 from jax_paged.engine.features.batch_invariance.invariance import NotInvariantError
 
@@ -46,7 +47,8 @@ def start_with_passing_backends(
     if args.distributed_executor_backend == "external_launcher":
         # The other processes of the launcher ended with the executor and can't be restarted from here.
         raise failure
-    used = _format_args({"attention_backend": config.backend, "matmul_backend": config.matmul_backend})
+    backends = {"attention_backend": config.attention_backend, "matmul_backend": config.matmul_backend}
+    used = _format_args(backends)
     others = list(_others(config))
     allowed = [other for other in others if all(getattr(args, name) == "auto" for name in other)]
     for other in allowed:
@@ -89,7 +91,7 @@ def _others(config: EngineConfig) -> Iterator[dict[str, str]]:
         name
         for name, backend in (
             ("matmul_backend", config.matmul_backend),
-            ("attention_backend", config.backend),
+            ("attention_backend", config.attention_backend),
         )
         if backend != _FALLBACK_BACKEND
     ]

@@ -120,7 +120,7 @@ class KVAccess(EngineFeature):
         core.check_not_recurrent("inspect()", why)
         allowed = f"the id of a request with one token left to compute (it has {seq.num_new_tokens})"
         check(seq.num_new_tokens == 1, "request_id", request_id, allowed)
-        is_plain = not (state.group.adapter or state.group.request.prompt_embeds or seq.stand_ins)
+        is_plain = not (state.group.adapter or state.group.request.prompt_embeds or seq.placeholder_data)
         allowed = "the id of a request without a LoRA adapter, images or prompt_embeds"
         check(is_plain, "request_id", request_id, allowed)
         manager = core.scheduler.block_manager
@@ -128,7 +128,7 @@ class KVAccess(EngineFeature):
         num_queries = check_int("num_queries", num_queries, 1, 1 if seq.num_dropped_tokens else len(seq))
         start, tables = len(seq) - num_queries, manager.block_tables[seq]
         allowed = "smaller because blocks that the first queries attend to have left the sliding window"
-        check(not manager.lacks(tables, start), "num_queries", num_queries, allowed)
+        check(not manager.lacks_window_blocks(tables, start), "num_queries", num_queries, allowed)
         logits, attention = core.executor.inspect(
             InspectionInput(
                 token_ids=seq.tokens(start, len(seq)),
@@ -183,5 +183,5 @@ class KVAccess(EngineFeature):
 def positions(seq: Sequence, manager: "BlockManager") -> np.ndarray:
     """Returns the positions (int64) of all tokens that a sequence attends to, including its last one."""
     size, num_slots = manager.block_size, len(seq) - seq.num_dropped_tokens
-    first = np.array([seq.block_place(i) * size for i in range(manager.num_blocks_of(num_slots))])
+    first = np.array([seq.original_block_index(i) * size for i in range(manager.num_blocks_of(num_slots))])
     return (first[:, None] + np.arange(size)).reshape(-1)[:num_slots]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jax_paged.core.features.interactive.request_edits import Fork, Rollback, most_taken_back
+from jax_paged.core.features.interactive.request_edits import Fork, Rollback, max_rollback_tokens
 from jax_paged.core.request import Sequence, SequenceStatus
 from jax_paged.engine.engine_core import EngineCore
 from jax_paged.engine.feature import EngineFeature
@@ -54,7 +54,7 @@ def only_sequence(core: EngineCore, state: RequestState) -> Sequence:
         ValueError: If the request has several samples or beams, or uses a stateful logits processor.
     """
     group = state.group
-    stateful = core.config.stateful.intersection(group.sampling_params.extra_args or ())
+    stateful = core.config.stateful_processors.intersection(group.sampling_params.extra_args or ())
     allowed = f"the id of a request without stateful logits processors ({', '.join(sorted(stateful))})"
     check(not stateful, "request_id", group.request_id, allowed)
     check(not group.beam_params, "request_id", group.request_id, "the id of a request without beam search")
@@ -127,7 +127,7 @@ class RequestEdits(EngineFeature):
         core = self._core
         core.check_can_run()
         state = settled_state(core, request_id)
-        most = most_taken_back(only_sequence(core, state), core.scheduler.block_manager.block_size)
+        most = max_rollback_tokens(only_sequence(core, state), core.scheduler.block_manager.block_size)
         num_tokens = check_int("num_tokens", num_tokens, 0, most)
         if num_tokens:
             core.scheduler.edit_request(Rollback(request_id, num_tokens))

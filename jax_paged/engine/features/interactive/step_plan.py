@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Self
 
 from jax_paged.arguments.shown_values import Text, shown
-from jax_paged.core.features.interactive.step_edits import with_rows
+from jax_paged.core.features.interactive.step_edits import select_sequences
 from jax_paged.core.request import Sequence, SequenceGroup
 from jax_paged.core.scheduler_output import ScheduledSequence, SchedulerOutput
 from jax_paged.engine.feature import EngineFeature
@@ -98,7 +98,7 @@ class StepPlan:
         dropped = [request_id for request_id in self.request_ids if request_id not in order]
         return dataclasses.replace(
             self,
-            output=with_rows(self.output, rows),
+            output=select_sequences(self.output, rows),
             owners=tuple(self.owners[i] for i in rows),
             dropped=(*self.dropped, *dropped),
         )
@@ -112,7 +112,7 @@ class StepPlan:
         places = {row.seq_id: i for i, row in enumerate(self.output.scheduled)}
         rows = [places.get(row.seq_id, -1) for row in plan.output.scheduled]
         left_out = {owner.request_id for i, owner in enumerate(self.owners) if i not in rows}
-        ok = -1 not in rows and with_rows(self.output, rows) == plan.output
+        ok = -1 not in rows and select_sequences(self.output, rows) == plan.output
         ok = ok and left_out.isdisjoint(self.owners[i].request_id for i in rows)
         check(ok, "plan", plan, "the plan that schedule() returned, modified only with without() and only()")
         return rows
@@ -124,7 +124,7 @@ class StepPlan:
     def _rows(self) -> list[tuple[ScheduledSequence, RowOwner, int]]:
         """Returns each scheduled sequence, its owner, and the maximum number of tokens that it computes."""
         rows = self.output.scheduled
-        num_tokens = self.output.burst or [row.num_tokens for row in rows]
+        num_tokens = self.output.num_multi_step_tokens or [row.num_tokens for row in rows]
         return list(zip(rows, self.owners, num_tokens, strict=True))
 
     def _other_parts(self) -> list[str]:
@@ -134,7 +134,7 @@ class StepPlan:
             "blocks are copied": len(output.blocks_to_copy),
             "blocks are swapped out": len(output.blocks_to_swap_out),
             "blocks are swapped in": len(output.blocks_to_swap_in),
-            "encoder inputs are computed": len(output.to_encode),
+            "encoder inputs are computed": len(output.encoder_inputs),
         }
         named = {"preempted": output.preempted, "ended": output.ended, "removed": self.dropped}
         parts = [f"{count} {what}" for what, count in counts.items() if count]
@@ -150,7 +150,7 @@ class StepPlan:
             f'<svg viewBox="0 0 {_WIDTH} {height}" style="display:block;width:100%;max-width:{_WIDTH}px" '
             f'font-size="12" fill="currentColor">{drawn}</svg>'
         )
-        kind = "multi-step decoding" if step.burst else f"{step.num_batched_tokens} tokens"
+        kind = "multi-step decoding" if step.num_multi_step_tokens else f"{step.num_batched_tokens} tokens"
         head = f"<b>Step {step.step_id}</b>: {kind}, {len(rows)} sequences, {len(step.samples)} samples"
         legend = f"{_legend(_bar(0, 14, 'cached'))} cached &ensp; {_legend(_bar(0, 14, 'new'))} computed now"
         foot = "".join(f"<div>{html.escape(part)}</div>" for part in self._other_parts())

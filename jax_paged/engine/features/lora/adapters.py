@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.lora_request import LoRARequest
 from jax_paged.models.features.lora.adapter_files import Adapter, AdapterLimits, read_adapter
@@ -25,9 +25,9 @@ class Adapters:
 
     def __init__(self, config: EngineConfig) -> None:
         self._limits = AdapterLimits(
-            maps=config.lora_maps,
+            maps=config.lora_layer_sizes,
             max_rank=config.max_lora_rank,
-            hidden_size=config.embed_size,
+            hidden_size=config.prompt_embed_size,
             max_prompt_tokens=config.max_model_len - 2,
             dtype=config.dtype,
         )

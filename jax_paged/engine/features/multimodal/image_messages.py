@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.engine.features.multimodal.image_reader import image_of_url, is_data_url
 from jax_paged.errors import check, check_int
 from jax_paged.inputs import Prompt

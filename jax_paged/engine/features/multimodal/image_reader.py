@@ -22,7 +22,7 @@ import numpy as np
 
 from jax_paged.arguments.shown_values import Text
 from jax_paged.config.multimodal import ImageSettings
-from jax_paged.core.request import StandIn
+from jax_paged.core.request import PlaceholderData
 from jax_paged.engine.features.multimodal.image_fetch import fetch
 from jax_paged.engine.prompt_reader import TokenizedPrompt
 from jax_paged.engine.text.tokenizer import Tokenizer
@@ -69,10 +69,10 @@ class ImageReader:
         if given:
             prompt = {name: value for name, value in prompt.items() if name != "multi_modal_data"}
         read = tokenize(prompt)
-        token_ids, stand_ins = self.read(read.token_ids, given or {})
-        return dataclasses.replace(read, token_ids=token_ids, stand_ins=stand_ins)
+        token_ids, placeholder_data = self.read(read.token_ids, given or {})
+        return dataclasses.replace(read, token_ids=token_ids, placeholder_data=placeholder_data)
 
-    def read(self, token_ids: list[int], data: Any) -> tuple[list[int], tuple[StandIn, ...]]:
+    def read(self, token_ids: list[int], data: Any) -> tuple[list[int], tuple[PlaceholderData, ...]]:
         """Expands the image placeholders of a prompt, and cuts its images.
 
         Args:
@@ -106,7 +106,7 @@ class ImageReader:
         if self._tokenizer is None:
             raise ArgumentError("multi_modal_data", data, "None because the engine has no tokenizer")
         out: list[int] = []
-        stand_ins: list[StandIn] = []
+        placeholder_data: list[PlaceholderData] = []
         rest = iter(images)
         for token_id in token_ids:
             if token_id != spec.token_id:
@@ -119,12 +119,12 @@ class ImageReader:
                 # The grid is hashed, too: images with other rows and columns may have patches with the same
                 # bytes.
                 digest = hashlib.sha256(f"{patches.grid}".encode() + patches.pixels.data).hexdigest()
-                stand_ins.append(StandIn(first, len(out), digest, patches))
+                placeholder_data.append(PlaceholderData(first, len(out), digest, patches))
                 continue
             tiles, text = self._tiles(image, spec)
             out += self._tokenizer.encode(text, add_special_tokens=False)
-            stand_ins += self._tile_placeholders(tiles, out, first, spec)
-        return out, tuple(stand_ins)
+            placeholder_data += self._tile_placeholders(tiles, out, first, spec)
+        return out, tuple(placeholder_data)
 
     def _patches(self, image: "Image", spec: PatchSpec) -> Patches:
         """Resizes an image as preprocessor_config.json defines, and cuts it into patches."""
@@ -181,7 +181,7 @@ class ImageReader:
 
     def _tile_placeholders(
         self, tiles: list[Tile], token_ids: list[int], first: int, spec: ImageSpec
-    ) -> list[StandIn]:
+    ) -> list[PlaceholderData]:
         """Assigns each tile to its run of placeholder tokens.
 
         Args:
@@ -203,7 +203,7 @@ class ImageReader:
         check(ok, "tokenizer", self._tokenizer.name, allowed)
         digests = (hashlib.sha256(tile.pixels.data).hexdigest() for tile in tiles)
         rows = zip(runs, digests, tiles, strict=True)
-        return [StandIn(start, stop, digest, tile) for (start, stop), digest, tile in rows]
+        return [PlaceholderData(start, stop, digest, tile) for (start, stop), digest, tile in rows]
 
     @functools.cached_property
     def _processor(self) -> Any:

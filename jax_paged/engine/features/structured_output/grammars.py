@@ -33,7 +33,7 @@ from jax_paged.engine.features.structured_output.compile_sandbox import CompileS
 from jax_paged.engine.features.structured_output.json_schema import RelaxedSchema
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, check
-from jax_paged.structured_outputs import JSON_WRITING, StructuredOutputsParams
+from jax_paged.structured_outputs import JSON_OPTIONS, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -295,26 +295,26 @@ class Grammars:
             ValueError: If the constraint is not valid, nothing matches it, it contains an unsupported
                 reference, or it takes too long to compile. The message names the argument and the problem.
         """
-        value = getattr(params, params.kind)
-        key = json.dumps([params.kind, value, params.starts_after, params.reasoning_tag])
+        value = getattr(params, params.constraint_name)
+        key = json.dumps([params.constraint_name, value, params.starts_after, params.reasoning_tag])
         with self._lock:
             found = self._compiled.get(key)
             if found is not None:
                 self._compiled.move_to_end(key)
                 return found
         try:
-            source, warnings = self._source(params.kind, value)
+            source, warnings = self._source(params.constraint_name, value)
             self._sandbox.try_compile(source, MAX_COMPILE_S)
             root = compile_grammar(self._ll_tokenizer, source)
             warnings += _warnings_of(root)
         except ValueError as error:
             allowed = f"compilable ({error})"
-            raise ArgumentError(f"structured_outputs.{params.kind}", value, allowed) from error
+            raise ArgumentError(f"structured_outputs.{params.constraint_name}", value, allowed) from error
         tokenizer, num_words = self._ll_tokenizer, -(-self._ll_tokenizer.vocab_size // 32)
         end_ids = self._end_token_ids
         grammar = Grammar(root, end_ids, num_words, params, self._tokenizer, tokenizer, warnings)
         for warning in warnings:
-            _LOGGER.warning("structured_outputs.%s: %s", params.kind, warning)
+            _LOGGER.warning("structured_outputs.%s: %s", params.constraint_name, warning)
         with self._lock:
             self._compiled[key] = grammar
             if len(self._compiled) > MAX_CACHED:
@@ -390,7 +390,8 @@ def token_masks(output: SchedulerOutput, matchers: dict[int, tuple[Matcher, list
         sample = output.samples[i]
         if sample.num_logits > 1:  # one mask per draft prefix
             ahead, text = matcher.copy(), list(token_ids)
-            for k, token_id in enumerate(output.scheduled[sample.row].token_ids[1 - sample.num_logits :], 1):
+            drafts = output.scheduled[sample.scheduled_index].token_ids[1 - sample.num_logits :]
+            for k, token_id in enumerate(drafts, 1):
                 text.append(token_id)
                 ahead.follow(text)
                 ahead.fill(words[j + k])
@@ -402,7 +403,7 @@ def _json(value: Any) -> str:
     """Returns the grammar of a JSON schema."""
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(value, overrides={**JSON_WRITING})
+    return LLMatcher.grammar_from_json_schema(value, overrides={**JSON_OPTIONS})
 
 
 def _warnings_of(root: "LLMatcher") -> tuple[str, ...]:
@@ -454,7 +455,7 @@ def _tags(given: Any, is_special: Callable[[str], bool]) -> str:
             trigger is not None, "begin", item["begin"], f"a string that begins with one of {shown(triggers)}"
         )
         assert trigger is not None, "the structure has no trigger"
-        schema = item["schema"] | {"x-guidance": {**JSON_WRITING}}
+        schema = item["schema"] | {"x-guidance": {**JSON_OPTIONS}}
         tags.append(StructTag(trigger=trigger, begin=item["begin"], grammar=schema, end=item["end"]))
     # llguidance interprets a trigger in angle brackets as a special token.
     bracketed = {tag.trigger for tag in tags if tag.trigger[0] == "<" and tag.trigger[-1] == ">"}

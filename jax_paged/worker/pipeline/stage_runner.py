@@ -1,14 +1,14 @@
-"""A stage of a pipeline that has a process of its own: what it does of each program.
+"""Execution of programs in a process that has a single pipeline stage.
 
     process 0   tokens --> embeddings, layers --> hidden states
     process 1                                     `--> layers --> hidden states
     process 2                                                     `--> layers, norm, logits, sampler
       ^                                                                             |
-      `------------ results, and the tokens that were drawn last, of all batch slots -----'
+      `------------ results, and last sampled token of every batch slot ------------'
 
-All processes call the same programs in the same order, each with its own part of the pool and its own arrays
-by batch slot. The first one waits for a step of an engine before it begins the engine's next, which reads the
-tokens of the one before: the stages work on steps of other engines meanwhile.
+All processes call the same programs in the same order. Each has its own part of the pool and its own per-slot
+arrays. The first process waits for the result of an engine's step before it starts the engine's next step,
+because that step needs the sampled tokens. Meanwhile the stages compute steps of other engines.
 """
 
 import dataclasses
@@ -26,26 +26,33 @@ from jax_paged.worker.traced_step import StepProgram
 
 
 def lower_part(program: Program, context: TraceContext) -> Any:
-    """Traces and lowers what a stage does in place of a program: all of it, if there are no others."""
+    """Traces and lowers the part of a program that one stage runs.
+
+    Without pipeline stages, that is the whole program.
+
+    Args:
+        program: The program.
+        context: Tracing context of the stage.
+    """
     match program:
         case _ if context.stage.is_last:
             return program.lower(context)
         case StepProgram(bucket):
             return StageProgram(bucket).lower(context)
         case _ if program.reads_hidden or isinstance(program, ResetTokenCountsProgram):
-            return StagedProgram([], lambda *_: None)  # the last stage's alone, which OwnStage knows
+            return StagedProgram([], lambda *_: None)  # only runs in the last stage; see StageRunner.run
         case _:
             return program.lower(context)
 
 
-class OwnStage:
-    """Runs the part of programs that a stage has in them, for one engine.
+class StageRunner:
+    """Runner for one stage's part of programs, for one engine.
 
     Args:
-        engine: Which of the engines.
-        links: To the other stages.
-        context: What the programs are traced for.
-        compiled: The programs.
+        engine: Index of the engine.
+        links: Links to the other stages.
+        context: Tracing context of the stage.
+        compiled: The compiled programs.
     """
 
     def __init__(
@@ -56,7 +63,16 @@ class OwnStage:
         self._pools = context.features.pooling is not None
 
     def run(self, program: Program, *args: Any) -> Any:
-        """Runs a program on arguments; what only the last stage has is a RemoteArray elsewhere."""
+        """Runs a program.
+
+        Args:
+            program: The program.
+            *args: Its arguments.
+
+        Returns:
+            The results of the program. In other stages than the last, a RemoteArray stands for each result
+            that only the last stage computes.
+        """
         match program:
             case StepProgram():
                 return self._step(program, *args)
@@ -64,9 +80,9 @@ class OwnStage:
                 return args[0]
             case _ if program.reads_hidden:
                 if not self._is_last:
-                    return RemoteArray(self._told())
+                    return RemoteArray(self._last_stage_results())
                 result = self._call(program, *args)
-                self._links.give(self._engine, [result])
+                self._links.send(self._engine, [result])
                 return result
             case _:
                 return self._call(program, *args)
@@ -79,13 +95,13 @@ class OwnStage:
         inputs: DeviceInputs[Any],
     ) -> tuple[StepResult[Any], StepState[Any]]:
         links, engine = self._links, self._engine
-        given = np.asarray(state.last_tokens) if self._is_first else links.take(engine).result()[0]
+        given = np.asarray(state.last_tokens) if self._is_first else links.receive(engine).result()[0]
         if not self._is_last:
             args = weights, state.kv_cache, state.block_tables, inputs.packed, given
             hidden, kv_cache, tables = self._call(program, *args)
-            links.give(engine, [hidden])
-            told = self._told()
-            last_tokens, tokens, details, hidden = (RemoteArray(told, place) for place in range(4))
+            links.send(engine, [hidden])
+            results = self._last_stage_results()
+            last_tokens, tokens, details, hidden = (RemoteArray(results, index) for index in range(4))
             state = dataclasses.replace(
                 state, kv_cache=kv_cache, block_tables=tables, last_tokens=last_tokens
             )
@@ -93,12 +109,12 @@ class OwnStage:
         inputs = dataclasses.replace(inputs, hidden=given)
         result, state = self._call(program, weights, state, inputs)
         arrays = [state.last_tokens, result.tokens, result.details]
-        links.give(engine, [*arrays, *([result.hidden] if self._pools else [])])
+        links.send(engine, [*arrays, *([result.hidden] if self._pools else [])])
         return result, state
 
-    def _told(self) -> Any:
-        """Returns what comes to the results of the last stage, in the first one."""
-        return self._links.take(self._engine) if self._is_first else None
+    def _last_stage_results(self) -> Any:
+        """Returns a future for the results of the last stage in the first stage; None in other stages."""
+        return self._links.receive(self._engine) if self._is_first else None
 
     def _call(self, program: Program, *args: Any) -> Any:
         with self._links.computing:
