@@ -94,7 +94,7 @@ def check_attention(q: Array, kv_pages: Array, block_tables: Array, context_lens
         )
     if block_tables.ndim != 2 or 0 in block_tables.shape:
         raise ValueError(
-            f"the shape of `block_tables` must be [sequences, pages], both at least 1, got {block_tables.shape}"
+            f"the shape of `block_tables` must be [sequences, pages], both above 0, got {block_tables.shape}"
         )
     check_shape("context_lens", context_lens.shape, block_tables.shape[:1])
     check_int32(block_tables=block_tables, context_lens=context_lens)
