@@ -79,7 +79,7 @@ def main() -> None:
     with_it, without, bound = np.array(rates[1:]).T
     same = sum(a == b for a, b in zip(answers["on"], answers["off"], strict=True))
     heads = "" if args.model else f"{args.kv_heads} kv heads | "
-    backend = on.llm_engine.config.backend
+    backend = on.llm_engine.config.attention_backend
     what = f"{args.dtype} | {args.kv_cache_dtype} | {backend} | {heads}{args.prefix} + {args.tail}"
     ratios = " | ".join(f"{np.median(rate / without):.2f}" for rate in (with_it, bound))
     found = f"{np.median(without):.0f} | {np.median(with_it):.0f} | {ratios}"

@@ -18,7 +18,7 @@ from collections import deque
 import numpy as np
 
 from jax_paged import EngineArgs, LLMEngine, SamplingParams
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
@@ -43,7 +43,7 @@ class StandIn:
             model_name="stand-in",
             architecture="none",
             dtype="float32",
-            backend="none",
+            attention_backend="none",
             matmul_backend="none",
             vocab_size=VOCAB_SIZE,
             max_model_len=MAX_MODEL_LEN,
@@ -88,12 +88,12 @@ class StandIn:
             n = len(output.scheduled)
             is_decode = output.num_batched_tokens == n
             num_tokens = n if is_decode else self.config.max_num_batched_tokens
-            num_steps = self.config.num_scheduler_steps if output.burst else 1
+            num_steps = self.config.num_scheduler_steps if output.num_multi_step_tokens else 1
             bucket = Bucket(is_decode, num_tokens, n if is_decode else self.config.max_num_seqs, num_steps)
             self._builder.build(output, plan_logits_rows(output), bucket)
         start = max(time.perf_counter(), self.finished)
         self.idle_s += start - self.finished
-        step_s = self._step_s * max(output.burst, default=1)
+        step_s = self._step_s * max(output.num_multi_step_tokens, default=1)
         self.busy_s += step_s
         self.finished = start + step_s
         self._dispatched.append((output, self.finished))
@@ -103,10 +103,12 @@ class StandIn:
         time.sleep(max(0.0, finished - time.perf_counter()))
         logits_rows = plan_logits_rows(output)
         n = len(logits_rows.rows)
-        results = np.ones((max(output.burst), 5, n) if output.burst else (4, n), np.int32)
+        results = np.ones(
+            (max(output.num_multi_step_tokens), 5, n) if output.num_multi_step_tokens else (4, n), np.int32
+        )
         results[..., 0, :] = self._rng.integers(260, VOCAB_SIZE, results[..., 0, :].shape)
-        if output.burst:
-            results[:, 4] = np.arange(len(results))[:, None] < output.burst
+        if output.num_multi_step_tokens:
+            results[:, 4] = np.arange(len(results))[:, None] < output.num_multi_step_tokens
         none = np.full(len(logits_rows.samples), -1, np.int32)
         return PendingStep(
             output.step_id, len(output.scheduled), len(output.samples), logits_rows, none, results, None

@@ -77,7 +77,7 @@ class Host:
         params = SamplingParams(max_tokens=4000, seed=0)
         for i in range(NUM_RUNNING + setting.num_waiting):
             prompt = [i, *range(setting.prompt_len - 1 - i % BLOCK_SIZE)]  # blocks become full in turns
-            self.scheduler.add(SequenceGroup.of(Request(str(i), prompt, params), 0.0))
+            self.scheduler.add(SequenceGroup.from_request(Request(str(i), prompt, params), 0.0))
         for _ in range(2):
             self.step()
 

@@ -77,7 +77,7 @@ def measure(long: list[list[int]], short: list[list[int]], **settings: Any) -> d
         outputs = llm.generate([{"prompt_token_ids": p} for p in short], greedy, use_tqdm=False)
         config = engine.config
         return {
-            "backend": config.backend,
+            "backend": config.attention_backend,
             "blocks": config.num_blocks,
             "weight_bytes": config.weight_bytes,
             "bytes": config.kv_cache_bytes // config.num_blocks / config.block_size,

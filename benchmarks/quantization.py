@@ -1,4 +1,4 @@
-"""What smaller weights save and what they change, on the built-in model: the table of docs/quantization.md.
+"""Size and quality of the built-in model with quantized weights: benchmarks/results/quantization-*.md.
 
     python benchmarks/quantization.py [--out FILE] [--texts N]
     python benchmarks/quantization.py --products

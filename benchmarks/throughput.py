@@ -121,7 +121,7 @@ def main() -> None:
         "startup_s": round(startup_s, 2),
         "all_buckets_compiled_s": round(compiled_s, 2),
         "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
-        "backend": runner.config.backend,
+        "backend": runner.config.attention_backend,
     }
     if args.reference:
         expected = json.loads(args.reference.read_text())

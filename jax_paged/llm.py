@@ -13,7 +13,7 @@ from jax_paged.arguments.suggestions import check_keywords, field_names
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.config.ignored_args import IGNORED, UNSUPPORTED_BY_REQUESTS
 from jax_paged.engine import composition
-from jax_paged.engine.executors import Executors, check_alone
+from jax_paged.engine.executors import Executors, check_single_engine
 from jax_paged.engine.input_processor import CheckedRequest, RequestParams
 from jax_paged.engine.list_runner import ListRunner
 from jax_paged.engine.llm_engine import LLMEngine
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 # Default of num_scheduler_steps in LLM. Multi-step decoding delivers tokens in groups and makes new requests
 # wait, which does not matter to a caller that waits for complete outputs.
-NUM_SCHEDULER_STEPS = 8
+DEFAULT_NUM_SCHEDULER_STEPS = 8
 
 
-def _of_the_only_engine[**P, T](
+def _single_engine_method[**P, T](
     method: Callable[Concatenate[LLMEngine, P], T], what: str
 ) -> Callable[Concatenate["LLM", P], T]:
     """Returns a method of LLM that calls a method of its only engine.
@@ -59,7 +59,7 @@ def _of_the_only_engine[**P, T](
 
     @functools.wraps(method)
     def call(self: "LLM", *args: P.args, **kwargs: P.kwargs) -> T:
-        check_alone(self.llm_engine.args, f"1 to {what}, which is done to one engine at a time")
+        check_single_engine(self.llm_engine.args, f"1 to {what}, which is done to one engine at a time")
         return method(self.llm_engine, *args, **kwargs)
 
     return call
@@ -126,18 +126,18 @@ class LLM(PoolingMethods):
             "LLM", engine_args, [*inspect.signature(LLM).parameters, *field_names(EngineArgs), *IGNORED]
         )
         is_single = engine_args.get("batch_invariant") or engine_args.get("pipeline_parallel_size", 1) != 1
-        num_steps = 1 if is_single else NUM_SCHEDULER_STEPS
+        num_steps = 1 if is_single else DEFAULT_NUM_SCHEDULER_STEPS
         engine_args = {"num_scheduler_steps": num_steps, **engine_args}
         args = EngineArgs(model=plain(model), tokenizer=plain(tokenizer), **engine_args)
         parts: dict[str, Any] = {"loaded": loaded, "attend": attend, "sampler": sampler}
         parts |= {"hooks": hooks or None, "logits_processors": logits_processors or None}
         custom_parts = {name: part for name, part in parts.items() if part is not None}
         if custom_parts:
-            own = "`loaded`, `hooks`, `attend`, `sampler` and `logits_processors`"
-            check(executor is None, "executor", executor, f"None if {own} are given")
+            allowed = "None with `loaded`, `hooks`, `attend`, `sampler` or `logits_processors`"
+            check(executor is None, "executor", executor, allowed)
         if executor is not None or loaded is not None:
             allowed = "1 with `executor` or `loaded`"
-            check_alone(args, allowed)
+            check_single_engine(args, allowed)
         self._replicas = _make_engines(args, executor, Executors(**custom_parts), scheduler)
         self.llm_engine = self._replicas[0]
         self._runner = ListRunner(self._replicas)
@@ -163,7 +163,12 @@ class LLM(PoolingMethods):
         loaded = composition.EngineState.of(state)
         args = loaded.values["args"] | changes
         for name in ("data_parallel_size", "pipeline_parallel_size"):
-            check(args.get(name, 1) == 1, name, args.get(name), "1 to restore the state of one engine")
+            check(
+                args.get(name, 1) == 1,
+                name,
+                args.get(name),
+                "1 because a saved state belongs to a single engine",
+            )
         llm = cls(**args)
         try:
             llm.llm_engine.load_state(loaded)
@@ -196,12 +201,12 @@ class LLM(PoolingMethods):
         engine_args = {"skip_tokenizer_init": tokenizer is None, **engine_args}
         return cls(type(module).__name__, tokenizer, loaded=module, **engine_args)
 
-    update_weights = _of_the_only_engine(LLMEngine.update_weights, "update weights")
-    sleep = _of_the_only_engine(LLMEngine.sleep, "sleep")
-    wake_up = _of_the_only_engine(LLMEngine.wake_up, "wake up")
-    pin_prefix = _of_the_only_engine(LLMEngine.pin_prefix, "pin prefixes")
-    unpin_prefix = _of_the_only_engine(LLMEngine.unpin_prefix, "pin prefixes")
-    pool_map = _of_the_only_engine(LLMEngine.pool_map, "draw its pool")
+    update_weights = _single_engine_method(LLMEngine.update_weights, "update weights")
+    sleep = _single_engine_method(LLMEngine.sleep, "sleep")
+    wake_up = _single_engine_method(LLMEngine.wake_up, "wake up")
+    pin_prefix = _single_engine_method(LLMEngine.pin_prefix, "pin prefixes")
+    unpin_prefix = _single_engine_method(LLMEngine.unpin_prefix, "pin prefixes")
+    pool_map = _single_engine_method(LLMEngine.pool_map, "draw the KV cache")
 
     def generate(
         self,
@@ -248,7 +253,7 @@ class LLM(PoolingMethods):
             priority,
             f"a list of {len(listed)} integers, one per prompt",
         )
-        adapters = _one_each("lora_request", lora_request, len(listed))
+        adapters = _per_prompt("lora_request", lora_request, len(listed))
         rows = range(len(listed))
         requests = [self._check(i, listed[i], params[i], priorities[i], adapters[i]) for i in rows]
         return self._run(requests, use_tqdm)
@@ -310,7 +315,7 @@ class LLM(PoolingMethods):
         if tokenizer is None:
             raise ArgumentError("skip_tokenizer_init", True, "False for chats, which need a tokenizer")
         ok = isinstance(messages, list | tuple) and bool(messages)
-        check(ok, "messages", messages, "a list of messages")
+        check(ok, "messages", messages, "a non-empty list of messages or conversations")
         conversations = [messages] if isinstance(messages[0], dict) else messages
         settings: dict[str, Any] = {
             "chat_template": chat_template,
@@ -320,7 +325,7 @@ class LLM(PoolingMethods):
             "tools": tools,
             "template_kwargs": chat_template_kwargs,
         }
-        chats = [composition.conversation(cast(Messages, x), self.llm_engine.config) for x in conversations]
+        chats = [composition.extract_images(cast(Messages, x), self.llm_engine.config) for x in conversations]
         prompts = [chat.prompt(tokenizer.encode_chat(chat.messages, **settings)) for chat in chats]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
@@ -351,7 +356,7 @@ class LLM(PoolingMethods):
             ValueError: If the engine can't run one of the prompts. No prompt has run then.
         """
         engine, listed = self.llm_engine, as_prompts(prompts)
-        adapters = _one_each("lora_request", lora_request, len(listed))
+        adapters = _per_prompt("lora_request", lora_request, len(listed))
         rows = enumerate(zip(listed, adapters, strict=True))
         requests = [self._check(i, prompt, params, 0, adapter) for i, (prompt, adapter) in rows]
         outputs = []
@@ -410,8 +415,9 @@ class LLM(PoolingMethods):
         if not isinstance(params, list | tuple):
             return [params] * num_prompts  # pyright: ignore[reportReturnType]
         if len(params) != num_prompts:
-            allowed = f"1 for all prompts, or {num_prompts}"
-            raise ArgumentError("sampling_params", len(params), allowed, aspect="the length of")
+            raise ArgumentError(
+                "sampling_params", len(params), f"{num_prompts}, one per prompt", aspect="the length of"
+            )
         return params
 
     def _check(
@@ -455,7 +461,7 @@ def _make_engines(
     return make_replicas(args.num_engines, make)
 
 
-def _one_each(name: str, given: Any, num: int) -> Sequence[Any]:
+def _per_prompt(name: str, given: Any, num: int) -> Sequence[Any]:
     """Returns one value per prompt, from one value for all prompts or a list of values."""
     given = given if isinstance(given, list | tuple) else [given] * num
     check(len(given) == num, name, len(given), f"{num}, one per prompt", aspect="the length of")

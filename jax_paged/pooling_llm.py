@@ -73,7 +73,9 @@ class PoolingMethods(Serialized, abc.ABC):
         """
         _check_no_adapter(lora_request)
         pooled = self._pool("embed", prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
-        return [_made(EmbeddingRequestOutput, o, EmbeddingOutput(data.tolist())) for o, data in pooled]
+        return [
+            _pooling_output(EmbeddingRequestOutput, o, EmbeddingOutput(data.tolist())) for o, data in pooled
+        ]
 
     def classify(
         self,
@@ -105,7 +107,8 @@ class PoolingMethods(Serialized, abc.ABC):
         _check_no_adapter(lora_request)
         pooled = self._pool("classify", prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
         return [
-            _made(ClassificationRequestOutput, o, ClassificationOutput(data.tolist())) for o, data in pooled
+            _pooling_output(ClassificationRequestOutput, o, ClassificationOutput(data.tolist()))
+            for o, data in pooled
         ]
 
     def encode(
@@ -139,7 +142,7 @@ class PoolingMethods(Serialized, abc.ABC):
         """
         _check_no_adapter(lora_request)
         pooled = self._pool(pooling_task, prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
-        return [_made(PoolingRequestOutput, o, PoolingOutput(data)) for o, data in pooled]
+        return [_pooling_output(PoolingRequestOutput, o, PoolingOutput(data)) for o, data in pooled]
 
     def score(
         self,
@@ -192,11 +195,11 @@ class PoolingMethods(Serialized, abc.ABC):
                 for (a, x), (b, y) in zip(found[::2], found[1::2], strict=True)
             ]
         requests = self.llm_engine.input_processor.pooling
-        params = requests.resolved(params, "score")
+        params = requests.resolve(params, "score")
         prompts = [requests.pair_prompt(pair, params) for pair in pairs]
         texts, each = [text for text, _ in prompts], [params for _, params in prompts]
         found = self._pool("score", texts, each, truncate_prompt_tokens, use_tqdm)
-        return [_made(ScoringRequestOutput, o, ScoringOutput(float(data[0]))) for o, data in found]
+        return [_pooling_output(ScoringRequestOutput, o, ScoringOutput(float(data[0]))) for o, data in found]
 
     def _pool(
         self,
@@ -211,11 +214,11 @@ class PoolingMethods(Serialized, abc.ABC):
         each = list(default) if isinstance(default, list | tuple) else [default] * len(listed)
         ok = len(each) == len(listed)
         check(ok, "pooling_params", len(each), f"{len(listed)}, one per prompt", aspect="the length of")
-        params = [pooling_requests.resolved(p, task) for p in each]  # pyright: ignore[reportArgumentType]
+        params = [pooling_requests.resolve(p, task) for p in each]  # pyright: ignore[reportArgumentType]
         if truncate_prompt_tokens is not None:
             changes = {"truncate_prompt_tokens": truncate_prompt_tokens}
             params = [dataclasses.replace(p, **changes) for p in params]
-        check(bool(listed), "prompts", prompts, "at least one prompt")
+        check(bool(listed), "prompts", prompts, "a prompt or a non-empty list of prompts")
         pairs = enumerate(zip(listed, params, strict=True))
         requests = [self._check(i, prompt, request_params) for i, (prompt, request_params) in pairs]
         outputs = self._run(requests, use_tqdm)
@@ -232,10 +235,15 @@ class PoolingMethods(Serialized, abc.ABC):
 
 def _check_no_adapter(lora_request: Any) -> None:
     """Raises ValueError unless lora_request is None."""
-    check(lora_request is None, "lora_request", lora_request, "None because adapters are not supported")
+    check(
+        lora_request is None,
+        "lora_request",
+        lora_request,
+        "None because adapters are not supported for pooling",
+    )
 
 
-def _made[T: PoolingRequestOutput[Any]](make: type[T], output: RequestOutput, outputs: Any) -> T:
+def _pooling_output[T: PoolingRequestOutput[Any]](make: type[T], output: RequestOutput, outputs: Any) -> T:
     """Creates the output of a pooling request from the engine's output and the pooled result."""
     return make(
         request_id=output.request_id,

@@ -106,7 +106,7 @@ class PoolerConfig:
         pooling_type: "LAST" or "CLS" for the last hidden state of the last or first token, "MEAN" for the
             mean over all tokens; None uses the checkpoint's setting.
         use_activation: Whether to normalize embeddings to length 1; None uses the checkpoint's setting.
-        normalize: Another name of use_activation, which takes precedence if both are set.
+        normalize: Another name of use_activation; takes precedence if both are set.
 
     Raises:
         ValueError: If a value is not allowed.

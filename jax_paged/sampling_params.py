@@ -205,10 +205,10 @@ class SamplingParams:
         skip, has_none = self.skip_reading_prefix_cache, self.prompt_logprobs is None
         choices, condition = ((None, True, False), "") if has_none else ((None, True), "with prompt_logprobs")
         problems.note(check_choice, "skip_reading_prefix_cache", skip, choices, condition=condition)
-        form, forced = self.structured_outputs, self.forced_token_ids
-        if not isinstance(form, StructuredOutputsParams | None):
-            problems.note(check, False, "structured_outputs", form, "None or StructuredOutputsParams")
-        if form is not None:
+        constraint, forced = self.structured_outputs, self.forced_token_ids
+        if not isinstance(constraint, StructuredOutputsParams | None):
+            problems.note(check, False, "structured_outputs", constraint, "None or a StructuredOutputsParams")
+        if constraint is not None:
             problems.note(check, not forced, "forced_token_ids", forced, "None with structured_outputs")
         problems.note(self._check_functions)
         problems.note(check_choice, "output_kind", self.output_kind, tuple(RequestOutputKind))
@@ -279,7 +279,7 @@ class SamplingParams:
         Args:
             index: Index of the sample.
         """
-        assert self.seed is not None, "the engine gives every request a seed"
+        assert self.seed is not None, "a request of an engine has no seed"
         if index == 0:
             return self.seed
         digest = hashlib.sha256(f"{self.seed} {index}".encode()).digest()
@@ -365,7 +365,13 @@ class SamplingParams:
                 note(_check_token_ids, name, token_ids or ())
         if self.allowed_token_ids is not None:
             ok = self.allowed_token_ids not in ([], ())
-            note(check, ok, "allowed_token_ids", self.allowed_token_ids, "None or at least one token id")
+            note(
+                check,
+                ok,
+                "allowed_token_ids",
+                self.allowed_token_ids,
+                "None or a non-empty list of token ids",
+            )
         bad = self.bad_words_token_ids
         ok = bad is None or isinstance(bad, list | tuple)
         ok = ok and all(isinstance(ids, list | tuple) and len(ids) > 0 for ids in bad or ())
@@ -375,10 +381,10 @@ class SamplingParams:
         for name in ("hook_args", "extra_args"):
             args = getattr(self, name)
             ok = args is None or isinstance(args, dict)
-            note(check, ok, name, args, "None or a dict of names to numbers")
+            note(check, ok, name, args, "None or a dict from names to numbers or lists of numbers")
         bias = self.logit_bias
         ok = bias is None or isinstance(bias, dict)
-        note(check, ok, "logit_bias", bias, "None or a dict of token id to number")
+        note(check, ok, "logit_bias", bias, "None or a dict from token ids to numbers")
         if bias and ok:
             note(_check_token_ids, "logit_bias", bias)
             note(_check_bias, bias)

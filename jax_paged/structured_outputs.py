@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 # Maximum size of a schema, a regular expression or a grammar, or of all choices together.
-MAX_FORM_CHARACTERS = 128 * 1024
+MAX_CONSTRAINT_CHARACTERS = 128 * 1024
 MAX_SCHEMA_DEPTH = 60
 # Options of llguidance for JSON. Whitespace between tokens is not allowed, because an uncertain model would
 # generate it forever. Keys have a single spelling, because otherwise a named key of the schema could pass as
 # an additional key. With "lenient", keywords that a grammar can't enforce, such as uniqueItems, cause a
 # warning instead of an error.
-JSON_WRITING: "JsonCompileOptions" = {
+JSON_OPTIONS: "JsonCompileOptions" = {
     "whitespace_flexible": False,
     "json_allowed_escapes": '"\\bfnrt',
     "lenient": True,
@@ -80,18 +80,18 @@ class StructuredOutputsParams:
         make_plain(self)
         names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
         given = [name for name in names if getattr(self, name) not in (None, False)]
-        check(
-            len(given) == 1, "structured_outputs", given or None, f"given exactly one of {', '.join(names)}"
-        )
+        allowed = f"exactly one of {', '.join(names)}"
+        check(len(given) == 1, "structured_outputs", given or None, allowed)
         after = self.starts_after
-        check(after is None or (isinstance(after, str) and after), "starts_after", after, "None or a string")  # pyright: ignore
+        ok = after is None or (isinstance(after, str) and bool(after))  # pyright: ignore
+        check(ok, "starts_after", after, "None or a non-empty string")
         tag = self.reasoning_tag
         ok = tag is None or (isinstance(tag, str) and bool(tag) and after is not None)  # pyright: ignore
-        check(ok, "reasoning_tag", tag, "None, or a non-empty string with starts_after")
+        check(ok, "reasoning_tag", tag, "None, or a non-empty string together with starts_after")
         _CHECKS[given[0]](given[0], getattr(self, given[0]))
 
     @property
-    def kind(self) -> str:
+    def constraint_name(self) -> str:
         """The name of the constraint that is set, such as "json"."""
         return next(name for name in _CHECKS if getattr(self, name) not in (None, False))
 
@@ -119,7 +119,7 @@ def _check_depth(name: str, value: Any) -> None:
         depth += 1
         if depth > MAX_SCHEMA_DEPTH:
             allowed = f"at most {MAX_SCHEMA_DEPTH}"
-            raise ArgumentError(name, depth, allowed, aspect="the number of nested levels of")
+            raise ArgumentError(name, depth, allowed, aspect="the nesting depth of")
         inner = [list(x.values()) if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
         level = [item for items in inner for item in items]
 
@@ -136,8 +136,8 @@ def _check_choice(name: str, value: Any) -> None:
 
 
 def _check_size(name: str, num_characters: int) -> None:
-    if num_characters > MAX_FORM_CHARACTERS:
-        allowed = f"at most {MAX_FORM_CHARACTERS} characters"
+    if num_characters > MAX_CONSTRAINT_CHARACTERS:
+        allowed = f"at most {MAX_CONSTRAINT_CHARACTERS} characters"
         raise ArgumentError(name, num_characters, allowed, aspect="the length of")
 
 

@@ -314,7 +314,5 @@ def test_values_that_are_nested_too_deeply_are_refused_by_their_checks():
     endless: dict = {}
     endless["a"] = endless
     for value in (schema, endless):
-        with pytest.raises(
-            ValueError, match="the number of nested levels of `json` must be at most 60, got 61"
-        ):
+        with pytest.raises(ValueError, match="the nesting depth of `json` must be at most 60, got 61"):
             StructuredOutputsParams(json=value)

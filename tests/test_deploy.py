@@ -22,7 +22,7 @@ from jax_paged.config.engine_args import EngineArgs
 from jax_paged.server.launch.cli import main, parse_args
 from jax_paged.server.launch.health import check_health, options_of_process
 from jax_paged.server.launch.options import ServerOptions
-from jax_paged.server.lifecycle import REQUESTS_CUT_OFF
+from jax_paged.server.lifecycle import REQUESTS_ABORTED
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
@@ -64,7 +64,7 @@ def test_the_unit_waits_longer_than_the_server_drains():
 
 def test_a_unit_that_cut_requests_off_when_it_stopped_has_not_failed():
     unit = (DEPLOY / "systemd" / "jax-paged.service").read_text(encoding="utf-8")
-    assert re.findall(r"^SuccessExitStatus=(.*)$", unit, re.MULTILINE) == [str(REQUESTS_CUT_OFF)]
+    assert re.findall(r"^SuccessExitStatus=(.*)$", unit, re.MULTILINE) == [str(REQUESTS_ABORTED)]
 
 
 def test_files_that_compose_mounts_are_there():
@@ -221,7 +221,7 @@ def test_health_follows_host_and_port(listens_on, capsys):
 
 def test_health_is_not_that_of_a_server_that_has_failed():
     with a_server(status=503) as port:
-        assert "answers with status 503" in health("--port", str(port))
+        assert "has responded with status 503" in health("--port", str(port))
     assert "`port` must be the port on which the server listens, got 0" in health("--port", "0")
 
 
@@ -237,7 +237,7 @@ def test_health_follows_tls(certificate, wants_certificates):
         options["ssl_ca_certs"] = cert
     with a_server(context=context) as port:
         check_health(ServerOptions(port=port, **options), 5)
-        with pytest.raises(OSError, match=r"does not answer in HTTP|reset"):
+        with pytest.raises(OSError, match=r"has not sent a valid HTTP response|reset"):
             check_health(ServerOptions(port=port), 5)
 
 

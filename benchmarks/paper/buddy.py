@@ -154,7 +154,7 @@ class BuddyManager(BlockManager):
             for block in table:
                 self.pool.release(block)
             copies += zip(table[:num_blocks], self.block_tables[seq][0], strict=False)
-            self.changed[seq] = [(0, i, block) for i, block in enumerate(self.block_tables[seq][0])]
+            self.table_changes[seq] = [(0, i, block) for i, block in enumerate(self.block_tables[seq][0])]
         return copies
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> bool:

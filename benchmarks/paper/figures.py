@@ -72,7 +72,7 @@ class Figure:
         rows: Makes the rows of the points' values.
         curves: Makes the lines, if it has any; then the picture shows these.
         axes: What the lines' axes show.
-        notes: How it was made, and why it misses.
+        notes: How it was made, or how the paper's values are defined; empty if that is clear.
         band: What the band of the rows is.
         digits: After the point.
     """
@@ -141,17 +141,17 @@ _BAND_POINTS = [
 ]
 # What else could have been chosen: shown in the notes of figure 13, and in the table on the page.
 OTHER_POINTS = {
-    "prompts share steps with decodes, 19 ms": [
+    "prompts in the steps of decodes, 19 ms": [
         _batch_point(system, workload, mixes=True, host_s=0.019)
         for workload in published.BATCHES
         for system in SYSTEMS[1:]
     ],
-    "spreads of the project's first simulation": [
+    "spreads of ShareGPT 1.2 (prompts), 0.9 (outputs); Alpaca 0.5, 0.9": [
         _batch_point(system, workload, sigmas=EARLIER_SIGMAS[workload])
         for workload in published.BATCHES
         for system in SYSTEMS[1:]
     ],
-    "exponential spreads throughout": [
+    "spreads of 0.833": [
         _batch_point(system, workload, sigmas=EXPONENTIAL_SIGMAS)
         for workload in published.BATCHES
         for system in SYSTEMS[1:]
@@ -461,48 +461,48 @@ FIGURES: dict[str, Figure] = {
     for figure in (
         Figure(
             "2",
-            "What the memory for keys and values holds (OPT-13B, ShareGPT at 2 requests/s)",
+            "Use of the KV cache memory (OPT-13B, ShareGPT, 2 requests/s)",
             "% of the memory",
             [point for point in _BAND_POINTS if '"ShareGPT"' in point.key],
             _memory_rows,
-            "Of vLLM, of the slots of the blocks in use. What the buddy allocator rounds up is in `other`.",
+            "For vLLM: percent of the slots in used blocks. `other` includes the buddy allocator's rounding.",
         ),
         Figure(
             "12",
-            "Normalized latency by request rate, and the rates that two systems sustain at 0.25 s per token",
-            "times",
+            "Normalized latency by request rate",
+            "ratio",
             [_rate_point(s, m, w) for m in _MODELS for w in ("ShareGPT", "Alpaca") for s in _CURVE_SYSTEMS],
             _rate_rows,
-            "The paper gives one range for its three models.",
+            "Ratio of the request rates at 0.25 s per token; the paper gives one range for all models.",
             _rate_curves,
             ("requests per second", "seconds per output token"),
             2,
         ),
         Figure(
             "13",
-            "Requests that are batched at a time (OPT-13B)",
+            "Average number of running requests (OPT-13B)",
             "requests",
             [*_BAND_POINTS, *(point for points in OTHER_POINTS.values() for point in points)],
             _batch_rows,
-            "The host's time per step is fitted to vLLM's bar of Alpaca; none of the seven others is.",
+            "",
             digits=2,
         ),
         Figure(
             "14",
-            "vLLM's rate over Orca (Oracle)'s with several outputs per request (OPT-13B, Alpaca)",
-            "times",
+            "Request rate of vLLM over Orca (Oracle), several outputs (OPT-13B, Alpaca)",
+            "ratio",
             [
                 _rate_point(system, "OPT-13B", "Alpaca", **settings)
                 for settings in _SEVERAL.values()
                 for system in ("vLLM", "Orca (Oracle)")
             ],
             _several_rows,
-            "Under Orca every output has a region of its own, and a beam that forks copies its whole past.",
+            "With Orca, every output has its own region, and a forked beam copies all its tokens.",
             digits=2,
         ),
         Figure(
             "15",
-            "Blocks that sharing saves (OPT-13B)",
+            "Blocks saved by sharing (OPT-13B)",
             "% of the blocks",
             [
                 _sharing_point(workload, **settings)
@@ -510,13 +510,12 @@ FIGURES: dict[str, Figure] = {
                 for settings in list(_SEVERAL.values())[1:]
             ],
             _sharing_rows,
-            "Which beams survive follows from candidates whose log-probabilities lie exponential gaps apart: "
-            "a model without a parameter, as only the order of the sums counts.",
+            "",
         ),
         Figure(
             "16",
-            "Throughput with a shared prefix over Orca (Oracle)'s (a 13B model, translation)",
-            "times",
+            "Throughput of vLLM over Orca (Oracle) with a shared prefix (translation)",
+            "ratio",
             [
                 _prefix_point(system, n, kind)
                 for n in published.SHARED_PREFIX
@@ -524,26 +523,26 @@ FIGURES: dict[str, Figure] = {
                 for kind in ("Translation", "Long translation")
             ],
             _prefix_rows,
-            "The lengths of the sentences are ours: 32 tokens, and 64 at the other end of the band.",
+            "",
             digits=2,
             band="sentences of 32 to 64 tokens",
         ),
         Figure(
             "17",
-            "Chat: vLLM's rate over the Orcas' (OPT-13B, prompts of 1024 tokens)",
-            "times",
+            "Chat: request rate of vLLM over Orca (OPT-13B)",
+            "ratio",
             [_rate_point(system, "OPT-13B", "Chat") for system in SYSTEMS],
             _chat_rows,
-            "A prompt of 1024 tokens and any output round up to 2048 slots: so the Orcas are alike.",
+            "",
             digits=2,
         ),
         Figure(
             "18a",
-            "How much slower attention is through a block table: on this processor, measured",
+            "Attention through block tables compared with contiguous memory (measured, CPU)",
             "% slower",
             [_kernel_point(batch, n) for batch in (8, 32) for n in (64, 128, 256)],
             _kernel_rows,
-            "The paper compares two kernels on a GPU; here one reads blocks of 16, or one per sequence.",
+            "One CPU kernel, blocks of 16 or one block per sequence; the paper compares two GPU kernels.",
         ),
         Figure(
             "18b",
@@ -551,46 +550,46 @@ FIGURES: dict[str, Figure] = {
             "ms per token",
             [_size_point(workload, size) for workload in ("ShareGPT", "Alpaca") for size in BLOCK_SIZES],
             _size_rows,
-            "The paper plots lines without labels: best from 16 to 128 for ShareGPT, 16 and 32 for Alpaca.",
+            "The paper shows the lowest latency from 16 to 128 for ShareGPT, and at 16 and 32 for Alpaca.",
             _size_curves,
             ("tokens per block", "ms per output token"),
         ),
         Figure(
             "19a",
-            "Computing a preempted sequence again, or swapping it out and in (OPT-13B)",
+            "Recomputing a preempted sequence, or swapping it out and in (OPT-13B)",
             "ms",
             [_recovery_point(size) for size in BLOCK_SIZES],
             _recovery_rows,
-            "The paper's values are read off its figure, to one digit.",
+            "",
             _recovery_curves,
             ("tokens per block", "ms"),
         ),
         Figure(
             "19b",
-            "Normalized latency under both ways of preemption (OPT-13B, ShareGPT at 2.6 requests/s)",
+            "Normalized latency with both methods (OPT-13B, ShareGPT, 2.6 requests/s)",
             "ms per token",
             [_mode_point(size, mode) for mode in ("recompute", "swap") for size in BLOCK_SIZES],
             _mode_rows,
-            "The paper: recomputation is better for blocks of 1 to 8, swapping for 64 and more.",
+            "In the paper, recomputing is better for blocks of 1 to 8, and swapping from 64.",
             _mode_curves,
             ("tokens per block", "ms per output token"),
         ),
         Figure(
             "measured",
-            "Measured: the engine with the built-in model, at a quarter of OPT-13B's setting",
+            "The engine with the built-in model, at a quarter of OPT-13B's lengths (measured)",
             "",
             list(_ENGINE.values()),
             _engine_rows,
-            "All requests come at once; scheduler and memory are the same, the block manager differs.",
+            "",
             digits=2,
         ),
         Figure(
             "scale",
-            "A million requests at 1,000 per second: what scheduling costs (OPT-13B, Alpaca)",
+            "Scheduling time of a million requests at 1,000 per second (OPT-13B, Alpaca)",
             "us per row",
             [*_MILLION, *_FEWER.values()],
             _scale_rows,
-            "A row is one sequence in one step. Processor time of this machine.",
+            "",
             _scale_curves,
             ("sequences in the step", "ms"),
             2,

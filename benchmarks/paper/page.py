@@ -1,4 +1,4 @@
-"""The page in docs/: every picture, and a table of ours beside the paper's, with the error."""
+"""The page in docs/: the picture of every figure, and a table of ours beside the paper's."""
 
 import dataclasses
 import json
@@ -39,10 +39,9 @@ def write_page(store: Store, path: Path) -> None:
     parts["others"] = _others(store)
     total = figures.million(store)
     parts["million"] = (
-        f"{total['num_requests']:,.0f} requests, {total['num_steps']:,.0f} steps and "
-        f"{total['num_rows']:,.0f} rows took {total['scheduling_s']:.0f} s of processor time in the "
-        f"scheduler and {total['all_s']:.0f} s in all: "
-        f"{total['us_per_row']:.2f} us per row, {total['us_per_request']:.0f} us per request"
+        f"{total['num_requests']:,.0f} requests ({total['num_rows']:,.0f} rows) took "
+        f"{total['scheduling_s']:.0f} s of CPU time in the scheduler, "
+        f"{total['us_per_request']:.0f} us per request"
     )
     parts["queue"] = f"{figures.longest_queue(store):,}"
     for name, text in parts.items():
@@ -52,61 +51,51 @@ def write_page(store: Store, path: Path) -> None:
 
 
 def table(figure: Figure, values: Any) -> str:
-    """Returns a figure's rows as a table in Markdown."""
+    """Returns a figure's rows as a table in Markdown.
+
+    Each line of the table is a panel. If all panels have the same labels, each label is a column; otherwise
+    one cell lists all values of the panel.
+    """
+    panels: dict[str, dict[str, str]] = {}
     rows = figure.rows(values)
-    has_band = any(row.band for row in rows)
-    head = [
-        "",
-        "",
-        f"ours, {figure.unit}" if figure.unit else "ours",
-        *(["band"] if has_band else []),
-        "the paper",
-        "error",
-    ]
-    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     for row in rows:
-        cells = [row.panel, row.label, f"{row.ours:.{figure.digits}f}"]
-        if has_band:
-            low, high = row.band or (row.ours, row.ours)
-            cells.append(f"{low:.{figure.digits}f} to {high:.{figure.digits}f}")
-        cells += [_paper(row), _error(row, figure)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        panels.setdefault(row.panel, {})[row.label] = _cell(row, figure)
+    what = "ours (paper)" if any(row.paper is not None for row in rows) else "ours"
+    head = f"{what}, {figure.unit}" if figure.unit else what
+    labels = list(next(iter(panels.values())))
+    if all(list(cells) == labels for cells in panels.values()):
+        lines = [[head, *labels], *([panel, *cells.values()] for panel, cells in panels.items())]
+    else:
+        lists = ("; ".join(f"{label}: {cell}" for label, cell in cells.items()) for cells in panels.values())
+        lines = [[head, ""], *([panel, cell] for panel, cell in zip(panels, lists, strict=True))]
+    text = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([text[0], "|" + "---|" * len(lines[0]), *text[1:]])
+
+
+def _cell(row: Row, figure: Figure) -> str:
+    """Returns a value, and in parentheses the paper's value."""
+    ours = f"{row.ours:.{figure.digits}f}"
+    fitted = ", fitted" if row.is_fitted else ""
+    match row.paper:
+        case None:
+            return ours
+        case low, high:
+            return f"{ours} ({low:g}-{high:g})"
+        case paper:
+            return f"{ours} ({paper:g}{fitted})"
 
 
 def _section(figure: Figure, values: Any) -> str:
-    return f"![{figure.title}](paper/figure-{figure.name}.svg)\n\n{table(figure, values)}\n\n{figure.notes}"
-
-
-def _paper(row: Row) -> str:
-    if isinstance(row.paper, tuple):
-        return f"{row.paper[0]:g} to {row.paper[1]:g}"
-    return "" if row.paper is None else f"{row.paper:g}"
-
-
-def _error(row: Row, figure: Figure) -> str:
-    if row.paper is None:
-        return ""
-    if row.is_fitted:
-        return "fitted"
-    if figure.unit.startswith("%"):
-        low, high = row.paper if isinstance(row.paper, tuple) else (row.paper, row.paper)
-        points = min(row.ours - low, 0.0) or max(row.ours - high, 0.0)
-        return f"{points:+.1f} points" if points else "within"
-    return f"{row.error:+.0%}" if row.error else "within" if isinstance(row.paper, tuple) else "0%"
+    picture = f"![{figure.title}](paper/figure-{figure.name}.svg)"
+    return "\n\n".join([picture, table(figure, values), *([figure.notes] if figure.notes else [])])
 
 
 def _others(values: Any) -> str:
     """Returns figure 13 under the choices that were not taken."""
     lines = ["| | " + " | ".join(f"{w}: {s}" for w in published.BATCHES for s in SYSTEMS[1:]) + " |"]
-    lines.append("|" + " --- |" * (2 * len(SYSTEMS) - 1))
+    lines.append("|" + "---|" * (2 * len(SYSTEMS) - 1))
     papers = [published.BATCHES[w][s] for w in published.BATCHES for s in SYSTEMS[1:]]
-    lines.append("| the paper | " + " | ".join(f"{paper:.2f}" for paper in papers) + " |")
-    chosen = [row.ours for row in FIGURES["13"].rows(values) if row.label != SYSTEMS[0]]
-    everything = {"as chosen": chosen} | {
-        name: [values[point]["batched"] for point in points] for name, points in OTHER_POINTS.items()
-    }
-    for name, found in everything.items():
-        cells = [f"{ours:.1f} ({ours / paper - 1:+.0%})" for ours, paper in zip(found, papers, strict=True)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for name, points in OTHER_POINTS.items():
+        found = (values[point]["batched"] / paper - 1 for point, paper in zip(points, papers, strict=True))
+        lines.append(f"| {name} | {' | '.join(f'{error:+.0%}' for error in found)} |")
     return "\n".join(lines)

@@ -66,10 +66,10 @@ def add_options(parser: Any, cls: type) -> None:
         option = "--" + field.name.replace("_", "-")
         # With SUPPRESS, an option that is not given differs from an option that is given with the default
         # value.
-        kind = _kind(hints[field.name])
+        option_args = _option_args(hints[field.name])
         if "nargs" in field.metadata:  # the option also accepts several values at once
-            kind |= {"action": "extend", "nargs": field.metadata["nargs"]}
-        parser.add_argument(option, default=argparse.SUPPRESS, help=text, **kind)
+            option_args |= {"action": "extend", "nargs": field.metadata["nargs"]}
+        parser.add_argument(option, default=argparse.SUPPRESS, help=text, **option_args)
 
 
 def values_of(args: argparse.Namespace, cls: type) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def values_of(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in names}
 
 
-def _kind(hint: Any) -> dict[str, Any]:
+def _option_args(hint: Any) -> dict[str, Any]:
     """Returns the keyword arguments of `add_argument` for a field of the given type."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):  # X | None
         if any(typing.get_origin(t) is dict for t in typing.get_args(hint)):

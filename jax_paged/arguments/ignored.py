@@ -97,7 +97,8 @@ def _check_and_warn(owner: str, values: dict[str, Any], ignored: Ignored) -> Non
     problems = []
     for name, value in plain(values).items():
         if (choices := refused(value, ignored[name])) is not None:
-            allowed = f"{choices} because this engine supports nothing else"
+            why = "this engine does not support " + ("it" if choices == "unset" else "other values")
+            allowed = f"{choices} because {why}"
             problems.append(f"`{name}` must be {allowed}, got {shown(value)}")
     if problems:
         raise ValueError("\n".join(problems))

@@ -17,9 +17,9 @@ def suggestion(name: Any, names: Iterable[Any]) -> str:
     if not isinstance(name, str):
         return ""
     # Names that differ only in case, underscores or dashes are treated as equal.
-    by_form = {_form(known): known for known in names if isinstance(known, str)}
-    close = difflib.get_close_matches(_form(name), by_form, n=2, cutoff=0.75)
-    return f"; did you mean {' or '.join(repr(by_form[form]) for form in close)}?" if close else ""
+    by_normalized = {_normalized(known): known for known in names if isinstance(known, str)}
+    close = difflib.get_close_matches(_normalized(name), by_normalized, n=2, cutoff=0.75)
+    return f"; did you mean {' or '.join(repr(by_normalized[key]) for key in close)}?" if close else ""
 
 
 def suggestions(given: Iterable[Any], names: Iterable[Any]) -> str:
@@ -68,5 +68,5 @@ def field_names(cls: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls) if field.init)
 
 
-def _form(name: str) -> str:
+def _normalized(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")

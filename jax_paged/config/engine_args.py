@@ -1,4 +1,4 @@
-"""Settings of an engine: EngineArgs as passed by the user, and EngineConfig as resolved by the worker.
+"""Arguments of an engine, as passed by the user.
 
 EngineArgs checks its values on construction, before anything is allocated. The functions at the end read
 environment variables.
@@ -8,23 +8,18 @@ import argparse
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin, get_type_hints
+from collections.abc import Callable
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from jax_paged.arguments.command_line import add_options, values_of
 from jax_paged.arguments.ignored import ignores
 from jax_paged.arguments.plain_values import make_plain
 from jax_paged.config.ignored_args import IGNORED
-from jax_paged.config.multimodal import ImageSettings, note_image_problems
-from jax_paged.config.parallel import note_problems
+from jax_paged.config.multimodal import check_image_args
+from jax_paged.config.parallel import check_parallel_sizes
 from jax_paged.config.speculative import SpeculativeConfig
-from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.errors import Problems, check, check_choice, check_int, check_number
 from jax_paged.pooling_params import PoolerConfig
-from jax_paged.speculation import Speculation
-
-if TYPE_CHECKING:
-    from jax_paged.models.features.pooling import PoolingSpec
 
 AttentionBackend = Literal["auto", "native", "pallas", "pallas_interpret", "xla"]
 MatmulBackend = Literal["auto", "onednn", "xla"]
@@ -250,7 +245,7 @@ class EngineArgs:
         note(PoolerConfig.of, self.pooler_config)
         note(SpeculativeConfig.of, self.speculative_config)
         ok = self.speculative_config is None or not self.batch_invariant
-        allowed = "None with batch_invariant because tokens with drafts are computed in other shapes"
+        allowed = "None with batch_invariant, which does not support speculative decoding"
         note(check, ok, "speculative_config", self.speculative_config, allowed)
         ok = self.hf_overrides is None or isinstance(self.hf_overrides, dict)
         note(check, ok, "hf_overrides", self.hf_overrides, "None or a dict of fields of config.json")
@@ -272,16 +267,16 @@ class EngineArgs:
             if getattr(self, name) is not None:
                 note(check_int, name, getattr(self, name), low)
         note(check_int, "max_logprobs", self.max_logprobs, -1)
-        note_image_problems(self, note)
+        check_image_args(self, note)
         note(check_int, "num_scheduler_steps", self.num_scheduler_steps, 1)
         note(check_int, "max_loras", self.max_loras, 1)
-        note_problems(self, note)
+        check_parallel_sizes(self, note)
         note(check_int, "max_lora_rank", self.max_lora_rank, 1)
         if self.max_cpu_loras is not None:
             low = self.max_loras if isinstance(self.max_loras, int) else 1
             note(check_int, "max_cpu_loras", self.max_cpu_loras, low)
         ok = self.num_scheduler_steps == 1 or not self.batch_invariant
-        allowed = "1 with batch_invariant because several decode steps in one are another program"
+        allowed = "1 with batch_invariant, which does not support multi-step decoding"
         note(check, ok, "num_scheduler_steps", self.num_scheduler_steps, allowed)
         if self.max_compile_s is not None:
             note(check_number, "max_compile_s", self.max_compile_s, 0, math.inf)
@@ -374,113 +369,6 @@ def _dtype_name(value: Any, choices: tuple[str, ...]) -> Any:
 
 class AsyncEngineArgs(EngineArgs):
     """The same arguments as EngineArgs, under the name that vLLM scripts use for AsyncLLMEngine."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Settings of an engine, resolved against the model and the device.
-
-    The executor creates the configuration once, and it never changes. It does not need JAX, so requests can
-    be checked, scheduled and simulated in processes without JAX.
-
-    Args:
-        model_name: Value of EngineArgs.model.
-        architecture: Name under "architectures" in the model's config.json.
-        dtype: Data type of weights and activations: "float32" or "bfloat16".
-        backend: The attention backend.
-        backend_reason: Why this attention backend was selected, for display.
-        matmul_backend: The backend for multiplication with weights.
-        vocab_size: Number of rows of the embedding table.
-        max_model_len: Maximum number of tokens of a prompt and its output together.
-        block_size: Number of tokens per block.
-        num_blocks: Number of KV cache blocks, including the null block.
-        num_swap_blocks: Number of blocks in host memory for swapped-out requests.
-        cache_groups: Groups of layers; the layers of a group share one block table per sequence.
-        state_slots: Number of slots for recurrent states: on the device, including the unused slot 0, and in
-            host memory.
-        kv_cache_bytes: Size of the KV cache (bytes).
-        weight_bytes: Size of all weights (bytes).
-        max_num_seqs: Maximum number of sequences in a step.
-        max_num_batched_tokens: Maximum number of tokens in a step.
-        max_logprobs: Maximum number of most likely tokens that a request may ask for.
-        eos_token_ids: The model's end-of-sequence tokens.
-        sampling_defaults: Sampling parameters from generation_config.json, by the names of SamplingParams.
-        decoder_start_token_id: Start token of an encoder-decoder model's decoder; None for a decoder-only
-            model.
-        enable_prefix_caching: Value of EngineArgs.enable_prefix_caching.
-        enable_chunked_prefill: Value of EngineArgs.enable_chunked_prefill.
-        scheduling_policy: Value of EngineArgs.scheduling_policy.
-        preemption_mode: Value of EngineArgs.preemption_mode.
-        scheduler_delay_factor: Value of EngineArgs.scheduler_delay_factor.
-        batch_invariant: Value of EngineArgs.batch_invariant.
-        cascade_attention: Whether cascade attention may be used.
-        async_scheduling: Value of EngineArgs.async_scheduling.
-        num_scheduler_steps: Value of EngineArgs.num_scheduler_steps.
-        seed: Value of EngineArgs.seed.
-        kv_cache_dtype: Value of EngineArgs.kv_cache_dtype.
-        hooks: Number of arguments of each hook, by name.
-        capturing: Names of the hooks that capture values.
-        logits_processors: Number of arguments of each logits processor, by name.
-        stateful: Names of the logits processors that keep a state per sequence.
-        pooling: How the model pools texts; None if it only generates tokens.
-        speculation: Settings of speculative decoding; None if it is off.
-        max_loras: Value of EngineArgs.max_loras; 0 if adapters are disabled.
-        max_lora_rank: Value of EngineArgs.max_lora_rank.
-        max_cpu_loras: Number of adapters to keep in host memory.
-        lora_maps: Sizes of the linear layers that adapters may change, by their names in the checkpoint.
-        embed_size: Size of a prompt's embedding vectors; 0 if prompts can't be embedding vectors.
-        images: How prompts contain images; None if the model reads text only.
-        distributed_executor_backend: Value of EngineArgs.distributed_executor_backend.
-        pipeline_parallel_size: Value of EngineArgs.pipeline_parallel_size. num_blocks is the share of one
-            engine.
-    """
-
-    model_name: str
-    architecture: str
-    dtype: str
-    backend: str
-    matmul_backend: str
-    vocab_size: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    num_swap_blocks: int
-    cache_groups: tuple[CacheGroup, ...]
-    kv_cache_bytes: int
-    weight_bytes: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_logprobs: int
-    eos_token_ids: frozenset[int]
-    sampling_defaults: dict[str, Any]
-    decoder_start_token_id: int | None = None
-    state_slots: tuple[int, int] = (0, 0)
-    backend_reason: str = ""
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    preemption_mode: Literal["recompute", "swap"] | None = None
-    scheduler_delay_factor: float = 0.0
-    batch_invariant: bool = False
-    cascade_attention: bool = False
-    async_scheduling: bool = True
-    num_scheduler_steps: int = 1
-    seed: int = 0
-    kv_cache_dtype: KVCacheDTypeName = "auto"
-    hooks: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    capturing: frozenset[str] = frozenset()
-    logits_processors: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    stateful: frozenset[str] = frozenset()
-    pooling: "PoolingSpec | None" = None
-    speculation: Speculation | None = None
-    max_loras: int = 0
-    max_lora_rank: int = 0
-    max_cpu_loras: int = 0
-    lora_maps: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    embed_size: int = 0
-    images: ImageSettings | None = None
-    distributed_executor_backend: ExecutorBackend = "uni"
-    pipeline_parallel_size: int = 1
 
 
 def cache_dir(name: str) -> str:

@@ -58,7 +58,7 @@ class ImageSettings:
 
     @classmethod
     def of(cls, args: ImageArgs, spec: ImageSpec | PatchSpec) -> "ImageSettings":
-        """Creates the settings from arguments that `note_image_problems` has accepted.
+        """Creates the settings from arguments that `check_image_args` has accepted.
 
         Args:
             args: The arguments.
@@ -69,14 +69,14 @@ class ImageSettings:
         """
         given = args.mm_processor_kwargs or {}
         names = _PATCH_ARGS if isinstance(spec, PatchSpec) else _TILE_ARGS
-        allowed = f"a dict with {' and '.join(names)} alone for this model"
+        allowed = f"a dict with no other key than {' and '.join(names)} for this model"
         check(given.keys() <= set(names), "mm_processor_kwargs", given, allowed)
         limit, cache_bytes = max_images(args.limit_mm_per_prompt), int(args.encoder_cache_gb * 2**30)
         domains = tuple(domain.lower() for domain in args.allowed_media_domains)
         return cls(spec, limit, cache_bytes, domains, given)
 
 
-def note_image_problems(args: ImageArgs, note: Callable[..., Any]) -> None:
+def check_image_args(args: ImageArgs, note: Callable[..., Any]) -> None:
     """Checks the arguments for images.
 
     Args:

@@ -8,16 +8,17 @@ from jax_paged.errors import check, check_int, check_number
 # One day. Operating systems limit connection timeouts, in different ways.
 MAX_TIMEOUT_S = 86_400
 
-# Arguments that pipeline_parallel_size above 1 does not support: name, the only allowed value, and reason.
-_WITH_STAGES: tuple[tuple[str, Any, str], ...] = (
-    ("num_scheduler_steps", 1, "because a step goes from stage to stage"),
-    ("speculative_config", None, "because nothing drafts between stages"),
-    ("enable_lora", False, "because adapters are not divided among stages"),
-    ("enable_prompt_embeds", False, "because the first stage gets tokens"),
+# Arguments that pipeline_parallel_size above 1 does not support: name, the only allowed value, and
+# the unsupported feature.
+_PIPELINE_RESTRICTIONS: tuple[tuple[str, Any, str], ...] = (
+    ("num_scheduler_steps", 1, "multi-step decoding"),
+    ("speculative_config", None, "speculative decoding"),
+    ("enable_lora", False, "adapters"),
+    ("enable_prompt_embeds", False, "prompt embeddings"),
 )
 
 
-def note_problems(args: Any, note: Callable[..., Any]) -> None:
+def check_parallel_sizes(args: Any, note: Callable[..., Any]) -> None:
     """Checks the sizes of EngineArgs for parallel execution, and their combinations.
 
     Args:
@@ -31,10 +32,10 @@ def note_problems(args: Any, note: Callable[..., Any]) -> None:
     backend, size = args.distributed_executor_backend, args.data_parallel_size
     allowed = f"1 with distributed_executor_backend={backend!r}"
     note(check, size == 1 or backend == "uni", "data_parallel_size", size, allowed)
-    has_place = backend != "ray" or args.pipeline_parallel_size == 1
+    is_supported = backend != "ray" or args.pipeline_parallel_size == 1
     allowed = "'uni', 'mp' or 'external_launcher' with pipeline_parallel_size above 1"
-    note(check, has_place, "distributed_executor_backend", backend, allowed)
-    for name, only, why in _WITH_STAGES if args.pipeline_parallel_size != 1 else ():
+    note(check, is_supported, "distributed_executor_backend", backend, allowed)
+    for name, only, feature in _PIPELINE_RESTRICTIONS if args.pipeline_parallel_size != 1 else ():
         value = getattr(args, name)
-        allowed = f"{only!r} with pipeline_parallel_size above 1 {why}"
+        allowed = f"{only!r} with pipeline_parallel_size above 1, which does not support {feature}"
         note(check, value == only, name, value, allowed)

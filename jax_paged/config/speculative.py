@@ -51,7 +51,7 @@ class SpeculativeConfig:
         note = problems.note
         note(check_choice, "method", self.method, (None, *_NUM_TOKENS))
         is_name = isinstance(self.model, str) and bool(self.model)
-        if self.kind in ("draft_model", "eagle3"):
+        if self.resolved_method in ("draft_model", "eagle3"):
             note(check, is_name, "model", self.model, "the name or folder of a draft model")
         else:
             note(check, self.model is None, "model", self.model, "None with method='ngram'")
@@ -67,14 +67,14 @@ class SpeculativeConfig:
         problems.raise_if_any()
 
     @property
-    def kind(self) -> Literal["ngram", "draft_model", "eagle3"]:
+    def resolved_method(self) -> Literal["ngram", "draft_model", "eagle3"]:
         """The source of the draft tokens."""
         return self.method or ("ngram" if self.model is None else "draft_model")
 
     @property
     def num_tokens(self) -> int:
         """The maximum number of draft tokens per sequence and step."""
-        return self.num_speculative_tokens or _NUM_TOKENS[self.kind]
+        return self.num_speculative_tokens or _NUM_TOKENS[self.resolved_method]
 
     @classmethod
     def of(cls, given: Any) -> Self | None:

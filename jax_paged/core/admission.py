@@ -84,7 +84,7 @@ class Admission:
             bool(self.queues.running) and waited < self.scheduler_delay_factor * self._last_prompt_s
         )
 
-    def note_prompt(self, now: float) -> None:
+    def record_prompt(self, now: float) -> None:
         """Records that the step that starts now computes a prompt."""
         self._last_prompt_start = now
 
@@ -97,8 +97,8 @@ class Admission:
         group, swapped = self.queues.first_waiting(), self.queues.first_swapped()
         if group is None or group.metrics.first_scheduled_time is not None:
             return group
-        is_behind = swapped is not None and swapped.order < group.order
-        return None if self._holds_back_new or is_behind else group
+        is_after_swapped = swapped is not None and swapped.order < group.order
+        return None if self._holds_back_new or is_after_swapped else group
 
     def first(self) -> SequenceGroup | None:
         """Returns the next waiting or swapped request."""
@@ -110,7 +110,7 @@ class Admission:
         group = self.first()
         return group if group is self.queues.first_swapped() else None
 
-    def give_blocks(self, group: SequenceGroup, step: StepBuilder) -> AdmissionResult | None:
+    def allocate_or_swap_in(self, group: SequenceGroup, step: StepBuilder) -> AdmissionResult | None:
         """Allocates the blocks of a waiting request, or swaps in the blocks of a swapped request.
 
         Returns:
@@ -128,18 +128,20 @@ class Admission:
             return AdmissionResult.NO_ROOM if copies is None else None
         return None if self.allocate(group, group.unfinished[0], num_reserved) else AdmissionResult.NO_ROOM
 
-    def run(self, group: SequenceGroup) -> None:
+    def mark_running(self, group: SequenceGroup) -> None:
         """Moves a request that has its blocks to the running requests."""
-        self.queues.run(group)
+        self.queues.move_to_running(group)
         for seq in group.unfinished:
             seq.status = SequenceStatus.RUNNING
 
-    def take_back(self, seq: Sequence) -> None:
-        """Reverts `give_blocks` for a waiting request."""
+    def revert_allocation(self, seq: Sequence) -> None:
+        """Reverts `allocate_or_swap_in` for a waiting request."""
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
 
-    def make_way(self, group: SequenceGroup, missing: AdmissionResult, step: StepBuilder, now: float) -> bool:
+    def make_room(
+        self, group: SequenceGroup, missing: AdmissionResult, step: StepBuilder, now: float
+    ) -> bool:
         """Preempts requests with higher keys, or sets the request aside if it only lacks an adapter slot.
 
         Returns:
@@ -176,7 +178,7 @@ class Admission:
             num_needed = manager.num_swapped_blocks(group.unfinished)
         else:
             seq = group.unfinished[0]
-            num_needed, prefix = manager.needed_by(seq, group.cache_salt, **_needs(group))
+            num_needed, prefix = manager.preview_allocation(seq, group.cache_salt, **_needs(group))
             shared = prefix.blocks
             num_uncached = len(seq) - prefix.num_blocks * manager.block_size
             if not self.enable_chunked_prefill and num_uncached > step.budget:
@@ -184,7 +186,7 @@ class Admission:
         victims: list[SequenceGroup] = []
         num_slots, num_blocks = self.queues.num_reserved_slots, manager.num_free_blocks
         for victim in reversed(running.values()):
-            if victim.key <= group.key or self._preemption.must_wait(victim, step):
+            if victim.key <= group.key or self._preemption.cannot_preempt_yet(victim, step):
                 return False
             victims.append(victim)
             num_slots -= victim.num_reserved_slots

@@ -10,6 +10,7 @@ from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.model_runner_output import NO_TOKEN
 from jax_paged.core.request import Sequence, SequenceGroup
 from jax_paged.core.scheduler_output import (
+    NO_CHECKPOINT,
     BlockTables,
     NewSequence,
     Sample,
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 # and the sequences that sample from the logits of the last of these tokens. The latter are none before the
 # end of the prompt, all samples of the request at the end of the prompt, and the sequence itself later.
 # It is a plain tuple because tuples are cheap to create, and a step contains hundreds.
-Row = tuple[SequenceGroup, Sequence, int, tuple[Sequence, ...]]
+PlannedSequence = tuple[SequenceGroup, Sequence, int, tuple[Sequence, ...]]
 
 
-class PlannedRows(NamedTuple):
+class PlannedStep(NamedTuple):
     """Instructions of a StepPlanner for the sequences of the step that it has planned.
 
     Args:
@@ -48,7 +49,7 @@ class PlannedRows(NamedTuple):
         return not self.is_multi_step
 
 
-class ScheduledRows(NamedTuple):
+class StepSequences(NamedTuple):
     """The scheduled sequences of a step in the format of SchedulerOutput."""
 
     new_sequences: list[NewSequence]
@@ -64,13 +65,13 @@ class BatchSlot:
         group: The request of the sequence.
         seq: The sequence.
         tables: The block tables of the sequence, which the block manager extends in place.
-        num_told: Per cache group, the number of leading blocks that the executor has received.
+        num_sent_blocks: Per cache group, the number of leading blocks that the executor has received.
     """
 
     group: SequenceGroup
     seq: Sequence
     tables: BlockTables
-    num_told: list[int]
+    num_sent_blocks: list[int]
 
 
 class BatchSlots:
@@ -110,7 +111,7 @@ class BatchSlots:
 
     def release(self) -> tuple[int, ...]:
         """Releases the batch slots of sequences that have lost their blocks. Returns their ids."""
-        lost = self._manager.lost
+        lost = self._manager.sequences_without_blocks
         left = [slot for seq in lost if (slot := self._slots.pop(seq, None)) is not None]
         lost.clear()
         for slot in left:
@@ -121,7 +122,7 @@ class BatchSlots:
         """Returns the copies between state slots since the last call."""
         return self._manager.states.take_moves()
 
-    def note_end(self, seq: Sequence) -> None:
+    def record_end(self, seq: Sequence) -> None:
         """Records that a sequence has ended."""
         if seq.seq_id:
             self._ended.append(seq.seq_id)
@@ -132,7 +133,7 @@ class BatchSlots:
         self._ended.clear()
         return ended
 
-    def rows(self, rows: Iterable[Row], planned: PlannedRows | None) -> ScheduledRows:
+    def to_scheduled(self, rows: Iterable[PlannedSequence], planned: PlannedStep | None) -> StepSequences:
         """Converts the scheduled sequences of a step to the format of SchedulerOutput.
 
         Assigns batch slots to sequences that have none, and adds the tokens of the step to the in-flight and
@@ -142,7 +143,7 @@ class BatchSlots:
             rows: The scheduled sequences, in the order in which they are computed.
             planned: Instructions of the StepPlanner that has planned the step; None if none has.
         """
-        slots, changed, states = self._slots, self._manager.changed, self._manager.states
+        slots, changed, states = self._slots, self._manager.table_changes, self._manager.states
         new: list[NewSequence] = []
         scheduled: list[ScheduledSequence] = []
         samples: list[Sample] = []
@@ -153,19 +154,19 @@ class BatchSlots:
             new_blocks, replaced = self._nothing_new, self._nothing_replaced
             if seq in changed:
                 replaced = changed.pop(seq)
-                new_blocks = [t[n:] for t, n in zip(slot.tables, slot.num_told, strict=True)]
-                slot.num_told = list(map(len, slot.tables))
+                new_blocks = [t[n:] for t, n in zip(slot.tables, slot.num_sent_blocks, strict=True)]
+                slot.num_sent_blocks = list(map(len, slot.tables))
             start = seq.num_computed_tokens + seq.num_in_flight
-            if seq.num_pending:
+            if seq.num_pending_tokens:
                 token_ids = self._pending_token
             elif num_tokens == 1 and sampling:
                 token_ids = (seq.output_token_ids or seq.prompt_token_ids)[-1:]
             else:
                 token_ids = seq.tokens(start, start + num_tokens)
-            num_logits = num_drawn = 1
+            num_logits = num_pending = 1
             if planned is not None:
-                token_ids, num_logits, num_drawn = _planned_row(planned, seq, token_ids, num_tokens)
-            checkpoint = (0, 0)
+                token_ids, num_logits, num_pending = _planned_tokens(planned, seq, token_ids, num_tokens)
+            checkpoint = NO_CHECKPOINT
             if planned is None or planned.keeps_checkpoints:
                 checkpoint = states.begin_checkpoint(seq, start, start + num_tokens)
             scheduled.append(
@@ -179,14 +180,14 @@ class BatchSlots:
                     sample.num_in_flight += num_tokens
                     if sample not in slots:
                         self._take(group, sample, new)
-                sample.num_pending += num_drawn
+                sample.num_pending_tokens += num_pending
                 samples.append(Sample(i, sample.seq_id, num_logits))
-        return ScheduledRows(new, scheduled, samples)
+        return StepSequences(new, scheduled, samples)
 
     def _take(self, group: SequenceGroup, seq: Sequence, new: list[NewSequence]) -> BatchSlot:
         """Assigns a batch slot to a sequence, and appends its NewSequence to `new`."""
         tables = self._manager.block_tables[seq]
-        self._manager.changed.pop(seq, None)
+        self._manager.table_changes.pop(seq, None)
         former_id, seq.seq_id = seq.seq_id, next(self._ids)
         slot = BatchSlot(group, seq, tables, list(map(len, tables)))
         self._slots[seq] = self.by_id[seq.seq_id] = slot
@@ -205,8 +206,8 @@ class BatchSlots:
         return slot
 
 
-def _planned_row(
-    planned: PlannedRows, seq: Sequence, token_ids: list[int], num_tokens: int
+def _planned_tokens(
+    planned: PlannedStep, seq: Sequence, token_ids: list[int], num_tokens: int
 ) -> tuple[list[int], int, int]:
     """Returns a sequence's tokens to compute, its number of logits rows and its number of pending tokens."""
     if planned.is_multi_step:

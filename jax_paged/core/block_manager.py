@@ -62,9 +62,9 @@ class BlockManager:
         self.prefixes = PrefixCache(self.pool, groups, block_size, self.states)
         # Changes since the last step was built. BatchSlots sends them to the executor and clears them.
         # Sequences that have lost their blocks on the device:
-        self.lost: list[Sequence] = []
+        self.sequences_without_blocks: list[Sequence] = []
         # Sequences whose block tables have changed, with (cache group, index, block id) of replaced entries:
-        self.changed: dict[Sequence, list[tuple[int, int, int]]] = {}
+        self.table_changes: dict[Sequence, list[tuple[int, int, int]]] = {}
         self._windows = [(i, g.window) for i, g in enumerate(groups) if g.window is not None]
 
     @property
@@ -121,13 +121,13 @@ class BlockManager:
         for block in prefix.blocks:  # before any new block is taken, which could evict them
             self.pool.share(block)
         self.block_tables[seq] = [list(table) for table in prefix.tables]
-        self.prefixes.forget_walk()
+        self.prefixes.discard_lookup()
         for table, n in zip(self.block_tables[seq], num_new, strict=True):
-            table.extend(self.pool.take() for _ in range(n))
+            table.extend(self.pool.allocate() for _ in range(n))
         seq.num_computed_tokens = prefix.num_blocks * self.block_size
         return True
 
-    def needed_by(
+    def preview_allocation(
         self, seq: Sequence, salt: str, *, use_cache: bool, num_encoder_tokens: int
     ) -> tuple[int, CachedPrefix]:
         """Returns how many free blocks `allocate` needs, and the cached prefix that it would share."""
@@ -196,15 +196,15 @@ class BlockManager:
         for seq, g, table, i in writes:
             block = table[i]
             if pool.ref_counts[block] > 1:
-                table[i] = pool.take()
+                table[i] = pool.allocate()
                 pool.release(block)
                 copies.append((block, table[i]))
-                self._note_replaced(seq, g, i)
+                self._record_replaced(seq, g, i)
             else:
-                pool.forget(block)
+                pool.remove_from_cache(block)
         for seq, table, n in missing:
-            table.extend(pool.take() for _ in range(n))
-            self.changed.setdefault(seq, [])
+            table.extend(pool.allocate() for _ in range(n))
+            self.table_changes.setdefault(seq, [])
         return copies
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> bool:
@@ -221,7 +221,7 @@ class BlockManager:
         """
         num_blocks = self.num_blocks_of(num_tokens - parent.num_dropped_tokens)
         tables = self.block_tables[parent]
-        if self.lacks(tables, num_tokens) or not self.states.can_fork(parent, num_tokens):
+        if self.lacks_window_blocks(tables, num_tokens) or not self.states.can_fork(parent, num_tokens):
             return False
         self.states.fork(parent, child)
         self.block_tables[child] = [
@@ -233,7 +233,7 @@ class BlockManager:
                 self.pool.share(block)
         return True
 
-    def lacks(self, tables: BlockTables, num_tokens: int) -> bool:
+    def lacks_window_blocks(self, tables: BlockTables, num_tokens: int) -> bool:
         """Returns whether the token at position `num_tokens` attends to blocks that fell out of a window."""
         first, num_blocks = self.prefixes.first_in_window, self.num_blocks_of(num_tokens)
         return any(
@@ -243,10 +243,10 @@ class BlockManager:
     def cache_full_blocks(self, seq: Sequence, salt: str, start: int, stop: int) -> None:
         """Adds to the prefix cache the blocks that became full when tokens [start, stop) were computed."""
         if self.enable_prefix_caching and not seq.num_dropped_tokens:  # dropped tokens would be missing
-            self.prefixes.remember(seq, salt, self.block_tables[seq], start, stop)
-            self.prefixes.remember_states(seq, salt, stop)
+            self.prefixes.add_full_blocks(seq, salt, self.block_tables[seq], start, stop)
+            self.prefixes.add_checkpoints(seq, salt, stop)
 
-    def keep(self, seq: Sequence, places: list[int]) -> None:
+    def keep_only(self, seq: Sequence, indices: list[int]) -> None:
         """Releases all blocks of a sequence except those at the given indices of its block tables.
 
         The sequence then takes another batch slot, because SchedulerOutput cannot remove block table entries.
@@ -254,28 +254,28 @@ class BlockManager:
 
         Args:
             seq: The sequence.
-            places: Ascending indices of the blocks to keep.
+            indices: Ascending indices of the blocks to keep.
         """
         is_here = seq in self.block_tables
         pool, held = (self.pool, self.block_tables) if is_here else (self.swap_pool, self.swapped_tables)
-        dropped = set(range(len(held[seq][0]))).difference(places)
+        dropped = set(range(len(held[seq][0]))).difference(indices)
         for table, group in zip(held[seq], self.groups, strict=True):
             if not group.is_cross:
                 pool.release_tables([[table[i] for i in sorted(dropped)]])
-                table[:] = [table[i] for i in places]
+                table[:] = [table[i] for i in indices]
         if is_here:
-            self.lost.append(seq)
+            self.sequences_without_blocks.append(seq)
 
     def free(self, seq: Sequence) -> None:
         """Releases the blocks of a sequence on the device or in host memory.
 
         The list objects of its block tables are not modified.
         """
-        self.changed.pop(seq, None)
+        self.table_changes.pop(seq, None)
         self.states.free(seq)
         if seq in self.block_tables:
             self.pool.release_tables(self.block_tables.pop(seq))
-            self.lost.append(seq)
+            self.sequences_without_blocks.append(seq)
         else:
             self.swap_pool.release_tables(self.swapped_tables.pop(seq))
 
@@ -295,8 +295,8 @@ class BlockManager:
             return None
         self.states.swap_out(seqs)
         for seq in seqs:
-            self.changed.pop(seq, None)
-        self.lost.extend(seqs)
+            self.table_changes.pop(seq, None)
+        self.sequences_without_blocks.extend(seqs)
         return move_tables(seqs, (self.pool, self.block_tables), (self.swap_pool, self.swapped_tables))
 
     def swap_in(self, seqs: list[Sequence], *, num_reserved: int) -> Copies | None:
@@ -326,12 +326,12 @@ class BlockManager:
             ValueError: If the name is in use, or prefix caching is disabled.
         """
         if name in self.pinned:
-            raise ArgumentError("name", name, "a name that no pinned prefix has")
+            raise ArgumentError("name", name, "unique among pinned prefixes")
         if not self.enable_prefix_caching:
             raise ArgumentError("enable_prefix_caching", False, "True for pinned prefixes")
         # One more token, because the lookup leaves out the last token.
         prefix = self.prefixes.longest(Sequence([*token_ids, 0]), salt)
-        self.prefixes.forget_walk()
+        self.prefixes.discard_lookup()
         for block in prefix.blocks:
             self.pool.share(block)
         self.states.pool.share(prefix.slot)
@@ -353,10 +353,10 @@ class BlockManager:
 
     def forget_prefixes(self) -> None:
         """Empties the prefix cache. Sequences keep their blocks."""
-        assert not self.pinned, "a pinned prefix would be lost"
+        assert not self.pinned, "the prefix cache cannot be emptied while prefixes are pinned"
         for cache in (self.pool, self.states.pool):
             for block in range(cache.num_blocks):
-                cache.forget(block)
+                cache.remove_from_cache(block)
 
     def check_integrity(self) -> None:
         """Asserts all invariants of the class. Takes time proportional to the size of the pools."""
@@ -365,12 +365,12 @@ class BlockManager:
         for pool, held in ((self.pool, on_device), (self.swap_pool, list(self.swapped_tables.values()))):
             counts = [0] * pool.num_blocks
             for tables in held:
-                assert len(tables) == len(self.groups), f"{len(tables)} tables of {len(self.groups)} groups"
+                assert len(tables) == len(self.groups), f"{len(tables)} tables for {len(self.groups)} groups"
                 blocks = [block for table in tables for block in table if block != NULL_BLOCK]
-                assert len(set(blocks)) == len(blocks), f"block tables repeat a block: {tables}"
-                assert all(0 < block < pool.num_blocks for block in blocks), f"no such block: {tables}"
+                assert len(set(blocks)) == len(blocks), f"block tables contain a block twice: {tables}"
+                assert all(0 < block < pool.num_blocks for block in blocks), f"invalid block ids: {tables}"
                 for group, table in zip(self.groups, tables, strict=True):
-                    assert group.window or NULL_BLOCK not in table, f"a block is missing in {table}"
+                    assert group.window or NULL_BLOCK not in table, f"null block without a window: {table}"
                 for block in blocks:
                     counts[block] += 1
             pool.check_integrity(counts, self.block_size)
@@ -394,9 +394,9 @@ class BlockManager:
         counts = list(map(self.pool.ref_counts.__getitem__, shared))
         return sum(num_new) + len(self._windows) + counts.count(0)
 
-    def _note_replaced(self, seq: Sequence, g: int, i: int) -> None:
+    def _record_replaced(self, seq: Sequence, g: int, i: int) -> None:
         """Records a changed block table entry for the executor."""
-        self.changed.setdefault(seq, []).append((g, i, self.block_tables[seq][g][i]))
+        self.table_changes.setdefault(seq, []).append((g, i, self.block_tables[seq][g][i]))
 
     def _free_out_of_window(self, rows: list[tuple[Sequence, int]]) -> None:
         """Releases blocks that fell out of a window, and puts the null block in their place."""
@@ -410,5 +410,5 @@ class BlockManager:
                 while j >= 0 and table[j] != NULL_BLOCK:
                     self.pool.release(table[j])
                     table[j] = NULL_BLOCK
-                    self._note_replaced(seq, i, j)
+                    self._record_replaced(seq, i, j)
                     j -= 1

@@ -26,13 +26,11 @@ def check_format(name: str, found: Any) -> None:
         ValueError: If this version cannot read the format.
     """
     if found != FORMAT:
-        remedy = (
-            f". Make it again with this version, which writes format {FORMAT}, or read it with the old one"
-        )
+        remedy = ". Create it again with this version, or read it with the version that created it"
         raise ArgumentError(name, found, repr(FORMAT), aspect="the format of", remedy=remedy)
 
 
-def values_of_request(request: Request) -> dict[str, Any]:
+def request_to_json(request: Request) -> dict[str, Any]:
     """Converts a request to JSON-compatible values.
 
     Raises:
@@ -40,24 +38,27 @@ def values_of_request(request: Request) -> dict[str, Any]:
     """
     params, features = dataclasses.asdict(request.sampling_params), request.features
     if params["logits_processors"]:
-        allowed = "None because functions can't be written down"
+        allowed = "None because functions cannot be saved"
         raise ArgumentError("logits_processors", params["logits_processors"], allowed)
     if features is not None and features.prompt_embeds is not None:
-        raise ArgumentError("prompt", "prompt_embeds", "tokens because embeddings are not written down")
-    if features is not None and features.stand_ins:
-        raise ArgumentError("prompt", "images", "text alone because images are not written down")
+        raise ArgumentError("prompt", "prompt_embeds", "text or tokens because embeddings cannot be saved")
+    if features is not None and features.placeholder_data:
+        raise ArgumentError("prompt", "images", "text or tokens because images cannot be saved")
+    saved = features and dataclasses.asdict(features)
+    if saved is not None:
+        saved["stand_ins"] = saved.pop("placeholder_data")  # the name of the field in this format
     bias = params["logit_bias"]
     params["logit_bias"] = None if bias is None else list(bias.items())  # keys of JSON objects are strings
     params["output_kind"] = params["output_kind"].name
     return {
         **{field.name: getattr(request, field.name) for field in dataclasses.fields(request)},
         "sampling_params": params,
-        "features": features and dataclasses.asdict(features),
+        "features": saved,
     }
 
 
-def request_of_values(values: dict[str, Any]) -> Request:
-    """Converts the values of `values_of_request` back to a request. They may have been stored as JSON."""
+def request_from_json(values: dict[str, Any]) -> Request:
+    """Converts the values of `request_to_json` back to a request. They may have been stored as JSON."""
     given, features = values["sampling_params"], values["features"]
     bias, grammar = given["logit_bias"], given["structured_outputs"]
     changes = {
@@ -67,7 +68,8 @@ def request_of_values(values: dict[str, Any]) -> Request:
     }
     if features is not None:
         beams = features["beam_params"]
-        changed = {"beam_params": beams and BeamSearchParams(**beams), "stand_ins": ()}
-        features = RequestFeatures(**(features | changed))
+        fields = features | {"beam_params": beams and BeamSearchParams(**beams)}
+        fields.pop("stand_ins", None)  # always empty
+        features = RequestFeatures(**fields)
     params = SamplingParams(**(given | changes))
     return Request(**(values | {"sampling_params": params, "features": features}))

@@ -25,7 +25,7 @@ from jax_paged.core.features.speculation.draft_planner import DraftPlanner
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.request import SequenceGroup
 from jax_paged.core.request_queues import RequestQueues
-from jax_paged.core.result_updater import DrawnTokens
+from jax_paged.core.result_updater import StepTokens
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.step_builder import StepPlanner
 from jax_paged.core.stop_conditions import StopConditions
@@ -66,9 +66,11 @@ def build_draft_planner(
 
 def read_planned(
     output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int, BatchSlot]
-) -> DrawnTokens:
+) -> StepTokens:
     """Returns the sampled tokens of a multi-step or of a step that verifies draft tokens."""
-    return multi_step.drawn(output, result, slots) if output.burst else acceptance.drawn(output, result)
+    if output.num_multi_step_tokens:
+        return multi_step.sampled_tokens(output, result, slots)
+    return acceptance.sampled_tokens(output, result)
 
 
 def set_request_flags(group: SequenceGroup, planners: Iterable[StepPlanner]) -> None:

@@ -11,9 +11,9 @@ steps in flight before it schedules the next step. No sampled token is lost.
    full, or if the step swaps in another request, because such a step reads host blocks that must not be
    overwritten.
 3. Executor: SchedulerOutput.released_seq_ids tells it which batch slots to release.
-4. Resumption: `Admission.give_blocks` allocates or swaps in the blocks. The executor receives a NewSequence
-   with a new id and rebuilds token counts and token rules from the output tokens. The states of logits
-   processors were kept in host memory under the former id (KeptStates).
+4. Resumption: `Admission.allocate_or_swap_in` allocates or swaps in the blocks. The executor receives a
+   NewSequence with a new id and rebuilds token counts and token rules from the output tokens. The states of
+   logits processors were kept in host memory under the former id (SavedStates).
 5. Reproducibility: the output is the same as without the preemption. The random number of a draw depends only
    on the sequence's seed and the token's position, and recomputed tokens are not sampled again. Recomputed
    logits are equal up to rounding, or bit for bit with batch_invariant.
@@ -58,7 +58,7 @@ class Preemption:
         self.mode = mode
         self._updater = updater
 
-    def must_wait(self, group: SequenceGroup, step: StepBuilder) -> bool:
+    def cannot_preempt_yet(self, group: SequenceGroup, step: StepBuilder) -> bool:
         """Returns whether a request cannot be preempted in this step, although it may be possible later.
 
         A request with dropped blocks (LLMEngine.drop_kv) cannot be recomputed. It must be swapped out, which
@@ -67,25 +67,25 @@ class Preemption:
         return bool(step.swap_in) and _has_dropped(group)
 
     def preempt(self, group: SequenceGroup, step: StepBuilder, now: float) -> None:
-        """Frees or swaps out all blocks of a running request, for which `must_wait` is False.
+        """Frees or swaps out all blocks of a running request, for which `cannot_preempt_yet` is False.
 
         The request ends if it has dropped blocks and host memory is full.
         """
         manager, seqs = self.block_manager, group.unfinished
         group.metrics.num_preemptions += 1
         step.preempted.append(group.request_id)
-        step.to_encode = [(other, tables) for other, tables in step.to_encode if other is not group]
+        step.encoder_groups = [(other, tables) for other, tables in step.encoder_groups if other is not group]
         mode = self.mode or ("swap" if len(seqs) > 1 else "recompute")
         swaps = mode == "swap" or _has_dropped(group)
         copies = manager.swap_out(seqs) if swaps and not step.swap_in else None
         if copies is None and _has_dropped(group):
-            self.end_for_good(group, step, now, HOST_TOO_SMALL)
+            self.end_unschedulable(group, step, now, HOST_TOO_SMALL)
             return
         if copies is None:  # also if host memory is full
             self.requeue(group)
             return
         step.swap_out += copies
-        self.queues.swap(group)
+        self.queues.move_to_swapped(group)
         for seq in seqs:
             seq.status = SequenceStatus.SWAPPED
 
@@ -98,10 +98,10 @@ class Preemption:
         for seq in group.unfinished:
             if seq in self.block_manager.block_tables or seq in self.block_manager.swapped_tables:
                 self.block_manager.free(seq)
-            assert not seq.num_in_flight, "a step in flight computes it"
-            assert not seq.num_dropped_tokens, "what was dropped would come back"
+            assert not seq.num_in_flight, "a step in flight computes the sequence"
+            assert not seq.num_dropped_tokens, "a sequence with dropped blocks cannot be recomputed"
             seq.status, seq.num_computed_tokens = SequenceStatus.WAITING, 0
-        self.queues.wait(group)
+        self.queues.move_to_waiting(group)
 
     def forget_prefixes(self, kept_salt: str | None) -> None:
         """Empties the prefix cache after a weight update. No prefix may be pinned.
@@ -121,11 +121,11 @@ class Preemption:
             for seq in group.unfinished:
                 seq.block_hashes.clear()
 
-    def end_for_good(
+    def end_unschedulable(
         self, group: SequenceGroup, step: StepBuilder, now: float, reason: str = POOL_TOO_SMALL
     ) -> None:
         """Ends a request that could not run, or continue, even in an empty pool."""
-        self._updater.end_group(group, StopConditions.without_room(group), now, reason)
+        self._updater.end_group(group, StopConditions.unschedulable_status(group), now, reason)
         step.ended.append(group.request_id)
 
     def preempt_until(
@@ -135,7 +135,7 @@ class Preemption:
         step: StepBuilder,
         now: float,
         *,
-        gives_way: bool = True,
+        allow_self: bool = True,
     ) -> T | None:
         """Calls `attempt` for a running request, preempting other requests until it succeeds.
 
@@ -147,7 +147,7 @@ class Preemption:
             attempt: Tries to allocate them. Returns None if this fails.
             step: The step that is being scheduled.
             now: Time in the engine's clock (seconds).
-            gives_way: Whether the request itself is preempted if it is the last one in the order.
+            allow_self: Whether the request itself is preempted if it is the last one in the order.
 
         Returns:
             The result of `attempt`. None if the request has to wait for the next step, was preempted itself,
@@ -158,13 +158,13 @@ class Preemption:
                 step.awaits_results = True
                 return None
             last = self.queues.last_running()
-            assert last is not None, "the request itself runs"
+            assert last is not None, "no request is running"
             if len(self.queues.running) == 1:
-                self.end_for_good(group, step, now)
+                self.end_unschedulable(group, step, now)
                 return None
-            if self.must_wait(last, step):
+            if self.cannot_preempt_yet(last, step):
                 return None
-            if last is not group or gives_way:
+            if last is not group or allow_self:
                 self.preempt(last, step, now)
             if last is group:
                 return None

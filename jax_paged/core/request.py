@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 
-class StandIn(NamedTuple):
+class PlaceholderData(NamedTuple):
     """Data for a range of placeholder tokens in a prompt, such as one tile of an image.
 
     Args:
@@ -48,14 +48,14 @@ class RequestFeatures:
         encoder_token_ids: Input tokens of the encoder of an encoder-decoder model; empty for other models.
         adapter: Content hash of the LoRA adapter; "" without an adapter.
         prompt_embeds: Embeddings that replace the first tokens of the prompt; None without embeddings.
-        stand_ins: Data for other placeholder tokens of the prompt, in order of position.
+        placeholder_data: Data for other placeholder tokens of the prompt, in order of position.
     """
 
     beam_params: BeamSearchParams | None = None
     encoder_token_ids: list[int] = dataclasses.field(default_factory=list)
     adapter: str = ""
     prompt_embeds: PromptEmbeds | None = None
-    stand_ins: tuple[StandIn, ...] = ()
+    placeholder_data: tuple[PlaceholderData, ...] = ()
 
     @property
     def logprob_temperature(self) -> float:
@@ -113,9 +113,9 @@ class Request:
         return self.features and self.features.prompt_embeds
 
     @property
-    def stand_ins(self) -> tuple[StandIn, ...]:
+    def placeholder_data(self) -> tuple[PlaceholderData, ...]:
         """Data for other placeholder tokens of the prompt, in order of position."""
-        return () if self.features is None else self.features.stand_ins
+        return () if self.features is None else self.features.placeholder_data
 
     @property
     def max_num_seqs(self) -> int:
@@ -167,7 +167,8 @@ class Sequence:
         status: Whether the sequence waits, runs, is swapped out or has ended.
         num_computed_tokens: Number of leading tokens whose keys and values are in the KV cache.
         num_in_flight: Number of tokens after the computed ones that steps in flight compute.
-        num_pending: Number of output tokens that steps in flight sample and whose values are not known yet.
+        num_pending_tokens: Number of output tokens that steps in flight sample and whose values are not
+            known yet.
         stop_reason: The stop token id or stop string that ended the sequence, or the reason why it could not
             continue. None if it has not ended, or if an end token of the model or a length limit ended it.
         block_hashes: Prefix cache hashes of the first full blocks. The block manager adds a hash when it
@@ -177,9 +178,9 @@ class Sequence:
             takes, for example after a preemption. 0 before the first batch slot.
         num_dropped_tokens: Number of tokens whose blocks the user has dropped. The slot of a later token in
             the block table is its position minus this number.
-        block_places: Only if blocks were dropped: for each block that was kept, its index before any blocks
-            were dropped, in ascending order. Blocks added later follow the last one without a gap.
-        stand_ins: Data for placeholder tokens, from the request.
+        kept_block_indices: Only if blocks were dropped: for each block that was kept, its index before any
+            blocks were dropped, in ascending order. Blocks added later follow the last one without a gap.
+        placeholder_data: Data for placeholder tokens, from the request.
     """
 
     prompt_token_ids: list[int]
@@ -189,14 +190,14 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_in_flight: int = 0
-    num_pending: int = 0
+    num_pending_tokens: int = 0
     stop_reason: int | str | None = None
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
     cumulative_logprobs: list[float] = dataclasses.field(default_factory=list)
     seq_id: int = 0
     num_dropped_tokens: int = 0
-    block_places: tuple[int, ...] = ()
-    stand_ins: tuple[StandIn, ...] = ()
+    kept_block_indices: tuple[int, ...] = ()
+    placeholder_data: tuple[PlaceholderData, ...] = ()
 
     @property
     def cumulative_logprob(self) -> float:
@@ -214,18 +215,18 @@ class Sequence:
 
         Tokens that steps in flight compute are not counted.
         """
-        num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
+        num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
         return num_tokens - self.num_computed_tokens - self.num_in_flight
 
     @property
     def num_output_tokens(self) -> int:
         """The number of output tokens, including pending tokens."""
-        return len(self.output_token_ids) + self.num_pending
+        return len(self.output_token_ids) + self.num_pending_tokens
 
     @property
     def has_output(self) -> bool:
         """Whether an output token has been sampled or is pending."""
-        return bool(self.output_token_ids) or self.num_pending > 0
+        return bool(self.output_token_ids) or self.num_pending_tokens > 0
 
     def append(self, token_id: int, logprob: float) -> None:
         """Appends a token and its log-probability to the output."""
@@ -238,9 +239,9 @@ class Sequence:
         del self.output_token_ids[num_output_tokens:]
         del self.cumulative_logprobs[num_output_tokens:]
 
-    def block_place(self, i: int) -> int:
+    def original_block_index(self, i: int) -> int:
         """Returns the index that block `i` of the block table would have if no blocks had been dropped."""
-        kept = self.block_places
+        kept = self.kept_block_indices
         return kept[i] if i < len(kept) else i + (kept[-1] + 1 - len(kept) if kept else 0)
 
     def fork(self, index: int, seed: int) -> "Sequence":
@@ -337,11 +338,11 @@ class SequenceGroup:
         self.sampling_params = self.request.sampling_params
 
     @classmethod
-    def of(cls, request: Request, arrival_time: float) -> Self:
+    def from_request(cls, request: Request, arrival_time: float) -> Self:
         """Returns a new request with one sequence."""
         seq = Sequence(request.prompt_token_ids, seed=request.sampling_params.seed or 0)
         if request.features is not None:
-            seq.stand_ins = request.features.stand_ins
+            seq.placeholder_data = request.features.placeholder_data
         return cls(request, [seq], RequestMetrics(arrival_time))
 
     @property

@@ -48,18 +48,18 @@ class RequestQueues:
 
     def add(self, group: SequenceGroup) -> None:
         """Adds a new request to the waiting requests."""
-        assert self.find(group.request_id) is None, group.request_id
+        assert self.find(group.request_id) is None, f"request id {group.request_id} is in use"
         group.arrival, self.num_arrivals = self.num_arrivals, self.num_arrivals + 1
-        self.wait(group)
+        self.move_to_waiting(group)
 
-    def wait(self, group: SequenceGroup) -> None:
+    def move_to_waiting(self, group: SequenceGroup) -> None:
         """Moves a request to the waiting requests."""
         self.remove(group)
         if group not in self._in_heap:
             self._push(group)
         self.waiting[group.request_id] = group
 
-    def run(self, group: SequenceGroup) -> None:
+    def move_to_running(self, group: SequenceGroup) -> None:
         """Moves a request to the running requests."""
         self.remove(group)
         last = self.last_running()
@@ -71,7 +71,7 @@ class RequestQueues:
         if last is not None and group.order < last.order:
             self.running = _in_order(self.running)
 
-    def swap(self, group: SequenceGroup) -> None:
+    def move_to_swapped(self, group: SequenceGroup) -> None:
         """Moves a request to the swapped requests."""
         self.remove(group)
         self.swapped[group.request_id] = group
@@ -113,18 +113,18 @@ class RequestQueues:
         return heap[0][1] if heap else None
 
     @property
-    def set_aside(self) -> Iterable[SequenceGroup]:
+    def requests_set_aside(self) -> Iterable[SequenceGroup]:
         """The waiting requests that are set aside."""
         return self._aside.keys()
 
-    def put_aside(self, group: SequenceGroup) -> None:
-        """Sets the first waiting request aside until `bring_back` is called."""
-        assert self.first_waiting() is group, "the others are not looked up"
+    def set_aside(self, group: SequenceGroup) -> None:
+        """Sets the first waiting request aside until `restore_set_aside` is called."""
+        assert self.first_waiting() is group, "only the first waiting request can be set aside"
         self._in_heap.remove(heapq.heappop(self._heap)[1])
         self._aside[group] = None
         self.num_changes_aside += 1
 
-    def bring_back(self) -> None:
+    def restore_set_aside(self) -> None:
         """Makes the requests that were set aside available again, in their order."""
         for group in self._aside:
             self._push(group)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _NO_TOKEN_LEFT: Ending = (SequenceStatus.FINISHED_ABORTED, NO_TOKEN_ALLOWED)
 
 
-class DrawnTokens(NamedTuple):
+class StepTokens(NamedTuple):
     """The tokens sampled in a step, in one format for ordinary steps, multi-steps and draft verification.
 
     All lists have one entry per entry of SchedulerOutput.samples.
@@ -28,19 +28,19 @@ class DrawnTokens(NamedTuple):
             with NO_TOKEN.
         logprobs: Log-probabilities of these tokens.
         num_computed: Number of tokens of the sequence that the step has computed, without draft tokens.
-        num_drawn: Number of pending tokens that were added to the sequence when the step was scheduled.
+        num_pending: Number of pending tokens that were added to the sequence when the step was scheduled.
         failures: Stop reasons of requests that fail during a multi-step.
     """
 
     token_ids: list[list[int]]
     logprobs: list[list[TokenLogprobs]]
     num_computed: list[int]
-    num_drawn: list[int]
+    num_pending: list[int]
     failures: Mapping[SequenceGroup, str]
 
 
 # Returns the sampled tokens of a step that a StepPlanner has planned.
-ReadDrawn = Callable[[SchedulerOutput, ModelRunnerOutput, Mapping[int, BatchSlot]], DrawnTokens]
+ReadStepTokens = Callable[[SchedulerOutput, ModelRunnerOutput, Mapping[int, BatchSlot]], StepTokens]
 
 
 class NewTokens(NamedTuple):
@@ -103,7 +103,7 @@ class ResultUpdater:
         batch_slots: BatchSlots,
         stop_conditions: StopConditions,
         *,
-        read_planned: ReadDrawn,
+        read_planned: ReadStepTokens,
         beam_search: "BeamSearch",
     ) -> None:
         self.block_manager = block_manager
@@ -125,17 +125,17 @@ class ResultUpdater:
         6. Abort the requests that fail during a multi-step.
         7. Advance beam searches.
         """
-        assert result.step_id == output.step_id, (result.step_id, output.step_id)
-        assert len(result.token_ids) == len(output.samples), "a list of tokens per sample"
+        assert result.step_id == output.step_id, f"result of step {result.step_id}, expected {output.step_id}"
+        assert len(result.token_ids) == len(output.samples), "result and step have different samples"
         changes = _Changes()
         self.block_manager.end_step(output.step_id)
-        self._abort_failed_rows(output, result, changes, now)
+        self._abort_failed(output, result, changes, now)
         prompt_logprobs = self._prompt_logprobs(output, result)
         captured = self._captured(output, result)
-        self._count_rows_without_samples(output)
-        drawn = self._drawn(output, result)
-        self._accept_all(output, drawn, changes, now)
-        for group, reason in drawn.failures.items():
+        self._count_unsampled(output)
+        tokens = self._sampled_tokens(output, result)
+        self._accept_all(output, tokens, changes, now)
+        for group, reason in tokens.failures.items():
             self.end_group(group, SequenceStatus.FINISHED_ABORTED, now, reason)
             changes.ended[group] = None
         if changes.candidates:
@@ -143,12 +143,12 @@ class ResultUpdater:
         new_tokens, changed, ended = changes.new_tokens, list(changes.changed), list(changes.ended)
         return StepUpdate(new_tokens, changed, ended, prompt_logprobs, captured)
 
-    def _abort_failed_rows(
+    def _abort_failed(
         self, output: SchedulerOutput, result: ModelRunnerOutput, changes: _Changes, now: float
     ) -> None:
         errors = result.errors
         if not all(result.is_finite):
-            errors = _non_finite_rows(output, result) | errors
+            errors = _non_finite(output, result) | errors
         for i, reason in sorted(errors.items()):
             slot = self.batch_slots.by_id.get(output.scheduled[i].seq_id)
             if slot is not None and not slot.seq.status.is_finished:
@@ -177,49 +177,49 @@ class ResultUpdater:
             if slot is not None and slot.seq.status is SequenceStatus.RUNNING
         ]
 
-    def _count_rows_without_samples(self, output: SchedulerOutput) -> None:
-        sampled = {sample.row for sample in output.samples}
+    def _count_unsampled(self, output: SchedulerOutput) -> None:
+        sampled = {sample.scheduled_index for sample in output.samples}
         if len(sampled) == len(output.scheduled):
             return
         for i, row in enumerate(output.scheduled):
             slot = None if i in sampled else self.batch_slots.by_id.get(row.seq_id)
             if slot is not None and slot.seq.status is SequenceStatus.RUNNING:
                 slot.seq.num_in_flight -= row.num_tokens
-                self._note_computed(slot.group, slot.seq, row.start, row.start + row.num_tokens)
+                self._record_computed(slot.group, slot.seq, row.start, row.start + row.num_tokens)
 
-    def _drawn(self, output: SchedulerOutput, result: ModelRunnerOutput) -> DrawnTokens:
+    def _sampled_tokens(self, output: SchedulerOutput, result: ModelRunnerOutput) -> StepTokens:
         scheduled, samples = output.scheduled, output.samples
-        has_longer_rows = output.num_batched_tokens > len(scheduled)
-        if output.burst or (has_longer_rows and any(num_logits > 1 for _, _, num_logits in samples)):
+        has_multi_token = output.num_batched_tokens > len(scheduled)
+        if output.num_multi_step_tokens or (has_multi_token and any(n > 1 for _, _, n in samples)):
             return self._read_planned(output, result, self.batch_slots.by_id)
         num_computed = ones = [1] * len(samples)
-        if has_longer_rows:
+        if has_multi_token:
             num_computed = [len(scheduled[row].token_ids) for row, _, _ in samples]
-        return DrawnTokens(result.token_ids, result.logprobs, num_computed, ones, {})
+        return StepTokens(result.token_ids, result.logprobs, num_computed, ones, {})
 
-    def _accept_all(self, output: SchedulerOutput, drawn: DrawnTokens, changes: _Changes, now: float) -> None:
+    def _accept_all(self, output: SchedulerOutput, tokens: StepTokens, changes: _Changes, now: float) -> None:
         """Appends the sampled tokens to their sequences, and ends the sequences that are finished."""
         slots, after_token = self.batch_slots.by_id, self.stop_conditions.after_token
         samples = zip(
             output.samples,
-            drawn.token_ids,
-            drawn.logprobs,
-            drawn.num_computed,
-            drawn.num_drawn,
+            tokens.token_ids,
+            tokens.logprobs,
+            tokens.num_computed,
+            tokens.num_pending,
             strict=True,
         )
-        for (i, seq_id, _), token_ids, logprobs, num_computed, num_drawn in samples:
+        for (i, seq_id, _), token_ids, logprobs, num_computed, num_pending in samples:
             slot = slots.get(seq_id)
             if slot is None or slot.seq.status is not SequenceStatus.RUNNING:
                 continue
             group, seq, row = slot.group, slot.seq, output.scheduled[i]
             seq.num_in_flight -= num_computed
-            seq.num_pending -= num_drawn
+            seq.num_pending_tokens -= num_pending
             changes.changed[group] = None
             if group.metrics.first_token_time is None and token_ids[0] != NO_TOKEN:
                 group.metrics.first_token_time = now
             if group.request.features is not None and group.beam_params is not None:
-                self._note_computed(group, seq, row.start, row.start + len(row.token_ids))
+                self._record_computed(group, seq, row.start, row.start + len(row.token_ids))
                 changes.candidates.setdefault(group, []).append((seq, logprobs[0]))
                 continue
             if len(token_ids) == 1 and token_ids[0] != NO_TOKEN:  # the common case
@@ -229,7 +229,7 @@ class ResultUpdater:
                 n, ending = self._accept(group, seq, token_ids, logprobs)
                 token_ids, logprobs = token_ids[:n], logprobs[:n]
             if seq_id == row.seq_id:
-                self._note_computed(group, seq, seq.num_computed_tokens, len(seq) - 1)
+                self._record_computed(group, seq, seq.num_computed_tokens, len(seq) - 1)
             else:  # a fork: the scheduled sequence caches the blocks that they share
                 seq.num_computed_tokens = len(seq) - 1
             if ending is not None:
@@ -266,7 +266,7 @@ class ResultUpdater:
                 self.end_group(group, SequenceStatus.FINISHED_LENGTH_CAPPED, now)
                 changes.ended[group] = None
 
-    def _note_computed(self, group: SequenceGroup, seq: Sequence, start: int, stop: int) -> None:
+    def _record_computed(self, group: SequenceGroup, seq: Sequence, start: int, stop: int) -> None:
         """Records that tokens [start, stop) have been computed, and caches the blocks that became full."""
         seq.num_computed_tokens = stop
         size = self._block_size
@@ -288,7 +288,7 @@ class ResultUpdater:
         manager = self.block_manager
         if seq in manager.block_tables or seq in manager.swapped_tables:
             manager.free(seq)
-        self.batch_slots.note_end(seq)
+        self.batch_slots.record_end(seq)
         seq.status, seq.stop_reason = status, stop_reason
         if group.is_finished:
             self.queues.remove(group)
@@ -310,10 +310,10 @@ class ResultUpdater:
             self._beam_search.finish(group, seqs)
 
 
-def _non_finite_rows(output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, str]:
+def _non_finite(output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, str]:
     """Returns the scheduled sequences whose logits are not finite, with the stop reason.
 
     In a multi-step, such sequences end when their tokens are accepted, so the result is empty.
     """
-    rows = () if output.burst else enumerate(result.is_finite)
+    rows = () if output.num_multi_step_tokens else enumerate(result.is_finite)
     return {i: NON_FINITE for i, is_finite in rows if not is_finite}

@@ -201,7 +201,7 @@ class Scheduler:
     @property
     def can_run_ahead(self) -> bool:
         """True if the next step can be scheduled before the results of the steps in flight have arrived."""
-        if self.drafts is not None and self.drafts.waits:
+        if self.drafts is not None and self.drafts.verifies_next_step:
             return False
         return self.has_unfinished and not self._awaits_results
 
@@ -219,16 +219,16 @@ class Scheduler:
         """
         seq = max(group.unfinished, key=len)
         room = group.sampling_params.pooling is None
-        assert 0 < len(seq) <= self.max_model_len - room, f"prompt of {len(seq)} tokens"
-        assert group.max_num_seqs <= self.max_num_seqs, f"{group.max_num_seqs} sequences"
-        assert self.scheduling_policy != "fcfs" or not group.priority, "a priority under fcfs"
+        assert 0 < len(seq) <= self.max_model_len - room, f"{len(seq)} tokens exceed max_model_len"
+        assert group.max_num_seqs <= self.max_num_seqs, f"{group.max_num_seqs} sequences exceed max_num_seqs"
+        assert self.scheduling_policy != "fcfs" or not group.priority, "fcfs does not support priorities"
         if group.request.features is not None:
             self._check_features(group)
         self.derive_fields(group)
         self.queues.add(group)
 
     def _check_features(self, group: SequenceGroup) -> None:
-        assert not group.adapter or self.max_loras, "there is no slot for an adapter"
+        assert not group.adapter or self.max_loras, "the request has a LoRA adapter, but max_loras is 0"
 
     def derive_fields(self, group: SequenceGroup) -> None:
         """Sets the scheduling key and the feature flags of a request."""
@@ -242,7 +242,7 @@ class Scheduler:
     def abort(self, request_id: str) -> SequenceGroup | None:
         """Ends a request with status FINISHED_ABORTED and frees its blocks.
 
-        Its finished_time is left unset (None).
+        Its finished_time is None. The caller sets it.
 
         Returns:
             The request; None if there is no unfinished request with this id.
@@ -275,7 +275,7 @@ class Scheduler:
             num_output_tokens: Number of output tokens to keep, which are the tokens up to the stop string;
                 None keeps all.
         """
-        assert status.is_finished, status
+        assert status.is_finished, f"{status} is not a finished status"
         if seq.status.is_finished:
             seq.status, seq.stop_reason = status, stop_reason
         else:
@@ -304,11 +304,11 @@ class Scheduler:
         Returns:
             The step. If `scheduled` and `ended` are empty, there is nothing to run.
         """
-        assert not self._num_in_flight or self.can_run_ahead, "the step has to know the results of others"
+        assert not self._num_in_flight or self.can_run_ahead, "the step requires results of steps in flight"
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=self._num_in_flight > 0)
         self._admission.begin_step(now)
         if self.drafts is not None:
-            self.drafts.note_schedule(now, is_first=not step.is_ahead)
+            self.drafts.record_schedule(now, is_first=not step.is_ahead)
 
         if not any(planner.plan(step) for planner in self._step_planners):
             for phase in self._phases:
@@ -318,8 +318,8 @@ class Scheduler:
                     break
 
         output = self._build(step)
-        if step.longer_rows and step.planned is None:
-            self._admission.note_prompt(now)
+        if step.multi_token_sequences and step.planned is None:
+            self._admission.record_prompt(now)
         return output
 
     def edit(self, output: SchedulerOutput, rows: list[int]) -> SchedulerOutput:
@@ -342,7 +342,7 @@ class Scheduler:
         Returns:
             The step; None if there are not enough free blocks.
         """
-        assert not self._num_in_flight, "the draft follows the last token"
+        assert not self._num_in_flight, "draft tokens cannot be scheduled while a step is in flight"
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=False)
         return self._build(step) if self.editor.plan_draft(request_id, token_ids, step) else None
 
@@ -350,11 +350,11 @@ class Scheduler:
         """Proposes the tokens that a grammar forces next for one sequence of a request, as draft tokens."""
         group = self.queues.find(request_id)
         if self.drafts is not None and group is not None:
-            self.drafts.expect(group, index, token_ids)
+            self.drafts.propose_forced(group, index, token_ids)
 
     def edit_request(self, edit: "RequestEdit") -> SequenceGroup:
         """Applies an edit between two steps. Returns the edited request, or the new request for a fork."""
-        assert not self._num_in_flight, "a step in flight knows the request as it was"
+        assert not self._num_in_flight, "a request cannot be edited while a step is in flight"
         if self.drafts is not None:
             self.drafts.forget(edit.request_id)
         return self.editor.apply(edit)
@@ -416,14 +416,14 @@ class Scheduler:
                 break
 
     def _continue(
-        self, group: SequenceGroup, behind: deque[SequenceGroup], step: StepBuilder, phase: Phase, now: float
+        self, group: SequenceGroup, later: deque[SequenceGroup], step: StepBuilder, phase: Phase, now: float
     ) -> None:
         """Adds the sequences of a request that was running when the step began.
 
         If there are not enough blocks, preempts running requests from the end of the order, and finally this
         request itself.
         """
-        rows = self._token_planner.plan(group, behind, step, now)
+        rows = self._token_planner.plan(group, later, step, now)
         if phase.takes_part is not None:
             rows = [row for row in rows if phase.takes_part(row[1])]
         if not rows:
@@ -437,30 +437,30 @@ class Scheduler:
             step.copies += copies
 
     def _admit(
-        self, group: SequenceGroup, behind: deque[SequenceGroup], step: StepBuilder, now: float
+        self, group: SequenceGroup, later: deque[SequenceGroup], step: StepBuilder, now: float
     ) -> None:
         """Tries to admit a request.
 
         If it cannot run yet, preempts other requests for it, sets it aside, or closes the step to new
         requests. If it could never run, ends it.
         """
-        match self._start(group, behind, step, now):
+        match self._start(group, later, step, now):
             case AdmissionResult.ADMITTED:
                 pass
             case AdmissionResult.STALLED:
                 step.is_closed = True
                 if len(self.queues.running) == 1 and not step.is_ahead:  # no other request will free blocks
-                    self._preemption.end_for_good(group, step, now)
+                    self._preemption.end_unschedulable(group, step, now)
             case AdmissionResult.NO_TOKENS:
                 step.is_closed = True
             case AdmissionResult.NO_ROOM if not self.queues.running and not step.is_ahead:
-                self._preemption.end_for_good(group, step, now)  # even the whole pool is too small
+                self._preemption.end_unschedulable(group, step, now)  # even the whole pool is too small
             case missing:
-                if not self._admission.make_way(group, missing, step, now):
+                if not self._admission.make_room(group, missing, step, now):
                     step.is_closed = True
 
     def _start(
-        self, group: SequenceGroup, behind: deque[SequenceGroup], step: StepBuilder, now: float
+        self, group: SequenceGroup, later: deque[SequenceGroup], step: StepBuilder, now: float
     ) -> AdmissionResult:
         """Gives a waiting or swapped request its blocks and schedules its sequences.
 
@@ -469,15 +469,15 @@ class Scheduler:
         """
         seq = group.unfinished[0]
         was_swapped = group.request_id in self.queues.swapped
-        missing = self._admission.give_blocks(group, step)
+        missing = self._admission.allocate_or_swap_in(group, step)
         if missing is not None:
             return missing
-        if not was_swapped and not self._token_planner.has_tokens(seq, behind, step):
-            self._admission.take_back(seq)
+        if not was_swapped and not self._token_planner.fits_budget(seq, later, step):
+            self._admission.revert_allocation(seq)
             return AdmissionResult.NO_TOKENS
         num_cached_tokens = seq.num_computed_tokens
-        self._admission.run(group)
-        rows = self._token_planner.plan(group, behind, step, now)
+        self._admission.mark_running(group)
+        rows = self._token_planner.plan(group, later, step, now)
         copies = self.block_manager.append_slots(rows)
         if copies is None:
             if was_swapped:
@@ -485,7 +485,7 @@ class Scheduler:
             self._preemption.requeue(group)
             return AdmissionResult.NO_ROOM
         if group.request.features is not None and not was_swapped:
-            step.note_encoder_input(group, self.block_manager.block_tables.get(seq))
+            step.add_encoder_input(group, self.block_manager.block_tables.get(seq))
         if group.metrics.first_scheduled_time is None:
             group.metrics.first_scheduled_time = now
             group.metrics.num_cached_tokens = min(num_cached_tokens, len(seq.prompt_token_ids))
@@ -501,6 +501,6 @@ class Scheduler:
                 samples = (seq,)
                 if len(group.sequences) < group.max_num_seqs:
                     samples = self._token_planner.fork_samples(group, seq)
-            step_rows = step.longer_rows if num_tokens > 1 else step.rows_of_one
+            step_rows = step.multi_token_sequences if num_tokens > 1 else step.single_token_sequences
             step_rows.append((group, seq, num_tokens, samples))
             step.budget -= num_tokens

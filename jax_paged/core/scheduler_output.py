@@ -47,6 +47,23 @@ class NewSequence(NamedTuple):
     adapter_slot: int = 0
 
 
+class StateCheckpoint(NamedTuple):
+    """A checkpoint of recurrent states to make while a sequence is computed.
+
+    A checkpoint is a copy of the states after a whole number of blocks.
+
+    Args:
+        num_tokens: Number of tokens that the step computes before the checkpoint.
+        slot: State slot that receives the checkpoint; 0 if none is made.
+    """
+
+    num_tokens: int = 0
+    slot: int = 0
+
+
+NO_CHECKPOINT = StateCheckpoint()
+
+
 class ScheduledSequence(NamedTuple):
     """The tokens that one sequence computes in a step.
 
@@ -64,8 +81,7 @@ class ScheduledSequence(NamedTuple):
             sequence was last scheduled: the block was copied before a write, or it fell out of a window and
             was replaced by the null block.
         state_slot: Slot of its recurrent states; 0 if no layer has any.
-        checkpoint: Number of these tokens that precede a checkpoint, and the slot that receives the
-            checkpoint. A checkpoint is a copy of the recurrent states. (0, 0) for none.
+        checkpoint: Checkpoint of the recurrent states to make; NO_CHECKPOINT for none.
     """
 
     seq_id: int
@@ -74,7 +90,7 @@ class ScheduledSequence(NamedTuple):
     new_blocks: BlockTables
     replaced_blocks: list[tuple[int, int, int]]
     state_slot: int = 0
-    checkpoint: tuple[int, int] = (0, 0)
+    checkpoint: StateCheckpoint = NO_CHECKPOINT
 
     @property
     def num_tokens(self) -> int:
@@ -86,13 +102,13 @@ class Sample(NamedTuple):
     """The tokens to sample for one sequence in a step.
 
     Args:
-        row: Index into SchedulerOutput.scheduled of the sequence whose logits are used.
+        scheduled_index: Index into SchedulerOutput.scheduled of the sequence whose logits are used.
         seq_id: The sequence that receives the tokens: the scheduled sequence itself, or a new fork of it.
         num_logits: Number of logits rows. One token is sampled after each of the last num_logits tokens of
             the scheduled sequence.
     """
 
-    row: int
+    scheduled_index: int
     seq_id: int
     num_logits: int = 1
 
@@ -199,7 +215,7 @@ class SchedulerOutput:
         blocks_to_swap_in: (host block, device block) pairs.
         blocks_to_copy: (source, destination) pairs of device blocks. No block is both a source and a
             destination.
-        to_encode: Encoder inputs to run before the sequences are computed.
+        encoder_inputs: Encoder inputs to run before the sequences are computed.
         preempted: Ids of the requests that were preempted. For observers only; the executor uses
             released_seq_ids.
         ended: Ids of the requests that ended because they could never run or continue.
@@ -207,9 +223,10 @@ class SchedulerOutput:
         num_logits_rows: Number of logits rows: the rows of all samples, and one row for each sequence without
             a sample. Logits of the latter are only checked, so that NaN is noticed before the blocks are
             cached.
-        burst: For multi-step decoding, the maximum number of tokens of each sample; empty for all other
-            steps. Each token is computed before the next one is sampled, until one ends the sequence. Sample
-            i belongs to scheduled sequence i, which has one token and blocks for all of these tokens.
+        num_multi_step_tokens: For multi-step decoding, the maximum number of tokens of each sample; empty for
+            all other steps. Each token is computed before the next one is sampled, until one ends the
+            sequence. Sample i belongs to scheduled sequence i, which has one token and blocks for all of
+            these tokens.
         ended_seq_ids: Sequences that have ended since the previous step, by their last id.
         token_masks: Masks for requests with structured output; None without such requests. They are added
             when the step is dispatched, because they depend on the tokens of earlier steps.
@@ -226,12 +243,12 @@ class SchedulerOutput:
     blocks_to_swap_out: tuple[tuple[int, int], ...]
     blocks_to_swap_in: tuple[tuple[int, int], ...]
     blocks_to_copy: tuple[tuple[int, int], ...]
-    to_encode: tuple[EncoderInput, ...]
+    encoder_inputs: tuple[EncoderInput, ...]
     preempted: tuple[str, ...]
     ended: tuple[str, ...]
     num_batched_tokens: int
     num_logits_rows: int
-    burst: tuple[int, ...] = ()
+    num_multi_step_tokens: tuple[int, ...] = ()
     ended_seq_ids: tuple[int, ...] = ()
     token_masks: TokenMasks | None = None
     scores_drafts: bool = False

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Protocol
 
-from jax_paged.core.batch_slots import BatchSlots, PlannedRows, Row
+from jax_paged.core.batch_slots import BatchSlots, PlannedSequence, PlannedStep
 from jax_paged.core.request import SequenceGroup
 from jax_paged.core.scheduler_output import BlockTables, Copies, EncoderInput, SchedulerOutput
 
@@ -23,31 +23,32 @@ class StepBuilder:
         self.awaits_results = False  # True if the next step needs the results of steps in flight
         self._initial_budget = budget
         self.is_closed = False  # True if no other request may be admitted
-        self.rows_of_one: list[Row] = []  # sequences that compute one token in this step
-        self.longer_rows: list[Row] = []
-        self.planned: PlannedRows | None = None  # set by a StepPlanner that takes the whole step
+        # Sequences that compute one token in this step, and sequences that compute several tokens.
+        self.single_token_sequences: list[PlannedSequence] = []
+        self.multi_token_sequences: list[PlannedSequence] = []
+        self.planned: PlannedStep | None = None  # set by a StepPlanner that takes the whole step
         self.swap_out: Copies = []
         self.swap_in: Copies = []
         self.copies: Copies = []
-        self.to_encode: list[tuple[SequenceGroup, BlockTables]] = []
+        self.encoder_groups: list[tuple[SequenceGroup, BlockTables]] = []
         self.preempted: list[str] = []
         self.ended: list[str] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether no sequence has been added yet."""
-        return not self.rows_of_one and not self.longer_rows
+        return not self.single_token_sequences and not self.multi_token_sequences
 
-    def note_encoder_input(self, group: SequenceGroup, tables: BlockTables | None) -> None:
+    def add_encoder_input(self, group: SequenceGroup, tables: BlockTables | None) -> None:
         """Schedules the encoder for a request that has encoder input and block tables."""
         if group.encoder_token_ids and tables is not None:
-            self.to_encode.append((group, tables))
+            self.encoder_groups.append((group, tables))
 
     def build(self, step_id: int, batch_slots: BatchSlots) -> SchedulerOutput:
         """Returns the finished step. Assigns and releases batch slots."""
         released = batch_slots.release()
-        rows = [*self.rows_of_one, *self.longer_rows]
-        new, scheduled, samples = batch_slots.rows(rows, self.planned)
+        rows = [*self.single_token_sequences, *self.multi_token_sequences]
+        new, scheduled, samples = batch_slots.to_scheduled(rows, self.planned)
         output = SchedulerOutput(
             step_id=step_id,
             scheduled=tuple(scheduled),
@@ -57,7 +58,7 @@ class StepBuilder:
             blocks_to_swap_out=tuple(self.swap_out),
             blocks_to_swap_in=tuple(self.swap_in),
             blocks_to_copy=tuple(self.copies),
-            to_encode=self._encoder_inputs() if self.to_encode else (),
+            encoder_inputs=self._encoder_inputs() if self.encoder_groups else (),
             preempted=tuple(self.preempted),
             ended=tuple(self.ended),
             num_batched_tokens=self._initial_budget - self.budget,
@@ -71,7 +72,7 @@ class StepBuilder:
     def _encoder_inputs(self) -> tuple[EncoderInput, ...]:
         return tuple(
             EncoderInput(group.request_id, group.encoder_token_ids, [list(table) for table in tables])
-            for group, tables in self.to_encode
+            for group, tables in self.encoder_groups
         )
 
 
@@ -87,10 +88,13 @@ class StepPlanner(Protocol):
         ...
 
 
-def _with_planned(output: SchedulerOutput, rows: list[Row], planned: PlannedRows) -> SchedulerOutput:
+def _with_planned(
+    output: SchedulerOutput, rows: list[PlannedSequence], planned: PlannedStep
+) -> SchedulerOutput:
+    num_tokens = tuple(n for _, _, n, _ in rows)
     return dataclasses.replace(
         output,
         num_logits_rows=output.num_logits_rows + sum(map(len, planned.drafts.values())),
         scores_drafts=planned.scores_drafts,
-        burst=tuple(num_tokens for _, _, num_tokens, _ in rows) if planned.is_multi_step else (),
+        num_multi_step_tokens=num_tokens if planned.is_multi_step else (),
     )

@@ -3,8 +3,8 @@
 from jax_paged.core.request import Sequence, SequenceGroup, SequenceStatus
 
 # Stop reasons of requests that ended because of an error.
-POOL_TOO_SMALL = "the pool has no room for it: a larger one has (kv_cache_memory_bytes)"
-HOST_TOO_SMALL = "blocks of it were dropped, and host memory has no room to swap the others to"
+POOL_TOO_SMALL = "the KV cache is too small for the request; increase kv_cache_memory_bytes"
+HOST_TOO_SMALL = "host memory is too small to swap out a request with dropped blocks; increase swap_space"
 NON_FINITE = "non-finite logits"
 NO_TOKEN_ALLOWED = "no token is allowed"
 
@@ -64,7 +64,7 @@ class StopConditions:
         return not group.needs_tokens_on_host and self.num_left(group, seq) > 0
 
     @staticmethod
-    def without_room(group: SequenceGroup) -> SequenceStatus:
+    def unschedulable_status(group: SequenceGroup) -> SequenceStatus:
         """Returns the final status of a request that cannot run, or continue, even in an empty pool."""
         has_output = any(seq.output_token_ids for seq in group.sequences)
         return SequenceStatus.FINISHED_LENGTH_CAPPED if has_output else SequenceStatus.FINISHED_IGNORED

@@ -41,7 +41,7 @@ class TokenPlanner:
         self._stop_conditions = stop_conditions
 
     def plan(
-        self, group: SequenceGroup, behind: Iterable[SequenceGroup], step: StepBuilder, now: float
+        self, group: SequenceGroup, later: Iterable[SequenceGroup], step: StepBuilder, now: float
     ) -> list[tuple[Sequence, int]]:
         """Returns the sequences of a running request that compute tokens, each with its number of tokens.
 
@@ -49,24 +49,24 @@ class TokenPlanner:
 
         Args:
             group: The request.
-            behind: Running requests that are planned after it. One token of the budget is reserved for each
+            later: Running requests that are planned after it. One token of the budget is reserved for each
                 of their sequences that decodes, so that a long prompt does not delay them.
             step: The step that is being scheduled.
             now: Time in the engine's clock (seconds).
         """
         if len(group.sequences) == 1:
-            return self._plan_sequence(group, group.sequences[0], behind, step)
-        return self._plan_sequences(group, behind, step, now)
+            return self._plan_sequence(group, group.sequences[0], later, step)
+        return self._plan_sequences(group, later, step, now)
 
     def _plan_sequence(
-        self, group: SequenceGroup, seq: Sequence, behind: Iterable[SequenceGroup], step: StepBuilder
+        self, group: SequenceGroup, seq: Sequence, later: Iterable[SequenceGroup], step: StepBuilder
     ) -> list[tuple[Sequence, int]]:
-        if seq.num_pending and not self._stop_conditions.can_run_ahead(group, seq):
+        if seq.num_pending_tokens and not self._stop_conditions.can_run_ahead(group, seq):
             return []
         num_tokens = seq.num_new_tokens
-        if num_tokens == 1 and (seq.output_token_ids or seq.num_pending):
+        if num_tokens == 1 and (seq.output_token_ids or seq.num_pending_tokens):
             return [(seq, 1)] if step.budget else []
-        num_tokens = self.within(num_tokens, self.available(behind, step))
+        num_tokens = self.tokens_in_budget(num_tokens, self.prompt_budget(later, step))
         if self.enable_chunked_prefill:
             if num_tokens > 1:
                 num_tokens = self.block_manager.within_windows(seq, num_tokens)
@@ -76,7 +76,7 @@ class TokenPlanner:
         return [(seq, num_tokens)] if num_tokens else []
 
     def _plan_sequences(
-        self, group: SequenceGroup, behind: Iterable[SequenceGroup], step: StepBuilder, now: float
+        self, group: SequenceGroup, later: Iterable[SequenceGroup], step: StepBuilder, now: float
     ) -> list[tuple[Sequence, int]]:
         """Plans the sequences of a request with several samples or beams.
 
@@ -87,13 +87,13 @@ class TokenPlanner:
         last token until all beams have computed the tokens before it.
         """
         tables, can_run_ahead = self.block_manager.block_tables, self._stop_conditions.can_run_ahead
-        seqs = [s for s in group.unfinished if not s.num_pending or can_run_ahead(group, s)]
+        seqs = [s for s in group.unfinished if not s.num_pending_tokens or can_run_ahead(group, s)]
         if step.is_ahead and any(seq not in tables for seq in seqs):
             step.awaits_results = True  # results in flight may extend the prefix that the sequences share
             return []
         for seq in seqs:
             if seq not in tables:
-                self._give_blocks_back(group, seq, step, now)
+                self._reallocate(group, seq, step, now)
                 if group.request_id not in self.queues.running:
                     return []
         needed = [(s, s.num_new_tokens) for s in seqs if s in tables]
@@ -102,9 +102,9 @@ class TokenPlanner:
         if group.beam_params and not last_token_waits and step.budget < len(seqs):
             return []
         rows: list[tuple[Sequence, int]] = []
-        budget = self.available(behind, step) if is_prefill else step.budget
+        budget = self.prompt_budget(later, step) if is_prefill else step.budget
         for seq, n in needed:
-            num_tokens = self.within(n - last_token_waits, budget)
+            num_tokens = self.tokens_in_budget(n - last_token_waits, budget)
             budget -= num_tokens
             if num_tokens:
                 rows.append((seq, num_tokens))
@@ -123,15 +123,15 @@ class TokenPlanner:
             group.sequences.append(sample)
         return tuple(group.sequences)
 
-    def available(self, behind: Iterable[SequenceGroup], step: StepBuilder) -> int:
-        """Returns the budget for prompts: the rest of the budget after one token per decode in `behind`."""
-        return step.budget - self._num_decode_tokens(behind)
+    def prompt_budget(self, later: Iterable[SequenceGroup], step: StepBuilder) -> int:
+        """Returns the budget that is left for prompts after one token per decode in `later`."""
+        return step.budget - self._num_decode_tokens(later)
 
-    def has_tokens(self, seq: Sequence, behind: Iterable[SequenceGroup], step: StepBuilder) -> bool:
+    def fits_budget(self, seq: Sequence, later: Iterable[SequenceGroup], step: StepBuilder) -> bool:
         """Returns whether a sequence that is about to be admitted could compute tokens in this step."""
-        return self.within(seq.num_new_tokens, self.available(behind, step)) > 0
+        return self.tokens_in_budget(seq.num_new_tokens, self.prompt_budget(later, step)) > 0
 
-    def within(self, num_tokens: int, budget: int) -> int:
+    def tokens_in_budget(self, num_tokens: int, budget: int) -> int:
         """Returns how many of `num_tokens` tokens fit into the budget.
 
         Without chunked prefill, the result is either all of them or 0.
@@ -155,7 +155,7 @@ class TokenPlanner:
             for seq in group.unfinished
         )
 
-    def _give_blocks_back(self, group: SequenceGroup, seq: Sequence, step: StepBuilder, now: float) -> None:
+    def _reallocate(self, group: SequenceGroup, seq: Sequence, step: StepBuilder, now: float) -> None:
         """Allocates the blocks of a sequence that lost them in a preemption with recomputation.
 
         The sequence shares the blocks of the sequence with which it has the longest common prefix, once that
@@ -174,4 +174,4 @@ class TokenPlanner:
             # If this request is the last one in the order, it keeps its blocks and tries again in the
             # next step.
             attempt = functools.partial(self._admission.allocate, group, seq, 0)
-            self._preemption.preempt_until(group, lambda: attempt() or None, step, now, gives_way=False)
+            self._preemption.preempt_until(group, lambda: attempt() or None, step, now, allow_self=False)

@@ -10,20 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.request import SequenceGroup
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.engine.engine_core import EngineCore, StepFeatures
-from jax_paged.engine.features.batch_invariance.backend_choice import begin_with_passing_backends
+from jax_paged.engine.features.batch_invariance.backend_choice import start_with_passing_backends
 from jax_paged.engine.features.batch_invariance.invariance import check_invariance
-from jax_paged.engine.features.encoder_decoder import read_pair
+from jax_paged.engine.features.encoder_decoder import read_encoder_decoder_prompt
 from jax_paged.engine.features.interactive.kv_access import KVAccess
 from jax_paged.engine.features.interactive.request_edits import RequestEdits
 from jax_paged.engine.features.interactive.step_plan import StepPlans
 from jax_paged.engine.features.lora.adapters import Adapters
 from jax_paged.engine.features.lora.engine_methods import LoRAMethods, with_adapters
-from jax_paged.engine.features.multimodal.image_messages import conversation
+from jax_paged.engine.features.multimodal.image_messages import extract_images
 from jax_paged.engine.features.multimodal.image_reader import ImageReader
 from jax_paged.engine.features.pinned_prefixes import PinnedPrefixes
 from jax_paged.engine.features.pooling import PoolingRequests
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from jax_paged.worker.executor import Executor
 
 # Names of features that other modules import from here, in addition to the functions of this module.
-__all__ = ["EngineState", "begin_with_passing_backends", "check_invariance", "conversation"]
+__all__ = ["EngineState", "check_invariance", "extract_images", "start_with_passing_backends"]
 
 # A custom scheduler: a subclass of Scheduler, or a function that returns the sort key of a request.
 CustomScheduler = type[Scheduler] | Callable[[SequenceGroup], Any]
@@ -86,19 +87,19 @@ def make_input_processor(config: EngineConfig, tokenizer: Tokenizer | None) -> I
         ValueError: If the model's sampling defaults are not valid.
     """
     if tokenizer is not None and config.pooling is not None and config.pooling.text.lower_case:
-        tokenizer.lower_texts()
+        tokenizer.lowercase_input()
     images = ImageReader(config.images, tokenizer) if config.images else None
     return InputProcessor(
         config,
         tokenizer,
-        PromptReader(config, tokenizer, functools.partial(read_special, config, images)),
+        PromptReader(config, tokenizer, functools.partial(read_feature_prompt, config, images)),
         adapters=Adapters(config),
         grammars=tokenizer and Grammars(tokenizer, config.vocab_size, config.eos_token_ids),
         pooling=PoolingRequests(config, tokenizer),
     )
 
 
-def read_special(
+def read_feature_prompt(
     config: EngineConfig,
     images: ImageReader | None,
     prompt: Any,
@@ -119,7 +120,7 @@ def read_special(
         return None, read_embeds(prompt, config)
     if images is not None and not (isinstance(prompt, dict) and "encoder_prompt" in prompt):
         return None, images.read_prompt(prompt, tokenize)
-    return read_pair(prompt, tokenize, config.decoder_start_token_id)
+    return read_encoder_decoder_prompt(prompt, tokenize, config.decoder_start_token_id)
 
 
 def make_scheduler(config: EngineConfig, custom: CustomScheduler | None = None) -> Scheduler:
@@ -131,7 +132,7 @@ def make_scheduler(config: EngineConfig, custom: CustomScheduler | None = None) 
     """
     make, policy = custom if isinstance(custom, type) else Scheduler, config.scheduling_policy
     if custom is not None and not isinstance(custom, type):
-        check(policy == "fcfs", "scheduling_policy", policy, "'fcfs' with a scheduler key, which replaces it")
+        check(policy == "fcfs", "scheduling_policy", policy, "'fcfs' because `scheduler` sets the order")
         policy = custom
     manager = BlockManager(
         config.num_blocks,
@@ -139,8 +140,8 @@ def make_scheduler(config: EngineConfig, custom: CustomScheduler | None = None) 
         config.enable_prefix_caching,
         groups=config.cache_groups,
         num_swap_blocks=config.num_swap_blocks,
-        num_state_slots=config.state_slots[0],
-        num_swap_state_slots=config.state_slots[1],
+        num_state_slots=config.num_state_slots,
+        num_swap_state_slots=config.num_swap_state_slots,
     )
     return make(
         block_manager=manager,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.request import SequenceStatus
 from jax_paged.core.result_updater import NewTokens
@@ -120,7 +120,7 @@ class EngineCore:
     def _is_busy(self) -> bool:
         return bool(self._in_flight or self.planned)
 
-    def check_open(self) -> None:
+    def check_can_run(self) -> None:
         """Checks that the engine can run requests.
 
         Raises:
@@ -137,26 +137,26 @@ class EngineCore:
         """Raises EngineDeadError if the engine is closed or has failed."""
         self.check_not_closed()
         if self.failure is not None:
-            message = f"the engine has failed: {self.failure!r}; make a new one"
+            message = f"the engine has failed: {self.failure!r}; create a new engine"
             raise EngineDeadError(message) from self.failure
 
     def check_not_closed(self) -> None:
         """Raises EngineDeadError if the engine is closed."""
         if self.is_closed:
-            raise EngineDeadError("this engine is closed; make a new one")
+            raise EngineDeadError("this engine is closed; create a new engine")
 
     def check_not_recurrent(self, method: str, why: str) -> None:
         """Checks that the model has no recurrent layers, which keep a state of each sequence.
 
         Args:
             method: The method of LLMEngine that does not support recurrent layers.
-            why: The reason, for the error message.
+            why: The reason, as a clause for the error message.
 
         Raises:
             ValueError: If the model has recurrent layers.
         """
-        allowed = f"one whose layers keep no state of each sequence, for {method} ({why})"
-        check(not self.config.state_slots[0], "model", self.config.architecture, allowed)
+        allowed = f"a model without recurrent layers for {method} because {why}"
+        check(not self.config.num_state_slots, "model", self.config.architecture, allowed)
 
     def new_seed(self) -> int:
         """Returns the seed of the next request without a seed."""
@@ -200,7 +200,7 @@ class EngineCore:
                 self.add(request_id, request)
                 states.append(self.requests[request_id])
             while self.has_unfinished:
-                self.check_open()
+                self.check_can_run()
                 self.advance()
         finally:
             self.end(requests)
@@ -228,7 +228,7 @@ class EngineCore:
         state = self.requests.get(request_id)
         if state is None:
             return None
-        state.group.metrics.finished_time = now = time.monotonic()
+        now = time.monotonic()
         try:
             self.scheduler.abort(request_id)
             if self.failure is None:
@@ -241,7 +241,8 @@ class EngineCore:
             for seq in state.group.unfinished:
                 seq.status = SequenceStatus.FINISHED_ABORTED
         finally:
-            state.give_up()
+            state.group.metrics.finished_time = now
+            state.mark_finished()
             self.requests.pop(request_id, None)
             self.changed.pop(state, None)
         return state
@@ -357,7 +358,7 @@ class EngineCore:
 
     def _run_planned(self, rows: list[int] | None) -> None:
         output = self.planned
-        assert output is not None, "only a planned step runs"
+        assert output is not None, "no step is planned"
         self._dispatch(output if rows is None else self.scheduler.edit(output, rows))
         self._process_result(self._in_flight.popleft(), self.executor.result())
 
@@ -383,13 +384,13 @@ class EngineCore:
         for group, seq, start, arrays in update.captured:
             self.requests[group.request_id].add_captured(seq, start, arrays)
         for group, seq, token_ids, logprobs in update.new_tokens:
-            found = self.requests[group.request_id].add_tokens(seq, token_ids, logprobs)
-            if found is not None:
-                stop, num_output_tokens = found
+            end = self.requests[group.request_id].add_tokens(seq, token_ids, logprobs)
+            if end is not None:
+                stop, num_output_tokens = end
                 status = SequenceStatus.FINISHED_STOPPED
                 self.scheduler.finish(group, seq, status, now, stop, num_output_tokens=num_output_tokens)
                 ended[group.request_id] = None
-        if self.scheduler.drafts is not None and self.scheduler.drafts.takes_expected:
+        if self.scheduler.drafts is not None and self.scheduler.drafts.accepts_forced_tokens:
             for request_id, index, token_ids in self._features.forced_tokens(
                 update.new_tokens, self.requests
             ):
@@ -397,7 +398,7 @@ class EngineCore:
         request_ids = [*output.ended, *(group.request_id for group in update.changed)]
         self.changed |= dict.fromkeys(self.requests[request_id] for request_id in request_ids)
         for group in update.changed:
-            self.requests[group.request_id].note_weights(self.weight_version)
+            self.requests[group.request_id].record_weight_version(self.weight_version)
         for request_id in ended:
             self._finish_ended(self.requests[request_id], now)
         for observe in self.observers:

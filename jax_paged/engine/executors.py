@@ -32,7 +32,7 @@ def make_executor(args: EngineArgs) -> "Executor":
     if backend == "external_launcher":
         return ExternalExecutor(args, launch_of_environment())
     if backend == "ray":
-        allowed = "'uni', 'mp' or 'external_launcher' without Ray"
+        allowed = "'uni', 'mp' or 'external_launcher' because Ray is not installed"
         remedy = ". Run pip install 'jax-paged[ray]'"
         has_ray = importlib.util.find_spec("ray") is not None
         check(has_ray, "distributed_executor_backend", backend, allowed, remedy=remedy)
@@ -55,7 +55,7 @@ class Executors:
 
     def __init__(self, **custom_parts: Any) -> None:
         self._custom_parts = custom_parts
-        self._first: Any = None  # first executor of the current pipeline
+        self._pipeline_leader: Any = None  # first executor of the current pipeline
 
     def make(self, engine: int, args: EngineArgs) -> "Executor":
         """Makes the executor of an engine. May be called again for the last engine, with other arguments.
@@ -78,18 +78,20 @@ class Executors:
 
             replica, follower = divmod(engine, num_stages)
             first_device = replica * num_stages * args.tensor_parallel_size
-            beside = self._first if follower else None
-            executor = LocalExecutor(args, **self._custom_parts, first_device=first_device, beside=beside)
-            self._first = beside or executor
+            leader = self._pipeline_leader if follower else None
+            executor = LocalExecutor(
+                args, **self._custom_parts, first_device=first_device, shared_with=leader
+            )
+            self._pipeline_leader = leader or executor
             return executor
         if engine == 0:
-            self._first = make_executor(args)
-            return self._first
-        assert isinstance(self._first, MultiprocessExecutor), "other processes have the devices"
-        return MultiprocessExecutor(args, engine, self._first)
+            self._pipeline_leader = make_executor(args)
+            return self._pipeline_leader
+        assert isinstance(self._pipeline_leader, MultiprocessExecutor), "the pipeline has no workers"
+        return MultiprocessExecutor(args, engine, self._pipeline_leader)
 
 
-def check_alone(args: EngineArgs, allowed: str) -> None:
+def check_single_engine(args: EngineArgs, allowed: str) -> None:
     """Checks that the arguments specify a single engine.
 
     Args:
@@ -120,5 +122,5 @@ def check_kernels(args: EngineArgs) -> tuple[str, bool]:
     from jax_paged.worker.loading.kernel_check import check_all, suites_of
 
     name = "pallas" if args.attention_backend == "auto" else args.attention_backend
-    verdict = check_all(suites_of(args), candidate=name, is_anew=True)
+    verdict = check_all(suites_of(args), candidate=name, ignores_stored=True)
     return verdict.table(), verdict.outcome == "passed"

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from jax_paged.arguments.plain_values import as_list, plain
 from jax_paged.arguments.shown_values import Text
 from jax_paged.arguments.suggestions import suggestion
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import blocks_of
 from jax_paged.core.request import Request, RequestFeatures
-from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, one_salt, with_soft_prompt
+from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, cache_salt_of, with_soft_prompt
 from jax_paged.engine.replicas.prior_outputs import PriorOutput
 from jax_paged.engine.text.stop_strings import StopStrings
 from jax_paged.engine.text.tokenizer import Tokenizer
@@ -167,18 +167,18 @@ class InputProcessor:
         prompts = problems.note(self._read, prompt, params)
         adapter = None if lora_request is None else problems.note(self.adapters.get, lora_request)
         problems.raise_if_any()
-        assert checked_params is not None, "there was no problem"
-        assert prompts is not None, "there was no problem"
+        assert checked_params is not None, "parameters are None although no check has failed"
+        assert prompts is not None, "prompts are None although no check has failed"
         inputs = _Inputs(params, *prompts, adapter)
         encoder, decoder = prompts
         is_plain = adapter is None and encoder is None and decoder.is_plain and _is_sampling(params)
         if not is_plain:
-            decoder = self._combined(checked_params, inputs)
+            decoder = self._check_combination(checked_params, inputs)
         num_tokens = checked_params.truncate_prompt_tokens
         if num_tokens is not None:
             self._truncate(num_tokens, checked_params, (encoder or decoder).token_ids)
         self._fit_max_tokens(len(decoder.token_ids), checked_params)
-        salt = one_salt(cache_salt, encoder, decoder)
+        salt = cache_salt_of(cache_salt, encoder, decoder)
         checked = CheckedRequest(
             request=Request("", decoder.token_ids, checked_params, salt, priority),
             prompt=decoder.text,
@@ -205,7 +205,7 @@ class InputProcessor:
         """Returns the request with data of features: beams, encoder, adapter, vectors, images, grammar."""
         beams, encoder, adapter, max_tokens = None, inputs.encoder, inputs.adapter, checked.params.max_tokens
         if isinstance(inputs.params, BeamSearchParams):
-            assert max_tokens is not None, "it was filled in"
+            assert max_tokens is not None, "max_tokens of the beam search is not set"
             beams = dataclasses.replace(inputs.params, max_tokens=max_tokens)
         features = RequestFeatures(
             beam_params=beams,
@@ -213,7 +213,7 @@ class InputProcessor:
             # An adapter that is only a soft prompt needs no adapter slot: its vectors belong to the prompt.
             adapter=adapter.key if adapter and adapter.pairs else "",
             prompt_embeds=decoder.embeds,
-            stand_ins=decoder.stand_ins,
+            placeholder_data=decoder.stand_ins,
         )
         used = None if features == RequestFeatures() else features
         return dataclasses.replace(
@@ -249,30 +249,30 @@ class InputProcessor:
         if _is_sampling(params):
             is_truncated = (params or self._default_params).truncate_prompt_tokens is not None
         else:
-            prompt, is_truncated = self._prepared(prompt, params)
+            prompt, is_truncated = self._with_default_prompt(prompt, params)
         return self._prompts.read(prompt, is_truncated=is_truncated)
 
-    def _prepared(self, prompt: Prompt, params: RequestParams) -> tuple[Prompt, bool]:
+    def _with_default_prompt(self, prompt: Prompt, params: RequestParams) -> tuple[Prompt, bool]:
         """Returns the prompt of a pooling request or beam search, and whether it is truncated.
 
         Pooling models may add a default prompt in front of the text.
         """
         is_pooled = isinstance(params, PoolingParams)
-        return self.pooling.prepared(prompt, params) if is_pooled else (prompt, False)
+        return self.pooling.prepare(prompt, params) if is_pooled else (prompt, False)
 
     # Parameters.
 
     def _checked_params(self, params: RequestParams) -> SamplingParams:
         """Returns the sampling parameters that a request runs with: a copy that is complete and checked."""
         if not (_is_sampling(params) and self._generates):
-            return self._special_params(params)
+            return self._non_sampling_params(params)
         params = (self._default_params if params is None else params).clone()
         params.validate()
         self._resolve(params)
         self._check_limits(params)
         return params
 
-    def _special_params(self, params: RequestParams) -> SamplingParams:
+    def _non_sampling_params(self, params: RequestParams) -> SamplingParams:
         """Returns the sampling parameters that a pooling request or a beam search runs with."""
         if isinstance(params, PoolingParams):
             return self.pooling.sampling_params(params)
@@ -281,7 +281,7 @@ class InputProcessor:
             raise ArgumentError("sampling_params", params, allowed)
         ok = isinstance(params, BeamSearchParams)
         check(ok, "sampling_params", params, "SamplingParams or BeamSearchParams")
-        assert isinstance(params, BeamSearchParams), "just checked"
+        assert isinstance(params, BeamSearchParams), f"unexpected parameters {type(params)}"
         return self._params_of_beams(params)
 
     def _params_of_beams(self, beams: BeamSearchParams) -> SamplingParams:
@@ -316,7 +316,7 @@ class InputProcessor:
                 raise ArgumentError("bad_words", params.bad_words, allowed)
             num_words = len(params.bad_words) + len(params.bad_words_token_ids or ())
             check_int("bad_words", num_words, 0, MAX_BAD_WORDS, aspect="the number of")
-            words = [ids for word in params.bad_words for ids in tokenizations(word, self._tokenizer)]
+            words = [ids for word in params.bad_words for ids in bad_word_token_ids(word, self._tokenizer)]
             params.bad_words_token_ids = [*(params.bad_words_token_ids or ()), *words]
 
     def _resolve_user_functions(self, params: SamplingParams) -> None:
@@ -328,13 +328,13 @@ class InputProcessor:
         config = self._config
         for field, known in (("hook_args", config.hooks), ("extra_args", config.logits_processors)):
             setattr(params, field, _resolved_args(field, getattr(params, field), known))
-        captures = not config.capturing.isdisjoint(params.hook_args or ())
+        captures = not config.capturing_hooks.isdisjoint(params.hook_args or ())
         params.skip_reading_prefix_cache = captures or not params.reads_prefix_cache
         if params.logits_processors:
             backend = config.distributed_executor_backend
             allowed = f"None with distributed_executor_backend={backend!r} because they run in this process"
             check(backend == "uni", "logits_processors", params.logits_processors, allowed)
-            message = "logits_processors run on the host, token by token, which is slow: see LogitsProcessor"
+            message = "logits_processors run on the host for each token, which is slow; see LogitsProcessor"
             warnings.warn(message, UserWarning, stacklevel=2)
 
     def _resolve_logprobs(self, params: SamplingParams, name: str) -> None:
@@ -347,15 +347,15 @@ class InputProcessor:
         value, vocab_size, high = getattr(params, name), self._config.vocab_size, self._config.max_logprobs
         if value == -1:
             if vocab_size > high:
-                allowed = f"at most {high} (max_logprobs), less than the vocabulary of {vocab_size} tokens"
-                raise ArgumentError(name, value, allowed)
+                remedy = f", which means all {vocab_size} tokens of the vocabulary"
+                raise ArgumentError(name, value, f"at most {high} (max_logprobs)", remedy=remedy)
             setattr(params, name, vocab_size)
         elif value is not None:
             check_int(name, value, 0, high)
 
     def _check_feature_params(self, params: SamplingParams) -> None:
         ok = params.pooling is None or self._config.pooling is not None
-        check(ok, "pooling", params.pooling, "None with a model that is not pooled")
+        check(ok, "pooling", params.pooling, "None because the model does not support pooling")
 
     def _check_limits(self, params: SamplingParams) -> None:
         """Checks the limits that depend on the model and the engine."""
@@ -378,7 +378,7 @@ class InputProcessor:
 
     # Prompts and parameters together.
 
-    def _combined(self, params: SamplingParams, inputs: _Inputs) -> TokenizedPrompt:
+    def _check_combination(self, params: SamplingParams, inputs: _Inputs) -> TokenizedPrompt:
         """Returns the complete decoder prompt, including the vectors of a soft prompt.
 
         Also truncates the prompt of a pooling request, in place.
@@ -388,7 +388,7 @@ class InputProcessor:
         """
         encoder, decoder, adapter = inputs.encoder, inputs.decoder, inputs.adapter
         if adapter is not None and params.pooling is not None:
-            raise ArgumentError("lora_request", Text("some"), "None for pooling")
+            raise ArgumentError("lora_request", Text("an adapter"), "None for pooling requests")
         if decoder.stand_ins:
             allowed = "None with images"
             for name in ("truncate_prompt_tokens", "pooling"):
@@ -398,11 +398,11 @@ class InputProcessor:
         soft_prompt = None if adapter is None else adapter.prompt
         is_soft = soft_prompt is not None
         if is_soft and decoder.embeds is not None:
-            raise ArgumentError("prompt_embeds", Text("some"), "None with the soft prompt of an adapter")
+            raise ArgumentError("prompt_embeds", Text("embeddings"), "None with an adapter's soft prompt")
         if not is_soft and decoder.embeds is None:
             return decoder
         problems, what = Problems(), "a soft prompt" if is_soft else "prompt_embeds"
-        allowed = f"SamplingParams with {what} because beam search returns the tokens of prompts"
+        allowed = f"SamplingParams for a prompt with {what} because beam search returns token ids of prompts"
         beams = inputs.params if isinstance(inputs.params, BeamSearchParams) else None
         problems.note(check, beams is None, "sampling_params", beams, allowed)
         for name, neutral in (
@@ -415,7 +415,7 @@ class InputProcessor:
             ("pooling", None),
         ):
             value, ok = getattr(params, name), getattr(params, name) in (neutral, [])
-            problems.note(check, ok, name, value, f"{neutral} with {what}, whose tokens have no ids")
+            problems.note(check, ok, name, value, f"{neutral} with {what}, whose vectors have no token ids")
         problems.raise_if_any()
         return decoder if soft_prompt is None else with_soft_prompt(decoder, soft_prompt)
 
@@ -445,14 +445,14 @@ class InputProcessor:
                 # sequence; each other sequence needs its own block for its tokens.
                 needed += num_seqs - (n % size > 0)
         if needed > usable:
-            several = f" of {num_seqs} sequences" if num_seqs > 1 else ""
+            several = f" by {num_seqs} sequences" if num_seqs > 1 else ""
             num_engines = config.pipeline_parallel_size
             num_bytes = -(-config.kv_cache_bytes * (needed + 1) // config.num_blocks) * num_engines
             remedy = (
-                f". A larger pool holds it: kv_cache_memory_bytes={num_bytes} or "
+                f". Increase the KV cache to kv_cache_memory_bytes={num_bytes} or "
                 f"num_gpu_blocks_override={(needed + 1) * num_engines}"
             )
-            allowed, aspect = f"at most {usable}, the usable blocks of the pool", f"the blocks{several} for"
+            allowed, aspect = f"at most {usable} (usable blocks)", f"the KV blocks needed{several} for"
             raise ArgumentError("prompt", needed, allowed, aspect=aspect, remedy=remedy)
 
     def _checked_encoder_len(self, features: RequestFeatures) -> int:
@@ -492,7 +492,7 @@ def _resolved_args(
     return resolved or None
 
 
-def tokenizations(word: str, tokenizer: Tokenizer) -> list[list[int]]:
+def bad_word_token_ids(word: str, tokenizer: Tokenizer) -> list[list[int]]:
     """Returns the token sequences that a tokenizer may produce for a word, depending on the text before it.
 
     A tokenizer may encode a word differently at the start of a text, after a space, at the start of a line
@@ -507,13 +507,13 @@ def tokenizations(word: str, tokenizer: Tokenizer) -> list[list[int]]:
         ValueError: If the word has no tokens.
     """
     text = word.lstrip()
-    found = [tokenizer.encode(text, add_special_tokens=False)]
-    check(bool(found[0]), "bad_words", word, "words of at least one token")
-    found.append(tokenizer.encode(" " + text, add_special_tokens=False))
+    encodings = [tokenizer.encode(text, add_special_tokens=False)]
+    check(bool(encodings[0]), "bad_words", word, "words of at least one token")
+    encodings.append(tokenizer.encode(" " + text, add_special_tokens=False))
     for context in _WORD_CONTEXTS:
         before = tokenizer.encode(context, add_special_tokens=False)
         whole = tokenizer.encode(context + text, add_special_tokens=False)
         if before and whole[: len(before)] == before:
-            found.append(whole[len(before) :])
-    unique = [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
+            encodings.append(whole[len(before) :])
+    unique = [ids for i, ids in enumerate(encodings) if ids and ids not in encodings[:i]]
     return [ids for ids in unique if not any(len(x) < len(ids) and ids[-len(x) :] == x for x in unique)]

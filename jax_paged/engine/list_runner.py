@@ -106,8 +106,8 @@ def _steps_of(
             while left and not is_over():
                 changed = engine.advance()
                 # The engine may also run requests that the user has added with add_request.
-                own = ((state.group.request_id, state) for state in changed if state.is_finished)
-                ended = {i: state.output() for i, state in own if i in requests}
+                finished = ((state.group.request_id, state) for state in changed if state.is_finished)
+                ended = {i: state.output() for i, state in finished if i in requests}
                 left -= len(ended)
                 yield len(changed), ended
         finally:

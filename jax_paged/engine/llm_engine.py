@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.engine import composition
-from jax_paged.engine.executors import MakeExecutor, check_alone, make_executor
+from jax_paged.engine.executors import MakeExecutor, check_single_engine, make_executor
 from jax_paged.engine.input_processor import CheckedRequest, RequestParams
 from jax_paged.engine.new_request import check_arrival_time
-from jax_paged.engine.output_processor import RequestState, outputs_of
+from jax_paged.engine.output_processor import RequestState, step_outputs
 from jax_paged.engine.serialized import any_thread
 from jax_paged.errors import ArgumentError, check
 from jax_paged.inputs import Prompt
@@ -64,12 +65,12 @@ class LLMEngine(composition.EngineFeatures):
                 executor.close()
             raise
         if executor is None:
-            check_alone(args, "1 for one engine (LLM, ReplicatedEngine and the server run several)")
+            check_single_engine(args, "1 for LLMEngine (LLM and the server run several engines)")
             executor = make_executor
         if not callable(executor):
             self._begin(args, executor)
         elif args.batch_invariant:
-            composition.begin_with_passing_backends(args, executor, self._begin)
+            composition.start_with_passing_backends(args, executor, self._begin)
         else:
             self._begin(args, executor(args))
 
@@ -137,7 +138,7 @@ class LLMEngine(composition.EngineFeatures):
             ValueError: If the engine has no tokenizer.
         """
         if self.tokenizer is None:
-            raise ArgumentError("skip_tokenizer_init", True, "False for a tokenizer")
+            raise ArgumentError("skip_tokenizer_init", True, "False to get a tokenizer")
         return self.tokenizer.hf
 
     @any_thread
@@ -169,7 +170,7 @@ class LLMEngine(composition.EngineFeatures):
             ValueError: If the engine can't run the request. The message names the argument, its value and the
                 allowed values.
         """
-        self._core.check_open()
+        self._core.check_can_run()
         return self.input_processor.check(prompt, sampling_params, cache_salt, priority, lora_request)
 
     def add_request(
@@ -200,10 +201,10 @@ class LLMEngine(composition.EngineFeatures):
         Raises:
             ValueError: If the engine can't run the request. The engine is unchanged then.
         """
-        self._core.check_open()
+        self._core.check_can_run()
         check(isinstance(request_id, str), "request_id", request_id, "a string")
         is_new = request_id not in self._core.requests
-        check(is_new, "request_id", request_id, "an id that no running request has")
+        check(is_new, "request_id", request_id, "an id that no unfinished request has")
         now = time.monotonic()
         arrival_time = now if arrival_time is None else check_arrival_time(arrival_time, now)
         if not isinstance(prompt, CheckedRequest):
@@ -247,7 +248,7 @@ class LLMEngine(composition.EngineFeatures):
         The output_kind of a request determines what its outputs contain, and whether there is one in each
         step.
         """
-        return outputs_of(self.advance())
+        return step_outputs(self.advance())
 
     def advance(self) -> list[RequestState]:
         """Runs one step like `step`, but returns the states of the requests instead of their outputs.
@@ -256,7 +257,7 @@ class LLMEngine(composition.EngineFeatures):
         """
         if self._core.pause_reason is not None and self._core.changed:
             return self._core.take_changed()  # results of earlier steps
-        self._core.check_open()
+        self._core.check_can_run()
         return self._core.advance()
 
     def take_changed(self) -> list[RequestState]:
@@ -326,14 +327,14 @@ def _described(config: EngineConfig, buckets: tuple[str, ...]) -> str:
         buckets: The names of the executor's buckets.
     """
     pool = f"{config.num_blocks} blocks of {config.block_size} tokens, {_size(config.kv_cache_bytes)}"
-    if config.state_slots[0]:
-        pool += f" and {config.state_slots[0] - 1} states"
+    if config.num_state_slots:
+        pool += f" and {config.num_state_slots - 1} state slots"
     if config.kv_cache_dtype != "auto":
         pool += f" in {config.kv_cache_dtype}"
     model = f"{config.model_name} ({config.architecture}, {_size(config.weight_bytes)}), {config.dtype}"
     why = f" ({config.backend_reason})" if config.backend_reason else ""
-    backends = f"backend {config.backend}{why}, products {config.matmul_backend}"
-    return f"{model}, {backends}, pool {pool}, buckets {_grouped(buckets)}"
+    backends = f"attention backend {config.attention_backend}{why}, matmul backend {config.matmul_backend}"
+    return f"{model}, {backends}, KV cache {pool}, buckets {_grouped(buckets)}"
 
 
 def _size(num_bytes: int) -> str:

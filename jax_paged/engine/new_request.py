@@ -49,10 +49,10 @@ def request_state(
     """
     values = dataclasses.replace(with_seed(request, new_seed).request, request_id=request_id)
     if not values.is_plain:
-        values = dataclasses.replace(values, cache_salt=_extended_salt(values))
-    group = SequenceGroup.of(values, arrival_time)
+        values = dataclasses.replace(values, cache_salt=_salt_with_features(values))
+    group = SequenceGroup.from_request(values, arrival_time)
     if request.prior_outputs:
-        group.sequences = _continued(values, request.prior_outputs)
+        group.sequences = _prior_sequences(values, request.prior_outputs)
     params = values.sampling_params
     settings = OutputSettings(tokenizer if params.detokenize else None, request.stop, request.grammar)
     state = RequestState(group, request.prompt, settings, request.encoder_prompt)
@@ -62,7 +62,7 @@ def request_state(
     return state
 
 
-def _extended_salt(request: Request) -> str:
+def _salt_with_features(request: Request) -> str:
     """Returns the cache salt, extended by everything besides token ids that changes keys and values.
 
     Only requests with equal inputs, hook arguments and adapter then share KV cache blocks.
@@ -80,7 +80,7 @@ def _extended_salt(request: Request) -> str:
     return cache_salt
 
 
-def _continued(request: Request, prior_outputs: tuple[PriorOutput, ...]) -> list[Sequence]:
+def _prior_sequences(request: Request, prior_outputs: tuple[PriorOutput, ...]) -> list[Sequence]:
     """Returns the sequences of a request that another engine has begun.
 
     The prior output tokens are computed again, as after a preemption. Each random draw depends only on the
@@ -97,13 +97,13 @@ def _continued(request: Request, prior_outputs: tuple[PriorOutput, ...]) -> list
             stop_reason=prior.stop_reason,
             # Log-probabilities are known only if the request asks for them. Nothing reads these sums.
             cumulative_logprobs=[0.0] * len(prior.token_ids),
-            stand_ins=request.stand_ins,
+            placeholder_data=request.placeholder_data,
         )
         for index, prior in enumerate(prior_outputs)
     ]
 
 
-def prior_output(request: CheckedRequest, request_id: str, tokenizer: Tokenizer | None) -> RequestOutput:
+def resumed_output(request: CheckedRequest, request_id: str, tokenizer: Tokenizer | None) -> RequestOutput:
     """Returns the prior outputs of a request that another engine has begun, as a RequestOutput."""
     output = request_state(request_id, request, time.monotonic(), lambda: 0, tokenizer).take_delta()
     # The client received prompt log-probabilities with the first event of the stream, if it asked for them.
@@ -125,6 +125,6 @@ def check_arrival_time(value: Any, now: float) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     ok = is_number and abs(value) <= sys.float_info.max
     check(ok, "arrival_time", value, "a finite number or None")
-    allowed = f"at most {now}, the value of time.monotonic() (time.time() is another clock)"
+    allowed = f"at most {now}, the current value of time.monotonic() (not time.time())"
     check(value <= now, "arrival_time", value, allowed)
     return value

@@ -14,7 +14,7 @@ from jax_paged.engine.sample_output import (
     OutputSettings,
     SampleState,
     logprob_dict,
-    logprob_of_values,
+    logprob_from_values,
     logprob_values,
 )
 from jax_paged.engine.text.stop_strings import StopStrings
@@ -89,7 +89,7 @@ class RequestState:
         }
 
     @classmethod
-    def of_values(
+    def from_values(
         cls,
         group: SequenceGroup,
         values: dict[str, Any],
@@ -115,7 +115,7 @@ class RequestState:
         state._weight_versions = tuple(values.get("weight_versions", ()))
         if values["prompt_logprobs"] is not None:
             entries = values["prompt_logprobs"]
-            state._prompt_logprobs = [entry and logprob_of_values(entry) for entry in entries]
+            state._prompt_logprobs = [entry and logprob_from_values(entry) for entry in entries]
         samples = values["samples"]
         for seq in group.sequences[1 : len(samples)]:
             state._samples.append(state._sample(seq))
@@ -131,7 +131,7 @@ class RequestState:
         """
         state = RequestState(group, self.prompt, self._settings, self._encoder_prompt)
         state.adapter = self.adapter
-        state._samples = [self._samples[0].restarted(group.sequences[0], group)]
+        state._samples = [self._samples[0].with_replayed_text(group.sequences[0], group)]
         if self._prompt_logprobs is not None:
             state._prompt_logprobs = list(self._prompt_logprobs)
         if state._features is not None and self._features is not None:
@@ -151,7 +151,7 @@ class RequestState:
         samples = self._samples
         return samples[seq.index if seq.index < len(samples) else 0].matcher
 
-    def note_weights(self, version: str) -> None:
+    def record_weight_version(self, version: str) -> None:
         """Records the version of the weights that drew the newest tokens."""
         if self._weight_versions[-1:] != (version,):
             self._weight_versions += (version,)
@@ -171,7 +171,7 @@ class RequestState:
 
     def add_captured(self, seq: Sequence, start: int, arrays: dict[str, np.ndarray]) -> None:
         """Adds the arrays that hooks captured for a sequence; see FeatureOutputs.add_captured."""
-        assert self._features is not None, "a plain request has no hooks"
+        assert self._features is not None, "captured arrays for a request without feature outputs"
         self._features.add_captured(seq, start, arrays)
 
     def add_tokens(
@@ -191,15 +191,15 @@ class RequestState:
             string.
         """
         self.is_finished = self.group.is_finished
-        found: list[tuple[Sequence, str]] = []
+        stopped: list[tuple[Sequence, str]] = []
         for sample in self._samples if self._draws_samples else ():
             if sample.seq.status.is_finished and not sample.is_finished:
                 stop = sample.finish()
                 if stop is not None:
-                    found.append((sample.seq, stop))
-        return found
+                    stopped.append((sample.seq, stop))
+        return stopped
 
-    def give_up(self) -> None:
+    def mark_finished(self) -> None:
         """Marks the request as finished with its current text.
 
         Text that was held back is not decoded, because decoding may have caused the error that ended the
@@ -267,7 +267,7 @@ class RequestState:
         if only_new:
             outputs = [s.take_delta(i) for i, s in enumerate(samples)]
         else:
-            outputs = [s.output(i, is_last=self.is_finished) for i, s in enumerate(samples)]
+            outputs = [s.output(i, is_final=self.is_finished) for i, s in enumerate(samples)]
         # Before the prompt is computed, only the first sample exists. Outputs of the other samples are empty.
         missing = range(len(outputs), self.group.sampling_params.n) if outputs else ()
         return outputs + [_empty_like(outputs[0], i) for i in missing]
@@ -281,7 +281,7 @@ def _is_plain(group: SequenceGroup) -> bool:
     return not (group.beam_params or group.encoder_token_ids or params.hook_args or params.pooling)
 
 
-def outputs_of(states: Iterable[RequestState]) -> list[RequestOutput]:
+def step_outputs(states: Iterable[RequestState]) -> list[RequestOutput]:
     """Returns the outputs of requests that a step has changed, as their output_kind specifies."""
     outputs = (state.next_output() for state in states)
     return [output for output in outputs if output is not None]

@@ -9,8 +9,8 @@ import numpy as np
 
 from jax_paged.arguments.plain_values import as_list
 from jax_paged.arguments.suggestions import suggestions
-from jax_paged.config.engine_args import EngineConfig
-from jax_paged.core.request import PromptEmbeds, StandIn
+from jax_paged.config.engine_config import EngineConfig
+from jax_paged.core.request import PlaceholderData, PromptEmbeds
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.inputs import Prompt
@@ -35,7 +35,7 @@ class TokenizedPrompt:
     token_ids: list[int]
     cache_salt: str | None = None
     embeds: PromptEmbeds | None = None
-    stand_ins: tuple[StandIn, ...] = ()
+    stand_ins: tuple[PlaceholderData, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -45,11 +45,9 @@ class TokenizedPrompt:
 
 # Reads a prompt that uses a feature. The arguments are the prompt and the function that tokenizes text
 # prompts. Returns the encoder prompt (None without an encoder) and the decoder prompt.
-ReadSpecial = Callable[
-    [Any, Callable[[Any], TokenizedPrompt]], tuple[TokenizedPrompt | None, TokenizedPrompt]
-]
-# A prompt with one of these keys is always read by read_special, whatever the model is.
-SPECIAL_KEYS = frozenset({"prompt_embeds", "encoder_prompt", "decoder_prompt"})
+ReadPrompt = Callable[[Any, Callable[[Any], TokenizedPrompt]], tuple[TokenizedPrompt | None, TokenizedPrompt]]
+# A prompt with one of these keys is always read by `read_feature`, whatever the model is.
+FEATURE_KEYS = frozenset({"prompt_embeds", "encoder_prompt", "decoder_prompt"})
 
 
 class PromptReader:
@@ -58,14 +56,14 @@ class PromptReader:
     Args:
         config: Settings of the engine, with the limits of the model.
         tokenizer: The tokenizer; None if all prompts are token ids.
-        read_special: Reads prompts that use a feature, and all prompts of encoder-decoder and multimodal
+        read_feature: Reads prompts that use a feature, and all prompts of encoder-decoder and multimodal
             models.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, read_special: ReadSpecial) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, read_feature: ReadPrompt) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._read_special = read_special
+        self._read_feature_prompt = read_feature
         self._is_text_decoder = config.images is None and config.decoder_start_token_id is None
 
     def read(
@@ -82,10 +80,10 @@ class PromptReader:
             ValueError: If the form of the prompt is not valid, or the prompt does not fit the model.
         """
         max_len = None if is_truncated else self._config.max_model_len
-        is_special = isinstance(prompt, dict) and not SPECIAL_KEYS.isdisjoint(prompt)
-        if self._is_text_decoder and not is_special:
+        uses_feature = isinstance(prompt, dict) and not FEATURE_KEYS.isdisjoint(prompt)
+        if self._is_text_decoder and not uses_feature:
             return None, self._tokenize(prompt, max_len)
-        return self._read_special(prompt, lambda part: self._tokenize(part, max_len))
+        return self._read_feature_prompt(prompt, lambda part: self._tokenize(part, max_len))
 
     def _tokenize(self, prompt: Any, max_len: int | None) -> TokenizedPrompt:
         """Returns the text, the checked token ids and the cache salt of a text prompt in any form."""
@@ -107,7 +105,7 @@ class PromptReader:
         check(salt is None or isinstance(salt, str), "cache_salt", salt, "a string")
         if token_ids is not None:
             return TokenizedPrompt(text, self._checked_ids("prompt_token_ids", token_ids), salt)
-        assert isinstance(text, str), "checked above"
+        assert isinstance(text, str), "the prompt has neither text nor token ids"
         return TokenizedPrompt(text, self._encode(text, max_len), salt)
 
     def _encode(self, text: str, max_len: int | None) -> list[int]:
@@ -118,7 +116,7 @@ class PromptReader:
         check(bool(token_ids), "prompt", text, "text of at least one token")
         highest, allowed = max(token_ids), self._config.vocab_size - 1
         if highest > allowed:
-            remedy = f". The tokenizer {self._tokenizer.name!r} does not fit the model"
+            remedy = f". The tokenizer {self._tokenizer.name!r} does not match the model"
             allowed = f"in the model's vocabulary, [0, {allowed}]"
             raise ArgumentError("prompt", highest, allowed, aspect="each token id of", remedy=remedy)
         return token_ids
@@ -170,7 +168,7 @@ def with_soft_prompt(prompt: TokenizedPrompt, rows: np.ndarray) -> TokenizedProm
     return TokenizedPrompt(prompt.text, token_ids, prompt.cache_salt, embeds)
 
 
-def one_salt(argument: str, encoder: TokenizedPrompt | None, decoder: TokenizedPrompt) -> str:
+def cache_salt_of(argument: str, encoder: TokenizedPrompt | None, decoder: TokenizedPrompt) -> str:
     """Returns the cache salt of a request, which the argument or its prompts may specify; "" if none does.
 
     Args:
@@ -183,8 +181,8 @@ def one_salt(argument: str, encoder: TokenizedPrompt | None, decoder: TokenizedP
     """
     given = [argument or None, encoder and encoder.cache_salt, decoder.cache_salt]
     salts = {salt for salt in given if salt is not None}
-    check(len(salts) <= 1, "cache_salt", sorted(salts), "the same for all parts of a request")
+    check(len(salts) <= 1, "cache_salt", sorted(salts), "the same in the argument and in all prompts")
     salt = salts.pop() if salts else ""
     # The engine uses this character to append adapters, hooks and vectors to the salt (see new_request.py).
-    check("\0" not in salt, "cache_salt", salt, r"a string without the character \0")
+    check("\0" not in salt, "cache_salt", salt, r"a string without null characters (\0)")
     return salt

@@ -64,10 +64,10 @@ class SampleState:
             include_stop=params.include_stop_str_in_output,
         )
         self._shows_stop_token = params.include_stop_str_in_output
-        self._num_tokens_taken = 0
-        self._num_chars_taken = 0
+        self._num_tokens_sent = 0
+        self._num_chars_sent = 0
 
-    def restarted(self, seq: Sequence, group: SequenceGroup) -> "SampleState":
+    def with_replayed_text(self, seq: Sequence, group: SequenceGroup) -> "SampleState":
         """Returns the state of a sequence whose output is the beginning of this one.
 
         The text of the sequence is decoded again.
@@ -97,10 +97,10 @@ class SampleState:
 
         The next delta does not repeat text and tokens of earlier deltas.
         """
-        state = self.restarted(self.seq, self._group)
+        state = self.with_replayed_text(self.seq, self._group)
         detokenizer = state._detokenizer
-        state._num_tokens_taken = min(self._num_tokens_taken, len(self.seq.output_token_ids))
-        state._num_chars_taken = min(self._num_chars_taken, detokenizer.num_visible if detokenizer else 0)
+        state._num_tokens_sent = min(self._num_tokens_sent, len(self.seq.output_token_ids))
+        state._num_chars_sent = min(self._num_chars_sent, detokenizer.num_visible if detokenizer else 0)
         return state
 
     @functools.cached_property
@@ -150,7 +150,7 @@ class SampleState:
 
     def _completed_at(self) -> int | None:
         """Returns the number of output tokens that completed the grammar; None if it is not complete."""
-        assert self.matcher is not None, "the outputs follow a grammar"
+        assert self.matcher is not None, "the output follows a grammar but has no matcher"
         return self.matcher.follow(self.seq.output_token_ids)
 
     def finish(self) -> str | None:
@@ -163,7 +163,7 @@ class SampleState:
         return {
             "is_finished": self.is_finished,
             "logprobs": self._logprobs and [logprob_values(entry) for entry in self._logprobs],
-            "num_taken": [self._num_tokens_taken, self._num_chars_taken],
+            "num_taken": [self._num_tokens_sent, self._num_chars_sent],
             "detokenizer": self._detokenizer and self._detokenizer.values(),
         }
 
@@ -171,8 +171,8 @@ class SampleState:
         """Restores the state from the result of `values`, for the same request."""
         self.is_finished = values["is_finished"]
         if self._logprobs is not None:
-            self._logprobs = [logprob_of_values(entry) for entry in values["logprobs"] or ()]
-        self._num_tokens_taken, self._num_chars_taken = values["num_taken"]
+            self._logprobs = [logprob_from_values(entry) for entry in values["logprobs"] or ()]
+        self._num_tokens_sent, self._num_chars_sent = values["num_taken"]
         if self._detokenizer is not None:
             self._detokenizer.restore(values["detokenizer"])
 
@@ -183,16 +183,16 @@ class SampleState:
             return f"{reason}: {self.matcher.problem}"
         return reason
 
-    def output(self, index: int, *, is_last: bool) -> CompletionOutput:
+    def output(self, index: int, *, is_final: bool) -> CompletionOutput:
         """Returns the whole output so far.
 
         Args:
             index: Index of the output in the request.
-            is_last: Whether the request has finished. If so, the output has its own lists; if not, it has
+            is_final: Whether the request has finished. If so, the output has its own lists; if not, it has
                 snapshots of lists that still grow.
         """
         detokenizer, logprobs = self._detokenizer, self._logprobs
-        so_far = list if is_last else Snapshot
+        so_far = list if is_final else Snapshot
         return CompletionOutput(
             index=index,
             text=detokenizer.text[: detokenizer.num_visible] if detokenizer else "",
@@ -209,7 +209,7 @@ class SampleState:
         Args:
             index: Index of the output in the request.
         """
-        first_token, first_char = self._num_tokens_taken, self._num_chars_taken
+        first_token, first_char = self._num_tokens_sent, self._num_chars_sent
         detokenizer, logprobs = self._detokenizer, self._logprobs
         delta = CompletionOutput(
             index=index,
@@ -220,8 +220,8 @@ class SampleState:
             finish_reason=self.seq.status.finish_reason,
             stop_reason=self._stop_reason,
         )
-        self._num_tokens_taken += len(delta.token_ids)
-        self._num_chars_taken += len(delta.text)
+        self._num_tokens_sent += len(delta.token_ids)
+        self._num_chars_sent += len(delta.text)
         return delta
 
 
@@ -262,6 +262,6 @@ def logprob_values(entry: TokenLogprobDict) -> list[list[Any]]:
     return [[token_id, x.logprob, x.rank, x.decoded_token] for token_id, x in entry.items()]
 
 
-def logprob_of_values(values: list[list[Any]]) -> TokenLogprobDict:
+def logprob_from_values(values: list[list[Any]]) -> TokenLogprobDict:
     """Returns the log-probabilities from the result of `logprob_values`."""
     return {token_id: Logprob(*rest) for token_id, *rest in values}

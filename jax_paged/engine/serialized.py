@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 # Interval (seconds) at which a thread that waits for a lock checks whether to give up.
-_LOOK_S = 0.1
+_POLL_INTERVAL_S = 0.1
 _ANY_THREAD = "runs_in_any_thread"
 
 
@@ -120,7 +120,7 @@ def _serialized(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _acquired(lock: "threading.Lock | threading.RLock", gives_up: Callable[[], bool]) -> bool:
     """Waits for a lock. Returns True if it has been acquired, False if the caller gives up."""
-    while not lock.acquire(timeout=_LOOK_S):
+    while not lock.acquire(timeout=_POLL_INTERVAL_S):
         if gives_up():
             return False
     return True

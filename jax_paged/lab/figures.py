@@ -40,7 +40,7 @@ def png_of(draw: Callable[[], "Figure"]) -> bytes | None:
     return file.getvalue()
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """Returns a time as text with three digits and a unit; "never" for NaN."""
     units = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
     unit, factor = next((u for u in units if not value or round(value * u[1], 3) >= 1), units[-1])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_paged.lab.figures import new_figure, png_of, seconds
+from jax_paged.lab.figures import format_seconds, new_figure, png_of
 from jax_paged.lab.simulator import SimulationResult
 from jax_paged.lab.what_if import Replay
 
@@ -48,8 +48,10 @@ class Latencies:
 
     def _words(self, run: str) -> str:
         found = ((name, *(self.percentile(run, name, mark[0]) for mark in _MARKS)) for name in _NAMES)
-        told = (f"{name} {seconds(middle)} and {seconds(most)}" for name, middle, most in found)
-        return f"{run}: {', '.join(told)} ({len(self.seconds[run][FIRST]):,} requests)"
+        parts = (
+            f"{name} {format_seconds(middle)} and {format_seconds(most)}" for name, middle, most in found
+        )
+        return f"{run}: {', '.join(parts)} ({len(self.seconds[run][FIRST]):,} requests)"
 
     def _repr_png_(self) -> bytes | None:
         """Returns the drawing for a notebook; None without matplotlib, so that `repr` is shown."""
@@ -81,7 +83,7 @@ class Latencies:
         low, high = (every[every > 0].min() / 1.1, every.max() * 1.1) if every.any() else (1e-3, 1.0)
         axes.set(title=latency, xscale="log", xlim=(low, high))
         axes.xaxis.get_major_locator().set_params(subs=(1, 2, 5) if high < 100 * low else (1,))
-        axes.xaxis.set_major_formatter(lambda value, _: seconds(value))
+        axes.xaxis.set_major_formatter(lambda value, _: format_seconds(value))
         axes.xaxis.set_minor_formatter(lambda *_: "")
         for i, (run, found) in enumerate(self.seconds.items()):
             if not len(found[latency]):

@@ -15,7 +15,16 @@ import numpy as np
 
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.lab.pool_map import MAX_DRAWN, PITCH, SIDE, PoolMap, box, cell_place, owner_name, pool_map
+from jax_paged.lab.pool_map import (
+    MAX_DRAWN,
+    PITCH,
+    SIDE,
+    PoolMap,
+    cell_position,
+    cell_svg,
+    owner_name,
+    pool_map,
+)
 from jax_paged.lab.recording import replay_events
 
 _Block = tuple[str, int]  # ("device" or "host", block id)
@@ -181,26 +190,27 @@ def _movie_html(frames: list[Frame]) -> str:
         return "<p>no steps yet</p>"
     on_device = _drawn(frame.pool.blocks for frame in frames)
     on_host = _drawn(frame.pool.host_blocks for frame in frames)
-    places = {("device", block): cell_place(i) for i, block in enumerate(on_device)}
-    height = (max((y for _, y in places.values()), default=0)) + PITCH
+    positions = {("device", block): cell_position(i) for i, block in enumerate(on_device)}
+    height = (max((y for _, y in positions.values()), default=0)) + PITCH
     top = height + _GAP
-    places |= {("host", b): (x, y + top) for i, b in enumerate(on_host) for x, y in [cell_place(i)]}
-    numbers, boxes, before = {key: i for i, key in enumerate(places)}, {}, [-1] * len(places)
+    positions |= {("host", b): (x, y + top) for i, b in enumerate(on_host) for x, y in [cell_position(i)]}
+    indices, boxes, before = {key: i for i, key in enumerate(positions)}, {}, [-1] * len(positions)
     steps = []
     for frame in frames:
-        now = [-1] * len(places)
-        for key, drawn in _boxes(frame, numbers):
-            now[numbers[key]] = boxes.setdefault(drawn, len(boxes))
+        now = [-1] * len(positions)
+        for key, drawn in _cells(frame, indices):
+            now[indices[key]] = boxes.setdefault(drawn, len(boxes))
         changes = [[i, new] for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
-        arrows = [[*places[a], *places[b]] for a, b in _moves(frame.output) if a in places and b in places]
+        moves = [(a, b) for a, b in _moves(frame.output) if a in positions and b in positions]
+        arrows = [[*positions[a], *positions[b]] for a, b in moves]
         steps.append([frame.caption, changes, arrows])
         before = now
-    width = max((x for x, _ in places.values()), default=0) + PITCH
-    total = max((y for _, y in places.values()), default=0) + PITCH
+    width = max((x for x, _ in positions.values()), default=0) + PITCH
+    total = max((y for _, y in positions.values()), default=0) + PITCH
     # The last frame is static, for notebook viewers that remove scripts.
-    last = dict(_boxes(frames[-1], numbers))
+    last = dict(_cells(frames[-1], indices))
     cells = "".join(
-        f'<g transform="translate({x} {y})">{last.get(key, "")}</g>' for key, (x, y) in places.items()
+        f'<g transform="translate({x} {y})">{last.get(key, "")}</g>' for key, (x, y) in positions.items()
     )
     label = (
         f'<text x="0" y="{top - 8}" text-anchor="start" font-weight="normal" fill="currentColor">'
@@ -229,7 +239,7 @@ def _drawn(maps: Iterable[np.ndarray]) -> list[int]:
     return sorted(ids)[:MAX_DRAWN]
 
 
-def _boxes(frame: Frame, wanted: Container[_Block]) -> Iterator[tuple[_Block, str]]:
+def _cells(frame: Frame, wanted: Container[_Block]) -> Iterator[tuple[_Block, str]]:
     """Yields the requested blocks of a frame with their SVG."""
     pool = frame.pool
     for memory, blocks, owners in (
@@ -244,7 +254,7 @@ def _boxes(frame: Frame, wanted: Container[_Block]) -> Iterator[tuple[_Block, st
             if key in wanted:
                 own = by_block[key[1]]
                 title = html.escape("; ".join(map(owner_name, own[:4])) + "; and more" * (len(own) > 4))
-                yield key, f"<title>{title}</title>{box(block, own, pool.block_size)}"
+                yield key, f"<title>{title}</title>{cell_svg(block, own, pool.block_size)}"
 
 
 def _moves(output: SchedulerOutput) -> Iterator[tuple[_Block, _Block]]:
@@ -261,10 +271,9 @@ def _moves(output: SchedulerOutput) -> Iterator[tuple[_Block, _Block]]:
 def _note(frames: list[Frame], drawn: list[int]) -> str:
     num_blocks = len(frames[0].pool.blocks) - 1
     num_preempted = sum(len(frame.output.preempted) for frame in frames)
-    told = f"; {_count(num_preempted, 'preemption')}" * (num_preempted > 0)
-    return (
-        f"{len(frames):,} steps; drawn are the {len(drawn):,} of {num_blocks:,} blocks that were in use{told}"
-    )
+    preemptions = f"; {_count(num_preempted, 'preemption')}" * (num_preempted > 0)
+    shown = f"shows the {len(drawn):,} of {num_blocks:,} blocks that were in use"
+    return f"{len(frames):,} steps; {shown}{preemptions}"
 
 
 def _count(number: int, name: str) -> str:

@@ -61,14 +61,14 @@ class PageTable:
         """Returns the drawing: a row per block with its tokens, without scripts or external resources."""
         rows = "".join(self._row(entry) for entry in self.entries[:_MAX_DRAWN])
         left = len(self.entries) - _MAX_DRAWN
-        more = f"<div>and {left} blocks more</div>" if left > 0 else ""
+        more = f"<div>and {left} more blocks</div>" if left > 0 else ""
         style = (
             "display:inline-block;padding:0 .4em;border-radius:2px;color:#fff;font-weight:bold;background:"
         )
         legend = (
-            f'<div style="margin-top:4px"><span style="{style}{_OWN}">7</span> block 7, its own &nbsp; '
-            f'<span style="{style}{_SHARED}">7 &times;2</span> shared by two &nbsp; &#9679; full, and '
-            "offered by the prefix cache &nbsp; &#9633; an empty slot</div>"
+            f'<div style="margin-top:4px"><span style="{style}{_OWN}">7</span> block 7, not shared &nbsp; '
+            f'<span style="{style}{_SHARED}">7 &times;2</span> shared by two sequences &nbsp; &#9679; full, '
+            "in the prefix cache &nbsp; &#9633; empty slot</div>"
         )
         title = html.escape(repr(self)[1:-1])
         return (
@@ -80,7 +80,7 @@ class PageTable:
         position, n, count = int(entry["position"]), int(entry["num_tokens"]), int(entry["ref_count"])
         cell = "padding:1px 6px;text-align:left;border:1px solid rgba(128,128,128,.45)"
         if entry["block_id"] == NULL_BLOCK:
-            return f'<tr><td style="{cell}" colspan="3">fell out of the window</td></tr>'
+            return f'<tr><td style="{cell}" colspan="3">left the sliding window</td></tr>'
         color = _SHARED if count > 1 else _OWN
         name = f"{entry['block_id']}" + f" &times;{count}" * (count > 1)
         mark = "&#9679;" if entry["is_cached"] else ""
@@ -116,6 +116,7 @@ def page_table(
         for i, block in enumerate(table):
             n = min(max(num_filled - i * size, 0), size) * (block != NULL_BLOCK)
             is_cached = manager.pool.contents[block] is not None
-            rows.append((g, block, manager.pool.ref_counts[block], seq.block_place(i) * size, n, is_cached))
+            position = seq.original_block_index(i) * size
+            rows.append((g, block, manager.pool.ref_counts[block], position, n, is_cached))
     tokens = tuple(map(text_of, seq.tokens(0, len(seq))))
     return PageTable(request.request_id, np.array(rows, ENTRY_DTYPE), size, tokens)

@@ -146,9 +146,8 @@ def _summary(blocks: np.ndarray, block_size: int) -> str:
     num_tokens, num_slots = held["num_tokens"].sum(), len(held) * block_size
     num_saved = held["ref_count"].sum() - len(held)
     saved = f", and sharing saves {num_saved:,} more" if num_saved else ""
-    return (
-        f"{text}{saved}; tokens in {num_tokens:,} of their {num_slots:,} slots ({num_tokens / num_slots:.0%})"
-    )
+    filled = f"{num_tokens:,} of their {num_slots:,} slots hold tokens ({num_tokens / num_slots:.0%})"
+    return f"{text}{saved}; {filled}"
 
 
 def _drawing(title: str, blocks: np.ndarray, owners: np.ndarray, block_size: int) -> str:
@@ -156,9 +155,9 @@ def _drawing(title: str, blocks: np.ndarray, owners: np.ndarray, block_size: int
     drawn, note = blocks, ""
     if len(blocks) > MAX_DRAWN:
         drawn = blocks[blocks["ref_count"] > 0]
-        note = f" Drawn are only the {len(drawn):,} in use."
+        note = f" Only the {len(drawn):,} blocks in use are drawn."
         if len(drawn) > MAX_DRAWN:
-            drawn, note = drawn[:MAX_DRAWN], f" Drawn are only the first {MAX_DRAWN:,} in use."
+            drawn, note = drawn[:MAX_DRAWN], f" Only the first {MAX_DRAWN:,} blocks in use are drawn."
     by_block: dict[int, list[np.void]] = defaultdict(list)
     for owner in owners[np.isin(owners["block_id"], drawn["block_id"])]:
         by_block[int(owner["block_id"])].append(owner)
@@ -188,21 +187,23 @@ def _cell(i: int, block: np.void, owners: list[np.void], block_size: int) -> str
         f"block {block['block_id']}: {state}" + f", {num_tokens} of {block_size} tokens" * (num_tokens > 0)
     ]
     for owner in owners[:_MAX_LISTED]:
-        place = f"block {owner['position']} of its table" + f", group {owner['group']}" * bool(owner["group"])
-        lines.append(f"{owner_name(owner)}: {place}")
+        group = f", group {owner['group']}" * bool(owner["group"])
+        lines.append(f"{owner_name(owner)}: block {owner['position']} of its table{group}")
     if count > _MAX_LISTED:
         lines.append(f"and {count - _MAX_LISTED} more")
-    x, y = cell_place(i)
+    x, y = cell_position(i)
     title = html.escape(chr(10).join(lines))
-    return f'<g transform="translate({x} {y})"><title>{title}</title>{box(block, owners, block_size)}</g>'
+    return (
+        f'<g transform="translate({x} {y})"><title>{title}</title>{cell_svg(block, owners, block_size)}</g>'
+    )
 
 
-def cell_place(i: int) -> tuple[int, int]:
+def cell_position(i: int) -> tuple[int, int]:
     """Returns the position (x, y) of the i-th cell of a drawing."""
     return i % NUM_COLUMNS * PITCH, i // NUM_COLUMNS * PITCH
 
 
-def box(block: np.void, owners: list[np.void], block_size: int) -> str:
+def cell_svg(block: np.void, owners: list[np.void], block_size: int) -> str:
     """Returns the SVG of a cell without position and tooltip; blocks that look the same have equal SVG.
 
     Args:
@@ -214,10 +215,10 @@ def box(block: np.void, owners: list[np.void], block_size: int) -> str:
     requests = dict.fromkeys(arrival for arrival, _ in sequences)
     colors = [_color(*s) for s in (sequences if len(requests) == 1 else [(r, 0) for r in requests])]
     share = int(block["num_tokens"]) / block_size
-    return _box(str(block["state"]), colors[:_MAX_STRIPES], share, int(block["ref_count"]))
+    return _draw_cell(str(block["state"]), colors[:_MAX_STRIPES], share, int(block["ref_count"]))
 
 
-def _box(state: str, colors: list[str], share: float, count: int) -> str:
+def _draw_cell(state: str, colors: list[str], share: float, count: int) -> str:
     stripes = colors or [_GREY] * (state in ("cached", "pinned"))
     width, height = SIDE / max(len(stripes), 1), SIDE * share
     opacity = 0.35 if state == "cached" else 1
@@ -248,7 +249,7 @@ def _legend(blocks: np.ndarray, owners: np.ndarray) -> Iterator[str]:
         ("free", [], 0, num["free"], "free"),
         ("cached", [], 0, num["cached"], "free, but cached"),
         ("pinned", [], 1, num["pinned"], "pinned"),
-        ("used", [_GREY], 2, int(np.sum(blocks["ref_count"] > 1)), "shared by two or more"),
+        ("used", [_GREY], 2, int(np.sum(blocks["ref_count"] > 1)), "shared by two or more sequences"),
         ("null", [], 0, num["null"], "null block"),
     )
     for state, colors, count, num_blocks, meaning in marks:
@@ -266,14 +267,14 @@ def _legend(blocks: np.ndarray, owners: np.ndarray) -> Iterator[str]:
         name = html.escape(short_name(own[0]["request_id"]))
         yield f"{_swatch('used', colors, 1)} {name}: {several}{num_blocks:,} blocks"
     if len(requests) > _MAX_LISTED:
-        yield f"and {len(requests) - _MAX_LISTED:,} requests more"
+        yield f"and {len(requests) - _MAX_LISTED:,} more requests"
 
 
 def _swatch(state: str, colors: list[str], count: int) -> str:
-    box = _box(state, colors, 1, count)
+    svg = _draw_cell(state, colors, 1, count)
     return (
         '<svg viewBox="-1 -1 22 22" width="14" height="14" style="vertical-align:-2px" font-size="12" '
-        f'font-weight="bold" text-anchor="middle">{box}</svg>'
+        f'font-weight="bold" text-anchor="middle">{svg}</svg>'
     )
 
 

@@ -7,6 +7,7 @@ that its decisions are equal.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 from jax_paged.arguments.shown_values import shown
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.codec import FORMAT, check_format, request_of_values, values_of_request
+from jax_paged.core.codec import FORMAT, check_format, request_from_json, request_to_json
 from jax_paged.core.features.interactive.request_edits import DropBlocks, Fork, RequestEdit, Rollback
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.request import Sequence, SequenceGroup, SequenceStatus
@@ -22,7 +23,7 @@ from jax_paged.core.result_updater import StepUpdate
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.errors import ArgumentError, check
-from jax_paged.lab.what_if import Replay, ReplayedRun, arguments_of, step_row, what_if
+from jax_paged.lab.what_if import Replay, ReplayedRun, scheduler_arguments, step_row, what_if
 
 Note = Callable[..., None]
 _EDITS: dict[str, Callable[..., RequestEdit]] = {e.__name__: e for e in (Fork, Rollback, DropBlocks)}
@@ -32,6 +33,9 @@ _EDITS: dict[str, Callable[..., RequestEdit]] = {e.__name__: e for e in (Fork, R
 _CALLS = ("abort", "expect", "forget_prefixes")
 _PREFIX_CALLS = ("pin", "unpin")
 
+# Keys of steps in recordings that differ from the field names of SchedulerOutput.
+_STEP_KEYS = {"num_multi_step_tokens": "burst", "encoder_inputs": "to_encode"}
+
 
 class RecordedScheduler(Scheduler):
     """A scheduler that records its calls and decisions.
@@ -39,36 +43,37 @@ class RecordedScheduler(Scheduler):
     The overridden methods write an event and do what the methods of Scheduler do.
 
     Args:
-        like: A scheduler whose settings are copied, including the settings of its block manager. The pool
-            starts empty.
+        scheduler: A scheduler whose settings are copied, including the settings of its block manager. The
+            pool starts empty.
         sink: Function that receives each line of JSON, such as the `write` method of a file or the `append`
             method of a list.
 
     Raises:
-        ValueError: If `like` is a custom scheduler or has a custom scheduling policy, which can't be
+        ValueError: If `scheduler` is a custom scheduler or has a custom scheduling policy, which can't be
             replayed.
     """
 
-    def __init__(self, like: Scheduler, sink: Callable[[str], object]) -> None:
-        ok = type(like) in (Scheduler, RecordedScheduler) and not callable(like.scheduling_policy)
+    def __init__(self, scheduler: Scheduler, sink: Callable[[str], object]) -> None:
+        ok = type(scheduler) in (Scheduler, RecordedScheduler) and not callable(scheduler.scheduling_policy)
         check(
             ok,
             "scheduler",
-            like,
-            "a Scheduler with a built-in policy because other decisions can't be replayed",
+            scheduler,
+            "a Scheduler with a built-in scheduling policy because a recording contains no code",
         )
 
         def note(event: str, **values: Any) -> None:
             sink(json.dumps({"event": event, **values}) + "\n")
 
-        settings = _settings(like)
+        settings = _settings(scheduler)
         note("start", format=FORMAT, **settings)
-        super().__init__(**arguments_of(settings, lambda **kwargs: _RecordedBlockManager(note, **kwargs)))
+        arguments = scheduler_arguments(settings, functools.partial(_RecordedBlockManager, note))
+        super().__init__(**arguments)
         self._note = note
 
     def add(self, group: SequenceGroup) -> None:
         """Records and adds a request."""
-        self._note("add", arrival_time=group.metrics.arrival_time, **values_of_request(group.request))
+        self._note("add", arrival_time=group.metrics.arrival_time, **request_to_json(group.request))
         super().add(group)
 
     def abort(self, request_id: str) -> SequenceGroup | None:
@@ -87,9 +92,9 @@ class RecordedScheduler(Scheduler):
         num_output_tokens: int | None = None,
     ) -> None:
         """Records the end of a sequence and ends it."""
-        place = group.sequences.index(seq)
+        seq_index = group.sequences.index(seq)
         values = {"now": now, "stop_reason": stop_reason, "num_output_tokens": num_output_tokens}
-        self._note("finish", request_id=group.request_id, seq=place, status=status.name, **values)
+        self._note("finish", request_id=group.request_id, seq=seq_index, status=status.name, **values)
         super().finish(group, seq, status, now, stop_reason, num_output_tokens=num_output_tokens)
 
     def edit_request(self, edit: RequestEdit) -> SequenceGroup:
@@ -175,7 +180,8 @@ def decisions(output: SchedulerOutput) -> dict[str, Any]:
         [s.seq_id, s.request.request_id, s.seed, s.output_token_ids, s.block_tables]
         for s in output.new_sequences
     ]
-    fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    names = (field.name for field in dataclasses.fields(output))
+    fields = {_STEP_KEYS.get(name, name): getattr(output, name) for name in names}
     return json.loads(json.dumps(fields | {"new_sequences": new}))
 
 
@@ -302,7 +308,7 @@ class _Replayer:
         """
         if event == "start":
             check_format("lines", values.get("format", 1))
-            self._scheduler = Scheduler(**arguments_of(values))
+            self._scheduler = Scheduler(**scheduler_arguments(values))
             self._pending, self._clock = {}, 0.0
             return
         scheduler: Any = self._scheduler
@@ -315,31 +321,32 @@ class _Replayer:
             getattr(self, f"_{event}")(scheduler, **values)
 
     def _add(self, scheduler: Scheduler, arrival_time: float, **request: Any) -> None:
-        group = SequenceGroup.of(request_of_values(request), arrival_time)
-        self._keep(group)
+        group = SequenceGroup.from_request(request_from_json(request), arrival_time)
+        self._add_group(group)
         scheduler.add(group)
 
-    def _keep(self, group: SequenceGroup) -> None:
+    def _add_group(self, group: SequenceGroup) -> None:
         self._groups[group.request_id] = len(self.run.groups)
         self.run.groups.append(group)
 
     def _edit_request(self, scheduler: Scheduler, kind: str, **edit: Any) -> None:
         group = scheduler.edit_request(_EDITS[kind](**edit))
         if group.request_id not in self._groups:
-            self._keep(group)
+            self._add_group(group)
 
     def _schedule(self, scheduler: Scheduler, now: float, **decided: Any) -> None:
-        self._keep_step(scheduler, scheduler.schedule(now), now, decided)
+        self._add_step(scheduler, scheduler.schedule(now), now, decided)
 
     def _draft(
         self, scheduler: Scheduler, request_id: str, token_ids: list[int], decided: dict[str, Any] | None
     ) -> None:
         output = scheduler.schedule_draft(request_id, token_ids)
-        assert (output is None) == (decided is None), "blocks are found alike"
+        is_same = (output is None) == (decided is None)
+        assert is_same, f"a draft of request {request_id!r} was scheduled in only one of recording and replay"
         if output is not None and decided is not None:
-            self._keep_step(scheduler, output, self._clock, decided)
+            self._add_step(scheduler, output, self._clock, decided)
 
-    def _keep_step(
+    def _add_step(
         self, scheduler: Scheduler, output: SchedulerOutput, now: float, decided: dict[str, Any]
     ) -> None:
         index = len(self.run.steps)
@@ -427,7 +434,7 @@ def _settings(scheduler: Scheduler) -> dict[str, dict[str, Any]]:
             "enable_prefix_caching": manager.enable_prefix_caching,
             "groups": [dataclasses.asdict(group) for group in manager.groups],
             "num_swap_blocks": manager.swap_pool.num_usable,
-            "num_state_slots": manager.states.is_used * manager.states.pool.num_blocks,
+            "num_state_slots": manager.states.has_states * manager.states.pool.num_blocks,
             "num_swap_state_slots": manager.states.swap_pool.num_usable,
         },
         "scheduler": {

@@ -21,7 +21,7 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.errors import check, check_int, check_number
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
-STEP = np.dtype(
+SIMULATED_STEP_DTYPE = np.dtype(
     [
         ("time_s", np.float64),  # start of the step
         ("step_s", np.float64),
@@ -46,7 +46,7 @@ _NO_LOGPROBS = TokenLogprobs(0.0, 0, [], [])
 TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "finished_time")
 COUNTS = ("num_cached_tokens", "num_preemptions")
 _NUMBERS = (*COUNTS, "num_output_tokens")  # num_output_tokens is per output, if it has finished
-REQUEST = np.dtype([*((name, np.float64) for name in TIMES), *((name, np.int32) for name in _NUMBERS)])
+REQUEST_DTYPE = np.dtype([*((name, np.float64) for name in TIMES), *((name, np.int32) for name in _NUMBERS)])
 
 
 @suggests_fields
@@ -168,8 +168,8 @@ class SimulationResult:
     """Result of a simulation.
 
     Args:
-        steps: One row per step, with the fields of STEP.
-        requests: One row per request, in the order of the trace, with the fields of REQUEST.
+        steps: One row per step, with the fields of SIMULATED_STEP_DTYPE.
+        requests: One row per request, in the order of the trace, with the fields of REQUEST_DTYPE.
         block_size: Number of tokens per block.
     """
 
@@ -205,7 +205,7 @@ class SimulationResult:
         """Returns the mean of a field of the steps, weighted by their duration; idle time is not included.
 
         Args:
-            field: One of the fields of STEP.
+            field: One of the fields of SIMULATED_STEP_DTYPE.
         """
         return float(np.average(self.steps[field], weights=self.steps["step_s"]))
 
@@ -267,16 +267,16 @@ def simulate(
     output_lens: list[int] = []
     steps: list[np.ndarray] = []
     rows: list[tuple[Any, ...]] = []
-    coming = next(trace, None)
-    while coming is not None or scheduler.has_unfinished:
-        if coming is not None and not scheduler.has_unfinished:
-            clock = max(clock, coming[1].arrival_s)
+    next_request = next(trace, None)
+    while next_request is not None or scheduler.has_unfinished:
+        if next_request is not None and not scheduler.has_unfinished:
+            clock = max(clock, next_request[1].arrival_s)
         if clock >= stop_s:
             break
-        while coming is not None and coming[1].arrival_s <= clock:
-            index, request = coming
+        while next_request is not None and next_request[1].arrival_s <= clock:
+            index, request = next_request
             arrival_s = request.arrival_s
-            allowed = f"at least {last_s}, that of the request before"
+            allowed = f"at least {last_s}, when the previous request arrived"
             check(arrival_s >= last_s, f"requests[{index}].arrival_s", arrival_s, allowed)
             last_s = arrival_s
             has_beams = has_beams or request.beam_width is not None
@@ -284,31 +284,33 @@ def simulate(
             metrics.append(group.metrics)
             output_lens.append(request.output_len)
             scheduler.add(group)
-            coming = next(trace, None)
+            next_request = next(trace, None)
         output = scheduler.schedule(clock)
         if not output.scheduled:
-            assert output.ended, "a scheduler with requests advances"
+            assert output.ended, "the scheduler has unfinished requests, but it scheduled and ended none"
             scheduler.update(output, ModelRunnerOutput(output.step_id, [], [], [], []), clock)
             continue
         row = _step_row(clock, output, scheduler, step_time)
         rows.append(row)
         if len(rows) == 4096:  # a row of an array needs a tenth of the memory of a tuple
-            steps.append(np.array(rows, STEP))
+            steps.append(np.array(rows, SIMULATED_STEP_DTYPE))
             rows.clear()
         clock += row[1]
         scheduler.update(output, _result(output, scheduler, rng if has_beams else None), clock)
     served = map(operator.attrgetter(*TIMES, *COUNTS), metrics)
-    all_steps = np.concatenate([*steps, np.array(rows, STEP)])
+    all_steps = np.concatenate([*steps, np.array(rows, SIMULATED_STEP_DTYPE)])
     ends = [(*times, n) for times, n in zip(served, output_lens, strict=True)]
-    return SimulationResult(all_steps, np.array(ends, REQUEST), manager.block_size)
+    return SimulationResult(all_steps, np.array(ends, REQUEST_DTYPE), manager.block_size)
 
 
 def _group(index: int, request: Request, scheduler: Scheduler) -> SequenceGroup:
     num_tokens, limit = request.prompt_len + request.output_len, scheduler.max_model_len
     name = f"requests[{index}]"
-    check(num_tokens <= limit, name, num_tokens, f"at most {limit}", aspect="the length of")
+    allowed, aspect = f"at most {limit} (max_model_len)", "the number of tokens of"
+    check(num_tokens <= limit, name, num_tokens, allowed, aspect=aspect)
     num_seqs, limit = request.beam_width or request.n, scheduler.max_num_seqs
-    check(num_seqs <= limit, name, num_seqs, f"at most {limit}", aspect="the number of sequences of")
+    allowed, aspect = f"at most {limit} (max_num_seqs)", "the number of sequences of"
+    check(num_seqs <= limit, name, num_seqs, allowed, aspect=aspect)
     ok = scheduler.scheduling_policy == "priority" or not request.priority
     check(ok, f"{name}.priority", request.priority, "0 with scheduling_policy 'fcfs'")
     # A prompt given as a number consists of a token id that no other request has.
@@ -316,7 +318,7 @@ def _group(index: int, request: Request, scheduler: Scheduler) -> SequenceGroup:
     params, beams = _params(request.n, request.beam_width, request.output_len)
     features = None if beams is None else core.RequestFeatures(beams)
     values = core.Request(str(index), prompt, params, priority=request.priority, features=features)
-    return SequenceGroup.of(values, request.arrival_s)
+    return SequenceGroup.from_request(values, request.arrival_s)
 
 
 @functools.lru_cache(maxsize=1 << 14)  # cached because constructing and checking parameters is slow
@@ -329,7 +331,7 @@ def _params(n: int, width: int | None, length: int) -> tuple[SamplingParams, Bea
 def _step_row(
     clock: float, output: SchedulerOutput, scheduler: Scheduler, step_time: StepTime
 ) -> tuple[Any, ...]:
-    """Returns the row of STEP for a step that is scheduled but has no result yet."""
+    """Returns the row of SIMULATED_STEP_DTYPE for a step that is scheduled but has no result yet."""
     queues, pool, rows = scheduler.queues, scheduler.block_manager.pool, output.scheduled
     num_tokens = _num_tokens(output)
     num_prefill_tokens, num_decode_seqs = 0, len(rows)
@@ -349,13 +351,14 @@ def _step_row(
         num_blocks_swapped,
         len(output.blocks_to_copy),
     )
-    for i in range(1, max(output.burst, default=0)):  # decode steps after the first, in multi-step decoding
+    # Decode steps after the first, in multi-step decoding.
+    for i in range(1, max(output.num_multi_step_tokens, default=0)):
         starts = [row.start + i for row, n in zip(rows, num_tokens, strict=True) if n > i]
         step_s += step_time.step_s(0, len(starts), sum(starts), 0, 0)
     return (
         clock,
         step_s,
-        len({_found(scheduler, row.seq_id)[0] for row in rows}),
+        len({_find(scheduler, row.seq_id)[0] for row in rows}),
         len(queues.running),
         len(queues.waiting),
         len(queues.swapped),
@@ -383,9 +386,9 @@ def _sharing(output: SchedulerOutput, scheduler: Scheduler, num_blocks_used: int
     lens = {seq: seq.num_computed_tokens for seq in tables}
     stops = [row.start + n for row, n in zip(output.scheduled, _num_tokens(output), strict=True)]
     for row, stop in zip(output.scheduled, stops, strict=True):
-        lens[_found(scheduler, row.seq_id)[1]] = stop
+        lens[_find(scheduler, row.seq_id)[1]] = stop
     for sample in output.samples:
-        lens[_found(scheduler, sample.seq_id)[1]] = stops[sample.row]
+        lens[_find(scheduler, sample.seq_id)[1]] = stops[sample.scheduled_index]
     filled: dict[int, int] = {}  # number of tokens in each block that is not full
     for seq, (table,) in tables.items():
         first = lens[seq] // size
@@ -396,12 +399,12 @@ def _sharing(output: SchedulerOutput, scheduler: Scheduler, num_blocks_used: int
 
 def _num_tokens(output: SchedulerOutput) -> list[int]:
     """Returns the number of tokens of each row; in multi-step decoding, for all decode steps together."""
-    return list(output.burst) or [row.num_tokens for row in output.scheduled]
+    return list(output.num_multi_step_tokens) or [row.num_tokens for row in output.scheduled]
 
 
-def _found(scheduler: Scheduler, seq_id: int) -> tuple[SequenceGroup, Sequence]:
+def _find(scheduler: Scheduler, seq_id: int) -> tuple[SequenceGroup, Sequence]:
     found = scheduler.find(seq_id)
-    assert found is not None, "a step that was just scheduled names sequences with batch slots"
+    assert found is not None, f"sequence {seq_id} of a scheduled step has no batch slot"
     return found
 
 
@@ -414,11 +417,11 @@ def _result(output: SchedulerOutput, scheduler: Scheduler, rng: random.Random | 
         rng: Random numbers for the log-probabilities of beams. Each candidate is less likely than the one
             before it. None if there are no beams.
     """
-    num_drawn = output.burst or [1] * len(output.samples)
+    num_drawn = output.num_multi_step_tokens or [1] * len(output.samples)
     logprobs = [[_NO_LOGPROBS] * n for n in num_drawn]
     if rng is not None:
         for i, sample in enumerate(output.samples):
-            beams = _found(scheduler, sample.seq_id)[0].beam_params
+            beams = _find(scheduler, sample.seq_id)[0].beam_params
             if beams:
                 num_top = 2 * beams.beam_width
                 top = list(itertools.accumulate(-rng.expovariate(1.0) for _ in range(num_top)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.lab.figures import new_figure, png_of, seconds
+from jax_paged.lab.figures import format_seconds, new_figure, png_of
 from jax_paged.lab.pool_map import short_name
 from jax_paged.lab.recording import replay
 
@@ -20,9 +20,9 @@ _MAX_LANES = 24
 _ONE, _SEVERAL = "C0", "C1"
 # Fields of steps to draw as lines, with their labels and line styles.
 _LINES = {
-    "num_seqs": ("rows", "-"),
-    "num_waiting": ("requests that wait", "--"),
-    "num_swapped": ("requests swapped out", ":"),
+    "num_seqs": ("scheduled sequences", "-"),
+    "num_waiting": ("waiting requests", "--"),
+    "num_swapped": ("swapped-out requests", ":"),
 }
 
 
@@ -67,7 +67,7 @@ class Timeline:
             _draw_lanes(axes["lanes"], lanes)
         bottom, times_s = axes[list(panels)[-1]], self.steps["time_s"] - self.steps["time_s"][0]
         bottom.xaxis.set_major_formatter(
-            lambda x, _: f"{x:,g}\n{seconds(times_s[int(x)])}" if 0 <= x < len(times_s) else ""
+            lambda x, _: f"{x:,g}\n{format_seconds(times_s[int(x)])}" if 0 <= x < len(times_s) else ""
         )
         bottom.set_xlabel(f"and {num_left:,} more requests" * (num_left > 0), loc="left")
         figure.legend(loc="outside lower left", ncols=3, frameon=False)
@@ -76,14 +76,19 @@ class Timeline:
     def _draw_counts(self, tokens: Any, queues: Any) -> None:
         """Draws the tokens of each step, the length of each queue, and marks for preemptions."""
         steps = self.steps
-        rows_of_one = steps["num_tokens"] - steps["num_prefill_tokens"]
-        tokens.stairs(steps["num_tokens"], fill=True, color=_SEVERAL, label="rows of several, as of prompts")
-        tokens.stairs(rows_of_one, fill=True, color=_ONE, label="rows of one token")
+        num_single = steps["num_tokens"] - steps["num_prefill_tokens"]
+        tokens.stairs(
+            steps["num_tokens"],
+            fill=True,
+            color=_SEVERAL,
+            label="several tokens per sequence (prompts, drafts)",
+        )
+        tokens.stairs(num_single, fill=True, color=_ONE, label="one token per sequence (decode)")
         tokens.set_ylabel("tokens per step")
         for name, (label, style) in _LINES.items():
             if steps[name].any():
                 queues.stairs(steps[name], baseline=None, linestyle=style, label=label)
-        queues.set_ylabel("rows and requests")
+        queues.set_ylabel("sequences and requests")
         preempted = np.flatnonzero(steps["num_preemptions"]) + 0.5
         for axes in (tokens, queues):
             axes.vlines(preempted, 0, 1, "grey", "dotted", transform=axes.get_xaxis_transform())
@@ -100,7 +105,7 @@ def timeline_of(lines: Iterable[str]) -> Timeline:
     Raises:
         ValueError: If the recording is invalid or its decisions can't be reproduced; see `recording.replay`.
     """
-    return Timeline((told := replay(lines)).steps, told.outputs)
+    return Timeline((run := replay(lines)).steps, run.outputs)
 
 
 @dataclasses.dataclass

@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_paged.arguments.shown_values import one_of
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.codec import request_of_values
+from jax_paged.core.codec import request_from_json
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.request import SequenceGroup, SequenceStatus
@@ -18,7 +18,7 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.speculation import Speculation
 
-STEP = np.dtype(
+REPLAYED_STEP_DTYPE = np.dtype(
     [
         ("time_s", np.float64),  # time at which it was scheduled
         ("num_tokens", np.int32),  # in multi-step decoding, for all decode steps
@@ -35,7 +35,7 @@ STEP = np.dtype(
     ]
 )
 # Events for manual changes of steps, requests and weights. They have no meaning if the steps are different.
-_BY_HAND = ("edit_step", "edit_request", "draft", "forget_prefixes")
+_MANUAL_EVENTS = ("edit_step", "edit_request", "draft", "forget_prefixes")
 _NO_LOGPROBS = TokenLogprobs(0.0, 0, [], [])
 
 
@@ -44,7 +44,7 @@ class Replay:
     """Result of a replay: steps and requests.
 
     Args:
-        steps: One row per step, with the fields of STEP.
+        steps: One row per step, with the fields of REPLAYED_STEP_DTYPE.
         outputs: The scheduled steps.
         requests: The requests with their tokens and metrics, in order of arrival.
         max_logprob_difference: Maximum difference between recorded log-probabilities and log-probabilities
@@ -106,7 +106,7 @@ class ReplayedRun:
 
     Args:
         groups: The requests, in order of arrival.
-        steps: Rows of STEP.
+        steps: Rows of REPLAYED_STEP_DTYPE.
         outputs: The scheduled steps.
         tops: For beam searches, the most likely next tokens and their log-probabilities. The key is the index
             of the request in `groups` and the output tokens of a beam.
@@ -122,18 +122,19 @@ class ReplayedRun:
 
     def replay(self) -> Replay:
         """Returns the run as a Replay."""
-        return Replay(np.array(self.steps, STEP), self.outputs, self.groups, self.max_logprob_difference)
+        steps = np.array(self.steps, REPLAYED_STEP_DTYPE)
+        return Replay(steps, self.outputs, self.groups, self.max_logprob_difference)
 
 
 def step_row(output: SchedulerOutput, scheduler: Scheduler, now: float) -> tuple[Any, ...]:
-    """Returns the row of STEP for a step that was just scheduled, with a duration of 0."""
+    """Returns the row of REPLAYED_STEP_DTYPE for a step that was just scheduled, with a duration of 0."""
     queues, pool = scheduler.queues, scheduler.block_manager.pool
     return (
         now,
-        sum(output.burst) or output.num_batched_tokens,
+        sum(output.num_multi_step_tokens) or output.num_batched_tokens,
         sum(row.num_tokens for row in output.scheduled if row.num_tokens > 1),
         len(output.scheduled),
-        max(output.burst, default=1),
+        max(output.num_multi_step_tokens, default=1),
         len(queues.running),
         len(queues.waiting),
         len(queues.swapped),
@@ -144,7 +145,7 @@ def step_row(output: SchedulerOutput, scheduler: Scheduler, now: float) -> tuple
     )
 
 
-def arguments_of(
+def scheduler_arguments(
     settings: dict[str, Any], make_manager: Callable[..., BlockManager] = BlockManager
 ) -> dict[str, Any]:
     """Returns the arguments for creating a Scheduler with recorded settings.
@@ -182,9 +183,9 @@ def what_if(
             contains manual edits of steps or requests.
     """
     new, clock = ReplayedRun(), 0.0
-    seconds = _fitted(np.array(recorded.steps, STEP))
-    for part in _parts(events):
-        scheduler = make(**arguments_of(_changed(part[0], settings)))
+    seconds = _fit_step_times(np.array(recorded.steps, REPLAYED_STEP_DTYPE))
+    for part in _split_recording(events):
+        scheduler = make(**scheduler_arguments(_with_settings(part[0], settings)))
         clock = _WhatIf(recorded, new, scheduler, seconds).serve(part[1:], clock)
     return new.replay()
 
@@ -208,7 +209,7 @@ class _WhatIf:
         seconds: tuple[float, float, float],
     ) -> None:
         self.recorded, self.new, self.scheduler, self.seconds = recorded, new, scheduler, seconds
-        self.places: dict[SequenceGroup, int] = {}
+        self.request_indices: dict[SequenceGroup, int] = {}
         self.current: dict[str, str] = {}  # recorded request id -> id of its latest request here
         # Recorded "finish" events, by index of the request and of the sequence. Stop strings end these
         # sequences.
@@ -221,42 +222,42 @@ class _WhatIf:
             events: The events of this part after "start".
             clock: The time at the start (seconds).
         """
-        scheduler, coming = self.scheduler, self._coming(events)
-        while coming or scheduler.has_unfinished:
+        scheduler, pending = self.scheduler, self._external_events(events)
+        while pending or scheduler.has_unfinished:
             if not scheduler.has_unfinished:
-                clock = max(clock, coming[0][0])
+                clock = max(clock, pending[0][0])
             # Prefixes are only pinned when no request is running, because the request that computes the
             # prefix has to finish first.
-            while coming and coming[0][0] <= clock:
-                if coming[0][1]["event"] == "pin" and scheduler.has_unfinished:
+            while pending and pending[0][0] <= clock:
+                if pending[0][1]["event"] == "pin" and scheduler.has_unfinished:
                     break
-                self._apply(coming.popleft()[1])
+                self._apply(pending.popleft()[1])
             if scheduler.has_unfinished:
                 clock = self._step(clock)
         return clock
 
-    def _coming(self, events: list[dict[str, Any]]) -> deque[tuple[float, dict[str, Any]]]:
+    def _external_events(self, events: list[dict[str, Any]]) -> deque[tuple[float, dict[str, Any]]]:
         """Returns the events caused by users, each with the earliest time at which it may be applied."""
-        coming: deque[tuple[float, dict[str, Any]]] = deque()
-        clock, last, place, places = 0.0, 0.0, len(self.new.groups), dict[str, int]()
+        pending: deque[tuple[float, dict[str, Any]]] = deque()
+        clock, last, index, indices = 0.0, 0.0, len(self.new.groups), dict[str, int]()
         for event in events:
             kind = event["event"]
-            if kind in _BY_HAND:
-                allowed = "one that no user has caused by hand"
-                raise ArgumentError("lines", kind, allowed, aspect="each event of")
+            if kind in _MANUAL_EVENTS:
+                allowed = "a recording without manual edits or weight updates"
+                raise ArgumentError("lines", kind, allowed)
             if kind in ("schedule", "update"):
                 clock = event["now"]
             elif kind == "expect":
                 continue  # refers to tokens at recorded steps, which may not exist here
             elif kind == "finish":
-                self.finishes[places[event["request_id"]], event["seq"]] = event
+                self.finishes[indices[event["request_id"]], event["seq"]] = event
             else:
                 if kind == "add":
-                    places[event["request_id"]] = place
-                    place += 1
+                    indices[event["request_id"]] = index
+                    index += 1
                 last = max(last, event["arrival_time"] if kind == "add" else clock)
-                coming.append((last, event))
-        return coming
+                pending.append((last, event))
+        return pending
 
     def _apply(self, event: dict[str, Any]) -> None:
         values = {name: value for name, value in event.items() if name != "event"}
@@ -267,14 +268,15 @@ class _WhatIf:
                 values["request_id"] = f"{request_id} ({len(self.new.groups)})"
             self.current[request_id] = values["request_id"]
             arrival_time, policy = values.pop("arrival_time"), scheduler.scheduling_policy
-            group = SequenceGroup.of(request_of_values(values), arrival_time)
+            group = SequenceGroup.from_request(request_from_json(values), arrival_time)
             name, length = f"requests[{request_id!r}]", len(group.sequences[0])
-            check_int(name, length, 1, scheduler.max_model_len - 1, aspect="the length of")
-            aspect = "the number of sequences of"
-            check_int(name, group.max_num_seqs, 1, scheduler.max_num_seqs, aspect=aspect)
+            most, aspect = scheduler.max_model_len - 1, "the number of prompt tokens of"
+            check_int(name, length, 1, most, condition="(max_model_len - 1)", aspect=aspect)
+            most, aspect = scheduler.max_num_seqs, "the number of sequences of"
+            check_int(name, group.max_num_seqs, 1, most, condition="(max_num_seqs)", aspect=aspect)
             is_fair = policy != "fcfs" or not group.priority
             check(is_fair, f"{name}.priority", group.priority, "0 with scheduling_policy 'fcfs'")
-            self.places[group] = len(self.new.groups)
+            self.request_indices[group] = len(self.new.groups)
             self.new.groups.append(group)
             scheduler.add(group)
         elif kind == "abort":
@@ -290,7 +292,8 @@ class _WhatIf:
         step_s = 0.0
         if output.scheduled:
             per_decode, per_token, least = self.seconds
-            step_s = max(per_decode * max(output.burst, default=1) + per_token * row[1], least)
+            num_decodes = max(output.num_multi_step_tokens, default=1)
+            step_s = max(per_decode * num_decodes + per_token * row[1], least)
         new.steps.append((*row[:-1], step_s))
         new.outputs.append(output)
         update = scheduler.update(output, self._result(output), clock + step_s)
@@ -304,56 +307,58 @@ class _WhatIf:
         logprobs: list[list[TokenLogprobs]] = []
         for i, sample in enumerate(output.samples):
             found = self.scheduler.find(sample.seq_id)
-            assert found is not None, "a step that was just scheduled names sequences with batch slots"
+            assert found is not None, f"sequence {sample.seq_id} of a scheduled step has no batch slot"
             group, seq = found
-            place, num_tokens = self.places[group], output.burst[i] if output.burst else 1
+            counts, request_index = output.num_multi_step_tokens, self.request_indices[group]
+            num_tokens = counts[i] if counts else 1
             if group.beam_params is not None:
                 tokens.append([0])
-                logprobs.append([self.recorded.tops.get((place, tuple(seq.output_token_ids)), _NO_LOGPROBS)])
+                key = request_index, tuple(seq.output_token_ids)
+                logprobs.append([self.recorded.tops.get(key, _NO_LOGPROBS)])
                 continue
-            drawn, first = self._drawn(place, seq.index), len(seq.output_token_ids)
+            drawn, first = self._drawn(request_index, seq.index), len(seq.output_token_ids)
             tokens.append(drawn[first : first + num_tokens] or [0])  # 0 past the recorded tokens; see _end
             logprobs.append([_NO_LOGPROBS] * len(tokens[-1]))
         num_rows = len(output.scheduled)
         return ModelRunnerOutput(output.step_id, tokens, logprobs, [True] * num_rows, [[]] * num_rows)
 
-    def _drawn(self, place: int, index: int) -> list[int]:
-        seqs = self.recorded.groups[place].sequences
+    def _drawn(self, request_index: int, index: int) -> list[int]:
+        seqs = self.recorded.groups[request_index].sequences
         return seqs[index].output_token_ids if index < len(seqs) else []
 
     def _end(self, group: SequenceGroup, now: float) -> None:
         """Ends sequences at recorded stop strings, and requests whose further tokens were not recorded."""
-        place = self.places[group]
+        request_index = self.request_indices[group]
         if group.beam_params is not None:
             return
         for seq in group.sequences:
             if seq.status.is_finished and len(seq.output_token_ids) > (
-                n := len(self._drawn(place, seq.index))
+                n := len(self._drawn(request_index, seq.index))
             ):
                 seq.truncate(n)  # remove the dummy token from `_result`
                 seq.status = SequenceStatus.FINISHED_ABORTED
         for seq in group.unfinished:
-            finish = self.finishes.get((place, seq.index))
+            finish = self.finishes.get((request_index, seq.index))
             num_tokens = None if finish is None else finish["num_output_tokens"]
             if finish is not None and num_tokens is not None and len(seq.output_token_ids) >= num_tokens:
                 status = SequenceStatus[finish["status"]]
                 stop = finish["stop_reason"]
                 self.scheduler.finish(group, seq, status, now, stop, num_output_tokens=num_tokens)
-            elif len(seq.output_token_ids) >= (num_known := len(self._drawn(place, seq.index))):
+            elif len(seq.output_token_ids) >= (num_known := len(self._drawn(request_index, seq.index))):
                 seq.truncate(num_known)
                 self.scheduler.abort(group.request_id)
                 group.metrics.finished_time = now
                 return
 
 
-def _parts(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+def _split_recording(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yields the parts of a recording; each part begins with a "start" event."""
     starts = [i for i, event in enumerate(events) if event["event"] == "start"]
     for start, stop in zip(starts, [*starts[1:], len(events)], strict=True):
         yield events[start:stop]
 
 
-def _changed(start: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+def _with_settings(start: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of a "start" event with some of the settings replaced."""
     changed = {owner: dict(start[owner]) for owner in ("block_manager", "scheduler")}
     # The drafts that another scheduler would have verified are unknown, so speculative decoding is disabled.
@@ -367,14 +372,14 @@ def _changed(start: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _fitted(steps: np.ndarray) -> tuple[float, float, float]:
+def _fit_step_times(steps: np.ndarray) -> tuple[float, float, float]:
     """Fits the model of step durations to recorded steps.
 
     The sum of absolute errors is minimized, so that a few steps with a pause of the machine have little
     influence.
 
     Args:
-        steps: Recorded steps, with the fields of STEP.
+        steps: Recorded steps, with the fields of REPLAYED_STEP_DTYPE.
 
     Returns:
         Time per decode step, time per token, and duration of the shortest step (seconds).

@@ -26,7 +26,7 @@ from jax_paged.server.observability.logs import log_statistics
 from jax_paged.server.observability.metrics import Metrics
 from jax_paged.server.protocol import schemas
 from jax_paged.server.protocol.fields import with_known_fields
-from jax_paged.server.protocol.openapi import answers, describe
+from jax_paged.server.protocol.openapi import install_document, response_docs
 from jax_paged.server.protocol.responses import ApiError, asleep_error, json_response, validation_error
 from jax_paged.server.routes.developer import DeveloperRoutes
 from jax_paged.server.routes.docs_page import docs_page
@@ -37,7 +37,7 @@ from jax_paged.server.routes.pooling import PoolingRoutes
 from jax_paged.server.routes.responses import ResponsesRoute
 from jax_paged.server.routes.status_page import StatusPageRoutes
 from jax_paged.server.streaming import RequestRunner
-from jax_paged.server.text_reader import Lane, TextReader
+from jax_paged.server.text_reader import TextReader, ThrottledLock
 from jax_paged.server.waiting_queue import WaitingQueue
 
 _TICK_S = 0.1
@@ -78,8 +78,8 @@ class OpenAIServer:
         )
         self.metrics = Metrics(engine, model_name, lambda: self._waiting_queue.num_waiting)
         runner = RequestRunner(engine, self._waiting_queue, self.metrics)
-        self._lane = Lane()
-        texts = TextReader(self._lane)
+        self._cpu_lock = ThrottledLock()
+        texts = TextReader(self._cpu_lock)
         self._models = ServedModels(engine, model_name, self.options.lora_modules)
         self._generation = GenerationRoutes(engine, runner, texts, self._models, self.options)
         self._pooling = PoolingRoutes(engine, runner, texts, self._models, self.options)
@@ -119,47 +119,49 @@ class OpenAIServer:
         app.router.route_class = json_route(self.options)
         known = functools.partial(with_known_fields, strict=self.options.strict)
         generating = {
-            "/v1/completions": (self._generation.completions, schemas.CompletionAnswer),
-            "/v1/chat/completions": (self._generation.chat_completions, schemas.ChatAnswer),
-            "/v1/responses": (self._responses.responses, schemas.ResponseAnswer),
+            "/v1/completions": (self._generation.completions, schemas.CompletionResponse),
+            "/v1/chat/completions": (self._generation.chat_completions, schemas.ChatCompletionResponse),
+            "/v1/responses": (self._responses.responses, schemas.ResponsesResponse),
         }
         pooling = {
-            "/v1/embeddings": (self._pooling.embeddings, schemas.EmbeddingAnswer),
-            "/pooling": (self._pooling.pooling, schemas.PoolingAnswer),
-            "/classify": (self._pooling.classify, schemas.ClassifyAnswer),
-            **dict.fromkeys(("/score", "/v1/score"), (self._pooling.score, schemas.ScoreAnswer)),
+            "/v1/embeddings": (self._pooling.embeddings, schemas.EmbeddingResponse),
+            "/pooling": (self._pooling.pooling, schemas.PoolingResponse),
+            "/classify": (self._pooling.classify, schemas.ClassificationResponse),
+            **dict.fromkeys(("/score", "/v1/score"), (self._pooling.score, schemas.ScoreResponse)),
             **dict.fromkeys(
-                ("/rerank", "/v1/rerank", "/v2/rerank"), (self._pooling.rerank, schemas.RerankAnswer)
+                ("/rerank", "/v1/rerank", "/v2/rerank"), (self._pooling.rerank, schemas.RerankResponse)
             ),
         }
         running = generating | pooling
-        for path, (handler, form) in running.items():
-            app.post(path, **answers(form))(known(handler))
-        app.add_middleware(BodyLimits, options=self.options, lane=self._lane)
+        for path, (handler, model) in running.items():
+            app.post(path, **response_docs(model))(known(handler))
+        app.add_middleware(BodyLimits, options=self.options, cpu_lock=self._cpu_lock)
         app.add_middleware(Gate, lifecycle=self.lifecycle, waiting_queue=self._waiting_queue, paths=running)  # pyright: ignore
         information = self._information
-        app.post("/tokenize", **answers(schemas.TokenizeAnswer))(known(information.tokenize))
-        app.post("/detokenize", **answers(schemas.DetokenizeAnswer))(known(information.detokenize))
+        app.post("/tokenize", **response_docs(schemas.TokenizeResponse))(known(information.tokenize))
+        app.post("/detokenize", **response_docs(schemas.DetokenizeResponse))(known(information.detokenize))
         if self.options.allow_runtime_lora_updating:
             text: Any = {"response_class": PlainTextResponse}
             app.post("/v1/load_lora_adapter", **text)(known(self._models.load))
             app.post("/v1/unload_lora_adapter", **text)(known(self._models.unload))
-        app.get("/v1/models", **answers(schemas.ModelList))(information.models)
+        app.get("/v1/models", **response_docs(schemas.ModelList))(information.models)
         # The name of a model may contain slashes.
-        app.get("/v1/models/{model:path}", **answers(schemas.ModelCard, 404))(information.model)
-        app.get("/version", **answers(schemas.VersionAnswer))(information.version)
-        app.get("/health", **answers(schemas.HealthAnswer))(self.health)
-        app.get("/ping", **answers(schemas.HealthAnswer))(self.health)
-        app.get("/ready", **answers(schemas.HealthAnswer))(self.ready)
+        app.get("/v1/models/{model:path}", **response_docs(schemas.ModelCard, 404))(information.model)
+        app.get("/version", **response_docs(schemas.VersionResponse))(information.version)
+        app.get("/health", **response_docs(schemas.HealthResponse))(self.health)
+        app.get("/ping", **response_docs(schemas.HealthResponse))(self.health)
+        app.get("/ready", **response_docs(schemas.HealthResponse))(self.ready)
         app.get("/metrics", response_class=PlainTextResponse)(self.prometheus)
         if self.options.developer_routes:
             developer = DeveloperRoutes(self.engine, self.options)
-            app.post("/sleep", **answers(schemas.SleepAnswer, 403))(developer.sleep)
-            app.post("/wake_up", **answers(schemas.SleepAnswer, 403))(developer.wake_up)
-            app.get("/is_sleeping", **answers(schemas.SleepAnswer))(developer.is_sleeping)
+            app.post("/sleep", **response_docs(schemas.SleepResponse, 403))(developer.sleep)
+            app.post("/wake_up", **response_docs(schemas.SleepResponse, 403))(developer.wake_up)
+            app.get("/is_sleeping", **response_docs(schemas.SleepResponse))(developer.is_sleeping)
             weights = known(developer.update_weights)
-            app.post("/update_weights", **answers(schemas.WeightVersionAnswer, 403))(weights)
-            app.get("/weight_version", **answers(schemas.WeightVersionAnswer))(developer.weight_version)
+            app.post("/update_weights", **response_docs(schemas.WeightVersionResponse, 403))(weights)
+            app.get("/weight_version", **response_docs(schemas.WeightVersionResponse))(
+                developer.weight_version
+            )
         if self.options.ui:
             page = StatusPageRoutes(self.engine, self.metrics, self.model_name)
             app.get("/", include_in_schema=False)(page.page)
@@ -167,14 +169,14 @@ class OpenAIServer:
         app.exception_handler(HTTPException)(_on_http_error)
         for error_class, to_api_error in _API_ERRORS.items():
             app.exception_handler(error_class)(_answer_with(to_api_error))
-        describe(app, information.version_name)
+        install_document(app, information.version_name)
         app.get("/docs", include_in_schema=False)(lambda: docs_page(app.openapi()))
         routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
         return AccessLog(with_middleware(app, self.options), self.metrics, routes)
 
     async def health(self) -> Response:
         """GET /health: Status 200 while the engine is running, 503 after it has stopped."""
-        if self.engine.error is not None and (error := self.lifecycle.refusal()) is not None:
+        if self.engine.error is not None and (error := self.lifecycle.rejection()) is not None:
             raise error
         return json_response({"status": "ok"})
 
@@ -183,7 +185,7 @@ class OpenAIServer:
 
         Requests are not accepted during a shutdown, while the engine sleeps, and after it has stopped.
         """
-        if (error := self.lifecycle.refusal()) is not None:
+        if (error := self.lifecycle.rejection()) is not None:
             raise error
         return json_response({"status": "ready"})
 

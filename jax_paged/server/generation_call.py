@@ -60,6 +60,6 @@ class GenerationCall:
             return {}
         return {"token_ids": list(completion.token_ids) if self.counts_output else []}
 
-    def moves_on(self, error: ApiError) -> bool:
+    def continues_elsewhere(self, error: ApiError) -> bool:
         """Returns whether another replica continues the response after an error of this one."""
         return self.journal is not None and isinstance(error.__cause__, EngineDeadError)

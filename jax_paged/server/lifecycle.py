@@ -14,11 +14,11 @@ from jax_paged.server.waiting_queue import WaitingQueue
 
 # Exit statuses of the process.
 DRAINED = 0
-REQUESTS_CUT_OFF = 3
+REQUESTS_ABORTED = 3
 ENGINE_FAILED = 4
 
 # Time (seconds) that clients have to read the last event of their streams before the server ends.
-_LAST_WORDS_S = 2
+_FINAL_EVENT_S = 2
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -53,12 +53,12 @@ class Lifecycle:
         self._shutdown_timeout = shutdown_timeout
         self._step_timeout = step_timeout
         self._stay = stay
-        self._cuts_at: float | None = None  # time.monotonic() when running requests are aborted
+        self._abort_time: float | None = None  # time.monotonic() when running requests are aborted
         # time.monotonic() when the server ends, even if clients are still reading
-        self._ends_at: float | None = None
+        self._end_time: float | None = None
         self.exit_code = DRAINED
 
-    def refusal(self) -> ApiError | None:
+    def rejection(self) -> ApiError | None:
         """Returns the error for new requests while none are accepted; None while requests are accepted."""
         if self.is_draining:
             return ApiError(
@@ -86,15 +86,15 @@ class Lifecycle:
         """
         if not self.is_draining:
             self.is_draining = True
-            self._cuts_at = now + self._shutdown_timeout
+            self._abort_time = now + self._shutdown_timeout
             if self.num_active:
                 _LOGGER.warning(
-                    "shutting down: %d running requests have %g s to end; a second signal cuts them off",
-                    self.num_active,
+                    "shutting down: waiting at most %g s for %d requests; a second signal aborts them",
                     self._shutdown_timeout,
+                    self.num_active,
                 )
-        elif self._ends_at is None:
-            self._cuts_at = now
+        elif self._end_time is None:
+            self._abort_time = now
 
     def tick(self, now: float) -> bool:
         """Checks the engine and the timeouts, and returns whether the server should end now.
@@ -106,32 +106,33 @@ class Lifecycle:
             True if the server should end now.
         """
         self._watch(now)
-        if self._cuts_at is not None and now >= self._cuts_at and self._ends_at is None and self.num_active:
-            _LOGGER.warning("shutting down: %d requests are cut off", self.num_active)
-            self.exit_code = self.exit_code or REQUESTS_CUT_OFF
-            self._ends_at = now + _LAST_WORDS_S
+        is_due = self._abort_time is not None and now >= self._abort_time
+        if is_due and self._end_time is None and self.num_active:
+            _LOGGER.warning("shutting down: aborting %d running requests", self.num_active)
+            self.exit_code = self.exit_code or REQUESTS_ABORTED
+            self._end_time = now + _FINAL_EVENT_S
             self._engine.fail(EngineDeadError("the server is shutting down"))
-        is_over = self._ends_at is not None and now >= self._ends_at
+        is_over = self._end_time is not None and now >= self._end_time
         return is_over or (self.is_draining and not self.num_active)
 
     def _watch(self, now: float) -> None:
-        if self.exit_code == ENGINE_FAILED or self._ends_at is not None:
+        if self.exit_code == ENGINE_FAILED or self._end_time is not None:
             return
         began = self._engine.step_began
         if began is not None and now - began > self._step_timeout:
             _LOGGER.error(
-                "a step of the engine takes more than %g s, in\n%s", self._step_timeout, self._engine.stack()
+                "an engine step takes more than %g s; stack:\n%s", self._step_timeout, self._engine.stack()
             )
             self._engine.fail(
                 EngineDeadError(
-                    f"the engine hangs: a step takes more than {self._step_timeout:g} s (--step-timeout)"
+                    f"the engine hangs: a step has taken more than {self._step_timeout:g} s (--step-timeout)"
                 )
             )
         if (stopped := self._engine.stopped) is not None:
             self._engine.fail(stopped)  # Stops the other engines too, if there are several.
             self.exit_code = ENGINE_FAILED
             if not self._stay:
-                self._ends_at = now + _LAST_WORDS_S
+                self._end_time = now + _FINAL_EVENT_S
 
 
 class Gate:
@@ -160,7 +161,7 @@ class Gate:
         """Handles one request."""
         path = route_path(scope) if scope["type"] == "http" else ""
         if not path.isprintable():  # Starlette's routes would ignore a line break at the end of the path.
-            error = ApiError("no path here has control characters", status=404)
+            error = ApiError("the path must not contain control characters", status=404)
             await error.response()(scope, receive, send)
             return
         if scope["type"] != "http" or scope["method"] != "POST" or path not in self._paths:
@@ -170,7 +171,7 @@ class Gate:
         # Another replica has begun the response, so the request must not be rejected because the queue is
         # full.
         has_begun = journal is not None and journal.has_begun
-        error = self._lifecycle.refusal() or (None if has_begun else self._waiting_queue.refusal())
+        error = self._lifecycle.rejection() or (None if has_begun else self._waiting_queue.rejection())
         if error is not None:
             await error.response()(scope, receive, send)
             return

@@ -75,7 +75,7 @@ def run_batch(args: EngineArgs, options: BatchOptions) -> NoReturn:
     with contextlib.ExitStack() as stack:
         try:
             num_lines = _num_lines(options.input_file)
-            done = Done.read(options.output_file)
+            done = FinishedLines.read(options.output_file)
             output = stack.enter_context(options.output_file.open("ab"))
             engine = stack.enter_context(contextlib.closing(serving_engine(args)))
         except (OSError, ValueError) as error:
@@ -89,16 +89,16 @@ def run_batch(args: EngineArgs, options: BatchOptions) -> NoReturn:
         except asyncio.CancelledError:
             status = _INTERRUPTED
         except EngineDeadError as error:
-            sys.exit(f"jax-paged: {error}; run it again to go on")
-    parts = f"{summary.num_answered} answered, {summary.num_failed} failed, {summary.num_skipped} done before"
+            sys.exit(f"jax-paged: {error}; run the same command again to continue")
+    parts = f"{summary.num_answered} succeeded, {summary.num_failed} failed, {summary.num_skipped} skipped"
     failed = f" ({summary.num_skipped_failed} of them failed)" if summary.num_skipped_failed else ""
-    rest = "; interrupted: run it again to go on" if status == _INTERRUPTED else ""
+    rest = "; interrupted: run the same command again to continue" if status == _INTERRUPTED else ""
     print(f"{parts}{failed}; {summary.num_tokens} tokens{rest}", file=sys.stderr)
     sys.exit(status)
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
+class FinishedLines:
     """Lines whose results are in the output file of an earlier run.
 
     Args:
@@ -112,7 +112,7 @@ class Done:
     bad_lines: frozenset[int]
 
     @classmethod
-    def read(cls, output: Path) -> "Done":
+    def read(cls, output: Path) -> "FinishedLines":
         """Reads the results in an output file, if it exists, and removes an incomplete last line.
 
         Raises:
@@ -124,9 +124,9 @@ class Done:
         bad: set[int] = set()
         size = 0
         if output.exists():
-            allowed = "a new file or one that run-batch has begun"
+            allowed = "a new file or the output file of an earlier run-batch"
             if not output.is_file():
-                raise ArgumentError("output_file", str(output), allowed, remedy=", which is no regular file")
+                raise ArgumentError("output_file", str(output), allowed, remedy=", not a regular file")
             with output.open("rb") as file:
                 for number, line in enumerate(file, 1):
                     if not line.endswith(b"\n"):
@@ -143,7 +143,7 @@ class Done:
                         case {"custom_id": None, "response": None, "error": {"line": int(bad_line)}}:
                             bad.add(bad_line)
                         case _:
-                            remedy = f", whose line {number} is no answer of a batch"
+                            remedy = f", whose line {number} is not a result of run-batch"
                             raise ArgumentError("output_file", str(output), allowed, remedy=remedy)
                     size += len(line)
             with output.open("rb+") as file:
@@ -168,7 +168,7 @@ class Batch:
         self,
         engine: ServingEngine,
         model_name: str,
-        done: Done,
+        done: FinishedLines,
         summary: Summary,
         output: BinaryIO,
         bar: "tqdm[Any]",
@@ -197,7 +197,7 @@ class Batch:
             asyncio.CancelledError: After SIGINT or SIGTERM.
         """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None, "a coroutine runs in a task"
+        assert task is not None, "run() was not called in an asyncio task"
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, task.cancel)
         slots = asyncio.Semaphore(self._num_at_a_time)
@@ -233,7 +233,7 @@ class Batch:
         self._write({"id": entry_id, "custom_id": custom_id, "response": response, "error": error})
 
     async def _answer(self, url: str, body: bytes) -> dict[str, Any]:
-        status, answer = await call(self._app, url, body)
+        status, answer = await post(self._app, url, body)
         if self._engine.error is not None:
             raise EngineDeadError(str(self._engine.error) or repr(self._engine.error))
         return {"status_code": status, "request_id": uuid.uuid4().hex, "body": orjson.loads(answer)}
@@ -257,7 +257,7 @@ class Batch:
         self._bar.update()
 
 
-async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
+async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
     """Sends a POST request with a JSON body to an application.
 
     Returns:
@@ -272,7 +272,7 @@ async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
         message = next(messages, None)
         if message is None:
             await asyncio.Event().wait()  # the client never disconnects
-        assert message is not None, "nothing follows"
+        assert message is not None, "a disconnect message was received from a client that never disconnects"
         return message
 
     async def send(message: Message) -> None:
@@ -332,7 +332,7 @@ def _new_id(request: dict[str, Any], seen: set[str]) -> str:
     if not isinstance(custom_id, str):
         raise _BadLineError(str(ArgumentError("custom_id", custom_id, "a string")))
     if custom_id in seen:
-        raise _BadLineError(str(ArgumentError("custom_id", custom_id, "that of no earlier line")))
+        raise _BadLineError(str(ArgumentError("custom_id", custom_id, "unique in the file")))
     seen.add(custom_id)
     return custom_id
 

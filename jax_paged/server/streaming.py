@@ -13,13 +13,12 @@ from jax_paged.core.request import RequestMetrics
 from jax_paged.engine.async_engine.request_stream import RequestStream
 from jax_paged.engine.errors import NOT_RUNNING, EngineAsleepError, EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
-from jax_paged.engine.new_request import prior_output
+from jax_paged.engine.new_request import resumed_output
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.server.generation_call import GenerationCall
 from jax_paged.server.http.http_protocol import BodyWriter
-from jax_paged.server.observability.access import RequestRecord
 from jax_paged.server.observability.metrics import Metrics
 from jax_paged.server.protocol.logprobs import prompt_logprobs
 from jax_paged.server.protocol.responses import ApiError, asleep_error, request_error, usage
@@ -41,7 +40,7 @@ class RequestRunner:
         self._engine = engine
         self._waiting_queue = waiting_queue
         self._metrics = metrics
-        self._leaving: set[asyncio.Task[None]] = set()  # references that keep the tasks alive
+        self._aborting: set[asyncio.Task[None]] = set()  # references that keep the tasks alive
 
     async def answer(self, call: GenerationCall) -> dict[str, Any]:
         """Runs all requests of a call to their end, and returns the body of the response.
@@ -95,14 +94,14 @@ class RequestRunner:
                 response. Any other failure becomes an event.
         """
         encoder = _ChunkEncoder(
-            call, self.with_end_apart, include_usage=include_usage, continuous_usage=continuous_usage
+            call, self.split_end_token, include_usage=include_usage, continuous_usage=continuous_usage
         )
         journal, has_begun = call.journal, call.has_begun
         try:
             async with self._running(call) as requests, contextlib.aclosing(_merged(requests)) as parts:
                 async for i, part in parts:
                     event = encoder.chunks(i, part, requests[i].num_tokens)
-                    if part is requests[i].given:
+                    if part is requests[i].prior:
                         continue  # The client already has this part.
                     if journal is not None:
                         journal.note(i * call.num_outputs, part)
@@ -119,7 +118,7 @@ class RequestRunner:
             if include_usage:
                 end = _event({**call.head, "choices": [], "usage": _usage(call, requests)}) + end
         except ApiError as error:
-            if not has_begun or call.moves_on(error):
+            if not has_begun or call.continues_elsewhere(error):
                 raise
             end = _event(error.body())  # There is no [DONE] event, because the response is incomplete.
         if journal is not None:
@@ -136,7 +135,7 @@ class RequestRunner:
         """
         async with self._running(call, whole=whole) as (request,):
             async for part in request:
-                if call.journal is not None and part is not request.given:
+                if call.journal is not None and part is not request.prior:
                     call.journal.note(0, part)
                 yield part
 
@@ -161,15 +160,15 @@ class RequestRunner:
             waited_s = time.monotonic() - start
             try:
                 for i, checked in enumerate(call.requests):
-                    request_id, given, stream = f"{call.head['id']}-{i}", None, None
+                    request_id, prior, stream = f"{call.head['id']}-{i}", None, None
                     if call.journal is not None:
-                        checked = call.journal.begun(i, call.num_outputs, checked)
+                        checked = call.journal.with_prior_output(i, call.num_outputs, checked)
                     if checked.prior_outputs:
-                        given = prior_output(checked, request_id, self._engine.engine.tokenizer)
-                    if given is None or not given.finished:
+                        prior = resumed_output(checked, request_id, self._engine.engine.tokenizer)
+                    if prior is None or not prior.finished:
                         stream = await self._engine.submit(checked, None, request_id, whole=whole)
-                    facts = checked, call.num_outputs, waited_s, self._metrics, call.record
-                    running.append(_RunningRequest(request_id, stream, given, *facts))
+                    new = _RunningRequest(request_id, stream, prior, checked, call, waited_s, self._metrics)
+                    running.append(new)
                 yield running
             except EngineDeadError as error:
                 raise ApiError(str(error), status=503) from error
@@ -180,7 +179,7 @@ class RequestRunner:
                     if not request.is_finished:
                         self._abort(request)
 
-    def with_end_apart(
+    def split_end_token(
         self, completion: CompletionOutput, params: SamplingParams
     ) -> Sequence[CompletionOutput]:
         """Returns a part of an output as two parts if its last token is an end token, which adds no text.
@@ -216,8 +215,8 @@ class RequestRunner:
         self._engine.abort(request.request_id)
         # The final part must be counted too. The caller may have been cancelled and cannot wait for it.
         task = asyncio.create_task(_exhaust(request))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
 
 
 class _ChunkEncoder:
@@ -225,7 +224,7 @@ class _ChunkEncoder:
 
     Args:
         call: The call.
-        with_end_apart: RequestRunner.with_end_apart.
+        split_end_token: RequestRunner.split_end_token.
         include_usage: Whether the response ends with the token counts; the other chunks then have the field
             too.
         continuous_usage: Whether, with include_usage, every chunk has the token counts of its choice so far.
@@ -234,13 +233,13 @@ class _ChunkEncoder:
     def __init__(
         self,
         call: GenerationCall,
-        with_end_apart: Callable[[CompletionOutput, SamplingParams], Sequence[CompletionOutput]],
+        split_end_token: Callable[[CompletionOutput, SamplingParams], Sequence[CompletionOutput]],
         *,
         include_usage: bool,
         continuous_usage: bool,
     ) -> None:
         self._call = call
-        self._with_end_apart = with_end_apart
+        self._split_end_token = split_end_token
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
         self._head = b"data: " + orjson.dumps(call.head)[:-1]
@@ -273,7 +272,7 @@ class _ChunkEncoder:
         self, i: int, index: int, completion: CompletionOutput, part: RequestOutput, num_tokens: int
     ) -> bytes:
         call, found = self._call, b""
-        for one in self._with_end_apart(completion, call.requests[i].params):
+        for one in self._split_end_token(completion, call.requests[i].params):
             choice = call.choice(index, one, part) | call.output_ids(one)
             if index not in self._begun:
                 choice |= call.prompt_ids("choice", part)
@@ -303,42 +302,40 @@ class _RunningRequest:
     Args:
         request_id: Id of the request.
         stream: Stream of the output from the engine; None if the request is already finished.
-        given: Output that the client already has from another replica, which is yielded first; None if there
+        prior: Output that the client already has from another replica, which is yielded first; None if there
             is none.
         checked: The request.
-        num_outputs: Number of outputs in the response.
+        call: The call to which the request belongs. Its record counts the start and the end of the request.
         waited_s: Time (seconds) that the request has waited for admission.
         metrics: Counts the request when it ends.
-        record: Record of the HTTP request, to which the start and the end of this request are added.
     """
 
     def __init__(
         self,
         request_id: str,
         stream: RequestStream | None,
-        given: RequestOutput | None,
+        prior: RequestOutput | None,
         checked: CheckedRequest,
-        num_outputs: int,
+        call: GenerationCall,
         waited_s: float,
         metrics: Metrics,
-        record: RequestRecord,
     ) -> None:
         self.request_id = request_id
-        self.given = given
-        self.num_tokens = [0] * num_outputs  # number of generated tokens so far, per output
+        self.prior = prior
+        self.num_tokens = [0] * call.num_outputs  # number of generated tokens so far, per output
         self._stream = stream
         self._checked = checked
         self._waited_s = waited_s
         self._metrics = metrics
-        self._record = record
+        self._record = call.record
         self._last: RequestOutput | None = None
         self._start = time.monotonic()
-        record.begin()
+        call.record.begin()
 
     @property
     def output(self) -> RequestOutput:
         """The newest part."""
-        assert self._last is not None, "asked for before the first part"
+        assert self._last is not None, "the output was read before its first part arrived"
         return self._last
 
     @property
@@ -349,12 +346,12 @@ class _RunningRequest:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        if self.given is not None and self._last is None:
-            self.num_tokens = [len(completion.token_ids) for completion in self.given.outputs]
-            self._last = self.given
-            if self.given.finished:
+        if self.prior is not None and self._last is None:
+            self.num_tokens = [len(completion.token_ids) for completion in self.prior.outputs]
+            self._last = self.prior
+            if self.prior.finished:
                 self._record.end()
-            return self.given
+            return self.prior
         # This is the only await, so that a cancelled task cannot lose a part between taking and counting it.
         if self._stream is None or not await self._stream.wait():
             raise StopAsyncIteration
@@ -373,7 +370,7 @@ class _RunningRequest:
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stream = self._stream
-        assert stream is not None, "it has not ended"
+        assert stream is not None, "a finished request has no stream"
 
         def write() -> None:
             # The loop is needed because an error of the engine may be waiting after an output.
@@ -402,7 +399,7 @@ class _RunningRequest:
         try:
             part = stream.take()
         except NOT_RUNNING as error:
-            self._count_end(self._cut_off(str(error)))
+            self._count_end(self._aborted_output(str(error)))
             raise
         # A beam search may return more hypotheses than requested.
         part.outputs = part.outputs[: len(self.num_tokens)]
@@ -421,10 +418,10 @@ class _RunningRequest:
         part.metrics.arrival_time -= self._waited_s
         replica = 0 if self._stream is None else self._stream.replica
         self._metrics.observe(part, self.num_tokens, replica)
-        self._record.observe(part, self.num_tokens)
+        self._record.record_result(part, self.num_tokens)
         self._record.end()
 
-    def _cut_off(self, reason: str) -> RequestOutput:
+    def _aborted_output(self, reason: str) -> RequestOutput:
         """Returns a final part for the metrics, because an engine that has stopped does not deliver one."""
         checked, last = self._checked, self._last
         times = RequestMetrics(self._start) if last is None else last.metrics.snapshot()

@@ -6,31 +6,32 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-# Texts with more characters than this, which take about 10 ms to tokenize, wait for the lane. Texts with at
+# Texts with more characters than this, which take about 10 ms to tokenize, wait for the lock. Texts with at
 # most _SHORT_TEXT characters are tokenized in the event loop, because waking a thread would take longer.
 _LONG_TEXT = 16_384
 _SHORT_TEXT = 1024
-# Bodies with more bytes than this, which take a few ms to parse, wait for the lane. The lane is then held for
+# Bodies with more bytes than this, which take a few ms to parse, wait for the lock. The lock is then held for
 # _SECONDS_PER_BYTE per byte, twice the time that 2 MB took on a busy core.
 LONG_BODY = 256 * 1024
 _SECONDS_PER_BYTE = 3e-8
 # Threads that compile grammars. A slow grammar does not delay texts, which have other threads.
-_NUM_FORM_THREADS = 4
+_NUM_GRAMMAR_THREADS = 4
 # Threads that decode images. Each may need a hundred megabytes of memory while decoding.
 _NUM_IMAGE_THREADS = 2
-# Threads that download images from other hosts, which may be slow. They occupy neither the lane nor the
+# Threads that download images from other hosts, which may be slow. They hold neither the lock nor the
 # threads that decode images.
 _NUM_FETCHES = 8
-# Rest of the lane after a text, as a multiple of the time for the text.
-_REST = 3
+# Rest of the lock after a text, as a multiple of the time for the text.
+_REST_FACTOR = 3
 
 
-class Lane:
+class ThrottledLock:
     """Lock for long CPU work such as tokenizing or parsing; after each turn, it stays locked for a rest.
 
     Such work competes with the engine for the interpreter and the CPU cores, and a step of the engine waits
-    for its slowest thread. With the lane, long work uses at most one core, and only a part of the time. The
-    rests do not slow the server down, because the engine takes longer for a long prompt than the lane does.
+    for its slowest thread. With the lock, long work uses at most one core, and only a part of the time. The
+    rests do not slow the server down, because the engine needs more time for a long prompt than the
+    tokenizer.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class Lane:
         try:
             yield
         finally:
-            loop.call_later(_REST * (loop.time() - start), self._is_taken.release)
+            loop.call_later(_REST_FACTOR * (loop.time() - start), self._is_taken.release)
 
     async def body_turn(self, num_bytes: int) -> None:
         """Waits for a turn to parse a long body. The turn ends by itself after the estimated parsing time.
@@ -61,12 +62,12 @@ class TextReader:
     """Runner for tokenization: in threads, or directly in the event loop if the text is short.
 
     Args:
-        lane: Lock that long texts must acquire. Shorter texts do not wait for it.
+        cpu_lock: Lock that long texts must acquire. Shorter texts do not wait for it.
     """
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self._forms = concurrent.futures.ThreadPoolExecutor(_NUM_FORM_THREADS, "forms")
+    def __init__(self, cpu_lock: ThrottledLock) -> None:
+        self._cpu_lock = cpu_lock
+        self._grammar_threads = concurrent.futures.ThreadPoolExecutor(_NUM_GRAMMAR_THREADS, "grammars")
         self._images = concurrent.futures.ThreadPoolExecutor(_NUM_IMAGE_THREADS, "images")
         self._fetches = concurrent.futures.ThreadPoolExecutor(_NUM_FETCHES, "fetches")
 
@@ -79,7 +80,7 @@ class TextReader:
         texts: list[Any],
         function: Callable[[], T],
         *,
-        with_form: bool = False,
+        with_grammar: bool = False,
         has_images: bool = False,
     ) -> T:
         """Runs a function that tokenizes texts, in a thread if it may take long, and returns its result.
@@ -87,18 +88,18 @@ class TextReader:
         Args:
             texts: The texts to tokenize. Each is a string, or nested lists and dicts of strings.
             function: Tokenizes the texts.
-            with_form: Whether the function also compiles a grammar.
+            with_grammar: Whether the function also compiles a grammar.
             has_images: Whether the function also decodes images.
         """
         sizes = [_num_characters(text) for text in texts]
         # A list of token ids has no characters, so its length counts instead.
         is_short = len(texts) == 1 and isinstance(texts[0], str | list)
         is_short = is_short and sizes[0] + len(texts[0]) <= _SHORT_TEXT
-        if is_short and not with_form and not has_images:
+        if is_short and not with_grammar and not has_images:
             return _called(function)
         is_long = sum(sizes) > _LONG_TEXT
-        async with self._lane.turn() if is_long else contextlib.nullcontext():
-            threads = self._forms if with_form else self._images if has_images else None
+        async with self._cpu_lock.turn() if is_long else contextlib.nullcontext():
+            threads = self._grammar_threads if with_grammar else self._images if has_images else None
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(threads, _called, function)
 
@@ -107,7 +108,7 @@ def _called[T](function: Callable[[], T]) -> T:
     try:
         return function()
     except StopIteration as error:  # A future cannot hold a StopIteration, so awaiting it would never end.
-        raise RuntimeError("an iterator has ended too early") from error
+        raise RuntimeError("StopIteration was raised while a request was processed") from error
 
 
 def _num_characters(value: Any) -> int:

@@ -20,12 +20,12 @@ class _WaitingRequest:
     Args:
         num_seqs: Number of sequences of the request.
         admitted: Done when the request has been admitted; cancelled when its client has disconnected.
-        is_inside: Whether the request has been admitted and counts towards the capacity.
+        is_admitted: Whether the request has been admitted and counts towards the capacity.
     """
 
     num_seqs: int
     admitted: asyncio.Future[None]
-    is_inside: bool = False
+    is_admitted: bool = False
 
 
 class WaitingQueue:
@@ -59,7 +59,7 @@ class WaitingQueue:
         # time of the last admission; None if no request was waiting afterwards
         self._last_admission: float | None = None
 
-    def refusal(self) -> ApiError | None:
+    def rejection(self) -> ApiError | None:
         """Returns the error for a new request if the queue is full; None if the request may wait."""
         has_room = self._free > 0 and not self._queues
         if has_room or self.num_waiting < self._max_waiting:
@@ -70,7 +70,7 @@ class WaitingQueue:
         seconds = math.ceil(self.num_waiting * self._seconds_per_request)
         seconds = max(1, min(seconds, _MAX_RETRY_AFTER_S))
         return ApiError(
-            f"{self.num_waiting} requests wait already, as many as may (--max-num-waiting); "
+            f"the server is busy: {self.num_waiting} requests are already waiting (--max-num-waiting); "
             f"try again in about {seconds} s",
             status=429,
             code="queue_full",
@@ -106,7 +106,7 @@ class WaitingQueue:
             await request.admitted
             yield
         finally:
-            if request.is_inside:
+            if request.is_admitted:
                 self._free += num_seqs
             else:  # The client has disconnected while the request was waiting.
                 self._remove(request, priority, client)
@@ -121,7 +121,7 @@ class WaitingQueue:
                 return
             self._remove(request, priority, client)
             self._free -= request.num_seqs
-            request.is_inside = True
+            request.is_admitted = True
             # If the client has just disconnected, `admission` releases the capacity.
             if not request.admitted.done():
                 request.admitted.set_result(None)

@@ -24,8 +24,8 @@ from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.packed_buffer import (
-    KEEPS_DRAW,
     MASK_COLUMN,
+    MASK_KEEPS_DRAW,
     BufferOptions,
     layout,
     neutral_sampling,
@@ -173,9 +173,9 @@ class BatchBuilder:
         num_tokens = np.fromiter(map(len, token_ids), np.int32, n)
         start = np.fromiter(starts, np.int32, n)
         end_loc = np.cumsum(num_tokens, dtype=np.int32)
-        assert end_loc[-1] == total, f"the rows have {end_loc[-1]} tokens, not {total}"
+        assert end_loc[-1] == total, f"sequences have {end_loc[-1]} tokens, num_batched_tokens is {total}"
         if bucket.is_decode:
-            assert total == n, "a decode step has one token per row"
+            assert total == n, "a sequence has several tokens in a decode step"
             token_batch_slots, positions = batch_slots, start
         else:
             row_of_token = np.repeat(np.arange(n), num_tokens)
@@ -198,13 +198,13 @@ class BatchBuilder:
         """Fills the fields slot_mapping and context_lens, for cache groups with self-attention."""
         batch, batch_slots, size = self._input_batch, rows.batch_slots, self._block_size
         n, total, stop = len(batch_slots), len(rows.positions), rows.stop
-        places = rows.positions - batch.num_dropped[rows.token_batch_slots]
+        table_slots = rows.positions - batch.num_dropped[rows.token_batch_slots]
         view["slot_mapping"][:] = self._num_blocks * size
         for g, group in enumerate(self._groups):
             if not group.is_cross:
-                blocks = batch.block_tables[g][rows.token_batch_slots, places // size]
+                blocks = batch.block_tables[g][rows.token_batch_slots, table_slots // size]
                 assert blocks.min() > 0, "a token would be written to the null block"
-                view["slot_mapping"][g, :total] = blocks * size + places % size
+                view["slot_mapping"][g, :total] = blocks * size + table_slots % size
                 view["context_lens"][g, :n] = stop - batch.num_dropped[batch_slots]
 
     def _fill_sampling(
@@ -237,16 +237,16 @@ class BatchBuilder:
         count_slots = self._input_batch.count_slots[sample_slots]
         counted = count_slots[count_slots < self._input_batch.num_batch_slots]
         assert len(np.unique(counted)) == len(counted), (
-            "a sample with penalties has several rows of logits: the tokens drawn from the earlier ones "
-            "are not counted yet"
+            "a sequence with penalties has several logits rows, but tokens drawn from earlier rows are not "
+            "counted yet"
         )
 
     def _fill_forced(self, forced: np.ndarray, batch_slots: np.ndarray, positions: np.ndarray) -> None:
         forced[:] = -1
-        given = self._input_batch.forced_tokens
-        for j, batch_slot in enumerate(batch_slots.tolist() if given else ()):
-            if batch_slot in given:
-                prompt_len, token_ids = given[batch_slot]
+        by_slot = self._input_batch.forced_tokens
+        for j, batch_slot in enumerate(batch_slots.tolist() if by_slot else ()):
+            if batch_slot in by_slot:
+                prompt_len, token_ids = by_slot[batch_slot]
                 first = int(positions[j]) - prompt_len
                 part = token_ids[first : first + forced.shape[1]]
                 forced[j, : len(part)] = part
@@ -276,37 +276,37 @@ class BatchBuilder:
         ids = np.full((bucket.num_logits, MAX_BIAS_IDS), self._vocab_size, np.int32)
         values = np.zeros((bucket.num_logits, MAX_BIAS_IDS), np.float32)
         for j, bias in biases.items():
-            assert len(bias) <= MAX_BIAS_IDS, f"{len(bias)} tokens of a sequence get a bias"
+            assert len(bias) <= MAX_BIAS_IDS, f"a sequence has {len(bias)} biases, more than MAX_BIAS_IDS"
             ids[j, : len(bias)] = list(bias)
             values[j, : len(bias)] = list(bias.values())
         return ids, values
 
     def _token_mask(
-        self, batch_slots: np.ndarray, positions: np.ndarray, given: TokenMasks | None, is_masked: np.ndarray
+        self, batch_slots: np.ndarray, positions: np.ndarray, masks: TokenMasks | None, is_masked: np.ndarray
     ) -> np.ndarray | None:
         """Returns the token masks of a step, or None if no row has a mask.
 
         Args:
             batch_slots: Batch slots of the logits rows from which tokens are drawn.
             positions: Positions of the drawn tokens.
-            given: Masks from the scheduler, for structured output; None for none.
+            masks: Masks from the scheduler, for structured output; None for none.
             is_masked: The column MASK_COLUMN of all logits rows. It is set for the rows that have a mask.
         """
         by_slot = self._input_batch.token_rules
         drawn = enumerate(zip(batch_slots.tolist(), positions.tolist(), strict=True)) if by_slot else ()
-        own = (
+        rule_masks = (
             (j, by_slot[batch_slot].mask_at(position))
             for j, (batch_slot, position) in drawn
             if batch_slot in by_slot
         )
-        masked = [(j, mask) for j, mask in own if mask is not None]
-        if not masked and given is None:
+        masked = [(j, mask) for j, mask in rule_masks if mask is not None]
+        if not masked and masks is None:
             return None
         out = np.full((len(is_masked), self._num_mask_words), -1, np.int32)
         for j, mask in masked:
             out[j], is_masked[j] = mask, 1
-        if given is not None:
-            rows, words = list(given.rows), np.frombuffer(given.words, "<i4")
+        if masks is not None:
+            rows, words = list(masks.rows), np.frombuffer(masks.words, "<i4")
             out[rows] &= words.reshape(len(rows), -1)[:, : self._num_mask_words]
-            is_masked[rows] = KEEPS_DRAW
+            is_masked[rows] = MASK_KEEPS_DRAW
         return out

@@ -31,23 +31,23 @@ class CopyProgram(Program):
     """Program that copies up to num_copies blocks, or state slots, inside the KV cache, which is donated."""
 
     num_copies: int
-    of_states: bool = False
+    moves_states: bool = False
 
     def __str__(self) -> str:
-        return f"copy {'states ' * self.of_states}{self.num_copies}"
+        return f"copy {'states ' * self.moves_states}{self.num_copies}"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
         """Traces the program; see Program."""
-        own = _own_arrays(context, of_states=self.of_states)
+        part = _moved_arrays(context, moves_states=self.moves_states)
         copy: Callable[[Array, Array, Array], Array] = _copy_slots
-        if not self.of_states:
+        if not self.moves_states:
             copy = functools.partial(ops.copy_blocks, backend=context.backend)
             if context.grid is not None:
                 copy = context.grid.shard_map(copy, (POOL_SPEC, PartitionSpec(), PartitionSpec()), POOL_SPEC)
 
         def copy_all(pool: list[Array], src: Array, dst: Array) -> list[Array]:
             pool = list(pool)
-            pool[own] = [copy(x, src, dst) for x in pool[own]]
+            pool[part] = [copy(x, src, dst) for x in pool[part]]
             return pool
 
         pool, ids = context.kv_cache(), context.shape((self.num_copies,), jnp.int32)
@@ -62,10 +62,10 @@ class SwapOutProgram(Program):
     On a GPU the results are in pinned host memory.
     """
 
-    of_states: bool = False
+    moves_states: bool = False
 
     def __str__(self) -> str:
-        return "swap out" + " states" * self.of_states
+        return "swap out" + " states" * self.moves_states
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
         """Traces the program; see Program."""
@@ -73,48 +73,48 @@ class SwapOutProgram(Program):
         if on_host is not None and jax.default_backend() != "cpu":
             on_host = on_host.with_memory_kind("pinned_host")
 
-        own = _own_arrays(context, of_states=self.of_states)
+        part = _moved_arrays(context, moves_states=self.moves_states)
 
         def gather(pool: list[Array], src: Array) -> list[Array]:
-            return [x.at[src].get(mode="clip") for x in pool[own]]
+            return [x.at[src].get(mode="clip") for x in pool[part]]
 
         pool = context.kv_cache()
-        ids = context.shape((SWAP_SLOTS if self.of_states else SWAP_BLOCKS,), jnp.int32)
-        return jax.jit(gather, out_shardings=[on_host] * len(pool[own])).trace(pool, ids)
+        ids = context.shape((SWAP_SLOTS if self.moves_states else SWAP_BLOCKS,), jnp.int32)
+        return jax.jit(gather, out_shardings=[on_host] * len(pool[part])).trace(pool, ids)
 
 
 @dataclasses.dataclass(frozen=True)
 class SwapInProgram(Program):
     """Program that scatters SWAP_BLOCKS blocks (or SWAP_SLOTS state slots) into the donated KV cache."""
 
-    of_states: bool = False
+    moves_states: bool = False
 
     def __str__(self) -> str:
-        return "swap in" + " states" * self.of_states
+        return "swap in" + " states" * self.moves_states
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
         """Traces the program; see Program."""
-        own = _own_arrays(context, of_states=self.of_states)
+        part = _moved_arrays(context, moves_states=self.moves_states)
 
         def scatter(pool: list[Array], blocks: list[Array], dst: Array) -> list[Array]:
             pool = list(pool)
-            pool[own] = [x.at[dst].set(b, mode="drop") for x, b in zip(pool[own], blocks, strict=True)]
+            pool[part] = [x.at[dst].set(b, mode="drop") for x, b in zip(pool[part], blocks, strict=True)]
             return pool
 
-        num_moved = SWAP_SLOTS if self.of_states else SWAP_BLOCKS
-        moved = context.states(num_moved) if self.of_states else context.pool(num_moved)
+        num_moved = SWAP_SLOTS if self.moves_states else SWAP_BLOCKS
+        moved = context.states(num_moved) if self.moves_states else context.pool(num_moved)
         pool, ids = context.kv_cache(), context.shape((num_moved,), jnp.int32)
         jitted = jax.jit(scatter, donate_argnums=0, out_shardings=[context.pool_sharding] * len(pool))
         return jitted.trace(pool, moved, ids)
 
 
-def _own_arrays(context: TraceContext, *, of_states: bool) -> slice:
+def _moved_arrays(context: TraceContext, *, moves_states: bool) -> slice:
     """Returns the slice of the KV cache arrays that a program reads or writes.
 
     Programs return the other arrays unchanged.
     """
-    num_pools = len(context.pool())
-    return slice(num_pools, None) if of_states else slice(num_pools)
+    num_block_arrays = len(context.pool())
+    return slice(num_block_arrays, None) if moves_states else slice(num_block_arrays)
 
 
 def _copy_slots(states: Array, src: Array, dst: Array) -> Array:
@@ -129,8 +129,8 @@ class BlockMover:
         max_copies: Maximum number of copies in one call.
         store: Copies blocks to host memory, see HostBlocks.store; None if nothing is swapped.
         load: Copies blocks back to the device, see HostBlocks.load; None if nothing is swapped.
-        of_states: Whether this mover moves recurrent state slots instead of blocks. The methods then apply to
-            slots.
+        moves_states: Whether this mover moves recurrent state slots instead of blocks. The methods then apply
+            to slots.
     """
 
     def __init__(
@@ -140,19 +140,19 @@ class BlockMover:
         max_copies: int,
         store: Callable[..., None] | None,
         load: Callable[[np.ndarray], list[Array]] | None,
-        of_states: bool = False,
+        moves_states: bool = False,
     ) -> None:
         self._num_blocks, self._store, self._load = num_blocks, store, load
-        self._of_states, self._num_swapped = of_states, SWAP_SLOTS if of_states else SWAP_BLOCKS
-        sizes = {1, max_copies} if of_states else {FEW_COPIES, max_copies}
-        self._copies = [CopyProgram(n, of_states) for n in sorted(sizes)]
+        self._moves_states, self._num_swapped = moves_states, SWAP_SLOTS if moves_states else SWAP_BLOCKS
+        sizes = {1, max_copies} if moves_states else {FEW_COPIES, max_copies}
+        self._copies = [CopyProgram(n, moves_states) for n in sorted(sizes)]
 
     @property
     def programs(self) -> list[Program]:
         """The programs that the other methods run."""
-        kind = self._of_states
-        swaps = [SwapOutProgram(kind), SwapInProgram(kind)] if self._store else []
-        return [*self._copies, *swaps]
+        if self._store is None:
+            return [*self._copies]
+        return [*self._copies, SwapOutProgram(self._moves_states), SwapInProgram(self._moves_states)]
 
     def move(self, run: Callable[..., Any], pool: list[Array], step: SchedulerOutput) -> list[Array]:
         """Swaps and copies the blocks of a step; returns the KV cache, which is donated.
@@ -161,7 +161,7 @@ class BlockMover:
         copied.
         """
         swap_out, swap_in, copies = step.blocks_to_swap_out, step.blocks_to_swap_in, step.blocks_to_copy
-        if self._of_states:
+        if self._moves_states:
             swap_out, swap_in, copies = map(tuple, step.state_moves)
         if swap_out:
             self.swap_out(run, pool, swap_out)
@@ -194,10 +194,10 @@ class BlockMover:
         self, run: Callable[..., Any], pool: list[Array], pairs: tuple[tuple[int, int], ...]
     ) -> None:
         """Copies (device block, host block) pairs to host memory and waits for the copies."""
-        n, program = self._num_swapped, SwapOutProgram(self._of_states)
+        n, program = self._num_swapped, SwapOutProgram(self._moves_states)
         chunks = [pairs[i : i + n] for i in range(0, len(pairs), n)]
         gathered = [run(program, pool, self._columns(c, n, 0, 0)[0]) for c in chunks]
-        assert self._store is not None, "there are blocks in host memory"
+        assert self._store is not None, "a step swaps out blocks, but the engine has no host blocks"
         for chunk, blocks in zip(chunks, gathered, strict=True):
             self._store(np.array([host for _, host in chunk], np.int32), blocks)
 
@@ -208,8 +208,8 @@ class BlockMover:
 
         Returns the KV cache, which is donated.
         """
-        assert self._load is not None, "there are blocks in host memory"
-        n, program = self._num_swapped, SwapInProgram(self._of_states)
+        assert self._load is not None, "a step swaps in blocks, but the engine has no host blocks"
+        n, program = self._num_swapped, SwapInProgram(self._moves_states)
         for i in range(0, len(pairs), n):
             src, dst = self._columns(pairs[i : i + n], n, 0, self._num_blocks)
             pool = run(program, pool, self._load(src), dst)
@@ -248,23 +248,23 @@ class HostBlocks:
             local = (*shape.shape[:_HEADS], end - self._first, *shape.shape[_HEADS + 1 :])
             self.arrays.append(np.empty(local, shape.dtype))
 
-    def store(self, places: Int[np.ndarray, " n"], blocks: list[Array]) -> None:
+    def store(self, host_block_ids: Int[np.ndarray, " n"], blocks: list[Array]) -> None:
         """Waits for blocks and copies them to host memory.
 
         Args:
-            places: The host block ids to write.
-            blocks: The blocks of each KV cache array. Blocks after the first len(places) are padding.
+            host_block_ids: The host blocks to write.
+            blocks: The blocks of each KV cache array. Blocks after the first len(host_block_ids) are padding.
         """
         for memory, array in zip(self.arrays, blocks, strict=True):
             for shard in array.addressable_shards:
                 heads = self._local(shard.index, array.shape)
-                memory[places, :, heads] = np.asarray(shard.data)[: len(places)]
+                memory[host_block_ids, :, heads] = np.asarray(shard.data)[: len(host_block_ids)]
 
-    def load(self, places: Int[np.ndarray, " n"]) -> list[Array]:
+    def load(self, host_block_ids: Int[np.ndarray, " n"]) -> list[Array]:
         """Returns host blocks as arrays on the devices, one per KV cache array."""
         arrays = []
         for memory, whole in zip(self.arrays, self._shapes, strict=True):
-            taken, shape = memory[places], (len(places), *whole.shape[1:])
+            taken, shape = memory[host_block_ids], (len(host_block_ids), *whole.shape[1:])
 
             def part(index: Any, taken: np.ndarray = taken, shape: tuple[int, ...] = shape) -> np.ndarray:
                 return taken[:, :, self._local(index, shape)]

@@ -30,8 +30,8 @@ def write_changes(block_tables: Int[Array, "g s m"], changes: Int[Array, "2 n"])
         block_tables: Block tables of all batch slots.
         changes: Flattened indices and the block ids to write there. Indices outside the array are dropped.
     """
-    places, blocks = changes
-    return block_tables.reshape(-1).at[places].set(blocks, mode="drop").reshape(block_tables.shape)
+    indices, blocks = changes
+    return block_tables.reshape(-1).at[indices].set(blocks, mode="drop").reshape(block_tables.shape)
 
 
 def tables_of(block_tables: Int[Array, "g s m"], batch_slots: Int[Array, " b"]) -> Int[Array, "g b m"]:
@@ -66,10 +66,10 @@ def write_block_tables[T](run: Callable[..., Any], block_tables: T, changes: np.
     Returns:
         The updated block tables.
     """
-    num_places = jax.tree.leaves(block_tables)[0].size
+    num_entries = jax.tree.leaves(block_tables)[0].size
     for start in range(0, changes.shape[1], NUM_WRITTEN):
         chunk = changes[:, start : start + NUM_WRITTEN]
-        padded = np.full((2, NUM_WRITTEN), num_places, np.int32)
+        padded = np.full((2, NUM_WRITTEN), num_entries, np.int32)
         padded[:, : chunk.shape[1]] = chunk
         block_tables = run(WriteBlockTablesProgram(), block_tables, padded)
     return block_tables

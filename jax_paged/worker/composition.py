@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.config.multimodal import ImageSettings
 from jax_paged.errors import check
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
@@ -29,58 +30,58 @@ from jax_paged.worker.features.multimodal.image_encoder import (
     check_images_can_be_encoded,
     plan_images,
 )
-from jax_paged.worker.features.pooling.encoder_runner import EncoderRunner, check_encoder_parts, is_encoder
+from jax_paged.worker.features.pooling.encoder_runner import EncoderRunner, check_encoder_args, is_encoder
 from jax_paged.worker.features.pooling.pooler import PoolProgram, pooling_of
 from jax_paged.worker.features.prompt_logprobs import PromptLogprobsProgram
 from jax_paged.worker.features.speculation.load_drafter import load_drafter
-from jax_paged.worker.features.user_functions.hook_captures import check_order
+from jax_paged.worker.features.user_functions.hook_captures import check_column_order
 from jax_paged.worker.features.user_functions.logits_processors import check_processors
 from jax_paged.worker.kv_cache import KVCacheLayout
-from jax_paged.worker.loading.caller_parts import CallerParts
+from jax_paged.worker.loading.caller_parts import CustomComponents
 from jax_paged.worker.loading.weights import outline_of
 
 __all__ = ["Inspector", "snapshot"]
 
 
 def encoder_runner(
-    args: EngineArgs, parts: CallerParts, first_device: int
+    args: EngineArgs, custom: CustomComponents, first_device: int
 ) -> Callable[[], EncoderRunner] | None:
     """Returns a constructor of the runner for an encoder-only model; None for a model that generates tokens.
 
     Raises:
         ValueError: If the model is an encoder and an argument does not apply to it.
     """
-    if not is_encoder(args, parts.model):
+    if not is_encoder(args, custom.model):
         return None
-    check_encoder_parts(args, parts)
-    return functools.partial(EncoderRunner, args, parts.model, first_device)
+    check_encoder_args(args, custom)
+    return functools.partial(EncoderRunner, args, custom.model, first_device)
 
 
-def check_arguments(args: EngineArgs, parts: CallerParts) -> None:
+def check_arguments(args: EngineArgs, custom: CustomComponents) -> None:
     """Raises ValueError if the model or another argument rules out a feature. Reads no weights."""
-    check_images(args, parts.model)
-    num_stages, hooks = args.pipeline_parallel_size, parts.hooks
-    check(num_stages == 1 or not hooks, "hooks", hooks, "() with pipeline_parallel_size above 1")
+    check_images(args, custom.model)
+    num_stages, hooks = args.pipeline_parallel_size, custom.hooks
+    check(num_stages == 1 or not hooks, "hooks", hooks, "empty with pipeline_parallel_size above 1")
 
 
 def load_features(
     args: EngineArgs,
-    parts: CallerParts,
+    custom: CustomComponents,
     loaded: LoadedModel,
     layout: KVCacheLayout,
     grid: DeviceGrid,
     *,
-    packs: bool,
+    uses_onednn: bool,
 ) -> tuple[FeatureSet, list[Any]]:
     """Loads the weights and settings of features.
 
     Args:
         args: Arguments of the engine.
-        parts: Functions that the caller provides.
+        custom: Functions that the caller provides.
         loaded: The model, or its last stage. Its weights are not packed yet.
         layout: Layout of the KV cache.
         grid: The devices.
-        packs: Whether oneDNN computes the matrix products, for which weights are packed.
+        uses_onednn: Whether oneDNN computes the matrix products, for which weights are packed.
 
     Returns:
         The features and their weights. In the list of weights they follow the model's: first the parameters
@@ -89,16 +90,16 @@ def load_features(
     Raises:
         ValueError: If a feature does not fit the model.
     """
-    model, hooks = loaded.model, parts.hooks
+    model, hooks, speculative = loaded.model, custom.hooks, args.speculative
     captured = check_hooks(outline_of(model), hooks)
-    check_order(model, hooks, grid)
-    check_processors(parts.logits_processors, loaded.vocab_size)
+    check_column_order(model, hooks, grid)
+    check_processors(custom.logits_processors, loaded.vocab_size)
     lora = plan_adapters(args, loaded)
     embed_path = prompt_embeds.embed_path(args, loaded)
     hook_params, hook_structure = jax.tree.flatten([hook.params for hook in hooks])
-    draft, draft_weights = None, []
-    if args.speculative is not None and args.speculative.model is not None:
-        draft, draft_weights = load_drafter(args, args.speculative, loaded, layout, grid, packs=packs)
+    drafter, weights = None, []
+    if speculative is not None and speculative.model is not None:
+        drafter, weights = load_drafter(args, speculative, loaded, layout, grid, uses_onednn=uses_onednn)
     features = FeatureSet(
         has_encoder=isinstance(model, EncoderDecoderLM),
         lora=lora,
@@ -108,25 +109,25 @@ def load_features(
         hooks=tuple(hooks),
         hook_structure=hook_structure,
         captured=captured,
-        processors=tuple(parts.logits_processors),
-        drafter=draft,
-        draft_bytes=sum(x.nbytes for x in draft_weights),
-        pooling=pooling_of(args, loaded, is_own=parts.model is None),
+        processors=tuple(custom.logits_processors),
+        drafter=drafter,
+        draft_bytes=sum(x.nbytes for x in weights),
+        pooling=pooling_of(args, loaded, is_from_checkpoint=custom.model is None),
         hidden_size=loaded.config.hidden_size,
     )
-    return features, [*hook_params, *draft_weights]
+    return features, [*hook_params, *weights]
 
 
 def feature_settings(args: EngineArgs, features: FeatureSet) -> dict[str, Any]:
     """Returns the fields of EngineConfig that belong to features."""
     spec, processors = features.image_spec, features.processors
     return adapter_settings(args, features.lora) | {
-        "embed_size": features.embed_size if args.enable_prompt_embeds else 0,
+        "prompt_embed_size": features.embed_size if args.enable_prompt_embeds else 0,
         "images": None if spec is None else ImageSettings.of(args, spec),
         "hooks": {hook.name: hook.num_args for hook in features.hooks},
-        "capturing": frozenset(features.captured),
+        "capturing_hooks": frozenset(features.captured),
         "logits_processors": {p.name: p.num_args for p in processors},
-        "stateful": frozenset(p.name for p in processors if p.has_state),
+        "stateful_processors": frozenset(p.name for p in processors if p.has_state),
     }
 
 
@@ -162,6 +163,6 @@ def check_traced_features(context: TraceContext) -> None:
         check_images_can_be_encoded(context.features.image_spec, context)
 
 
-def min_shared_rows(config: EngineConfig, parts: CallerParts) -> int:
+def min_shared_rows(config: EngineConfig, custom: CustomComponents) -> int:
     """Returns the minimum number of sequences for cascade attention; 0 if it is off."""
-    return cascade.MIN_ROWS if config.cascade_attention and parts.attend is None else 0
+    return cascade.MIN_ROWS if config.cascade_attention and custom.attend is None else 0

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import BlockTables, InspectionInput, SchedulerOutput
 from jax_paged.errors import check
@@ -139,11 +140,11 @@ class Executor(Protocol):
         """
         ...
 
-    def when_failed(self, note: Callable[[str], None]) -> None:
+    def on_failure(self, callback: Callable[[str], None]) -> None:
         """Registers a callback for failures that happen while no step is running.
 
         Args:
-            note: Called with the reason, from any thread.
+            callback: Called with the reason, from any thread.
         """
         ...
 
@@ -200,8 +201,8 @@ class LocalExecutor:
         logits_processors: Logits processors that requests may select by name. They run before the sampler.
         first_device: Index of the first device to use, among the devices that JAX sees.
         group: The processes whose devices are used; None for this process alone.
-        beside: Another executor of the same pipeline, whose weights and programs this one shares; None for
-            the first.
+        shared_with: Another executor of the same pipeline, whose weights and programs this one shares; None
+            for the first.
 
     Attributes:
         runner: The runner that does the work: a ModelRunner, or an EncoderRunner for an encoder-only model.
@@ -223,21 +224,21 @@ class LocalExecutor:
         logits_processors: "Sequence[LogitsProcessor]" = (),
         first_device: int = 0,
         group: "ProcessGroup | None" = None,
-        beside: "LocalExecutor | None" = None,
+        shared_with: "LocalExecutor | None" = None,
     ) -> None:
         # These modules import JAX. They are imported here so that importing the engine does not import JAX.
         from jax_paged.worker.composition import Inspector, encoder_runner
-        from jax_paged.worker.loading.caller_parts import CallerParts
+        from jax_paged.worker.loading.caller_parts import CustomComponents
         from jax_paged.worker.model_runner import ModelRunner
 
         backend = args.distributed_executor_backend
-        allowed = "'uni' for an executor of this process or with custom parts"
+        allowed = "'uni' with a model in memory or custom functions, which run in this process"
         check(group is not None or backend == "uni", "distributed_executor_backend", backend, allowed)
         self.runner: Any
-        parts = CallerParts(loaded, tuple(hooks), attend, sampler, tuple(logits_processors))
-        runner = beside.runner if beside else None
-        make = encoder_runner(args, parts, first_device) or functools.partial(
-            ModelRunner, args, parts, first_device, group, runner
+        custom = CustomComponents(loaded, tuple(hooks), attend, sampler, tuple(logits_processors))
+        runner = shared_with.runner if shared_with else None
+        make = encoder_runner(args, custom, first_device) or functools.partial(
+            ModelRunner, args, custom, first_device, group, runner
         )
         with _no_arrays_in_traceback():
             self.runner = make()
@@ -269,12 +270,12 @@ class LocalExecutor:
         self, blocks: list[int], host_blocks: list[int], *, with_weights: bool
     ) -> "dict[str, np.ndarray]":
         """Returns the contents of blocks and, optionally, the weights; see Executor."""
-        self._check_whole("to save or load a state")
+        self._check_single_stage("to save or load an engine state")
         from jax_paged.worker.composition import snapshot
 
         arrays = self.runner.arrays
-        kept = snapshot.read_blocks(arrays["kv_cache"], self.runner.host_blocks, blocks, host_blocks)
-        return kept | (snapshot.read_weights(arrays["weights"]) if with_weights else {})
+        saved = snapshot.read_blocks(arrays["kv_cache"], self.runner.host_blocks, blocks, host_blocks)
+        return saved | (snapshot.read_weights(arrays["weights"]) if with_weights else {})
 
     def write_memory(
         self,
@@ -289,19 +290,19 @@ class LocalExecutor:
         Raises:
             ValueError: If an array is missing or has another shape or dtype.
         """
-        self._check_whole("to save or load a state")
+        self._check_single_stage("to save or load an engine state")
         from jax_paged.worker.composition import snapshot
 
-        ours = self.runner.arrays
-        snapshot.write_blocks(ours["kv_cache"], self.runner.host_blocks, blocks, host_blocks, arrays)
+        own_arrays = self.runner.arrays
+        snapshot.write_blocks(own_arrays["kv_cache"], self.runner.host_blocks, blocks, host_blocks, arrays)
         if with_weights:
-            snapshot.write_weights(ours["weights"], arrays)
+            snapshot.write_weights(own_arrays["weights"], arrays)
             self.runner.forget_images()
             self._source = None
 
     def fingerprint(self) -> tuple[str, str]:
         """Returns a hash of the served weights and a hash of this machine's packed weight layout."""
-        self._check_whole("to save or load a state")
+        self._check_single_stage("to save or load an engine state")
         from jax_paged.worker.composition import snapshot
 
         packing = snapshot.packing(self.config.matmul_backend, self.runner.context.dtype)
@@ -311,18 +312,19 @@ class LocalExecutor:
         self, layer: int, block_tables: BlockTables, num_tokens: list[int]
     ) -> "tuple[np.ndarray, np.ndarray]":
         """Returns the cached keys and values of a sequence; see Executor."""
-        self._check_whole("to read keys and values")
+        self._check_single_stage("to read keys and values")
         context, arrays = self.runner.context, self.runner.arrays
         return self._inspector.read_kv(context, arrays, layer, block_tables, num_tokens)
 
     def inspect(self, query: InspectionInput) -> "tuple[np.ndarray, dict[int, np.ndarray]]":
         """Recomputes tokens of a sequence from the cached keys and values; see Executor."""
-        self._check_whole("to inspect requests")
+        self._check_single_stage("to inspect requests")
         return self._inspector.inspect(self.runner.context, self.runner.arrays, query)
 
     def compile_plan(self) -> str:
         """Returns a table of all programs with the time and the temporary memory of each, and the backend."""
-        return f"{self.runner.compiled.plan()}\nbackend {self.config.backend} ({self.config.backend_reason})"
+        plan, config = self.runner.compiled.plan(), self.config
+        return f"{plan}\nbackend {config.attention_backend} ({config.backend_reason})"
 
     def compile_report(self) -> "list[CompileRecord]":
         """Returns the rows of the `compile_plan` table as records."""
@@ -335,7 +337,7 @@ class LocalExecutor:
         """
         self.runner.compiled.wait()
 
-    def when_failed(self, note: Callable[[str], None]) -> None:
+    def on_failure(self, callback: Callable[[str], None]) -> None:
         """Does nothing: failures in this process are raised by the step in which they happen."""
 
     def update_weights(self, new: "NewWeights") -> None:
@@ -344,7 +346,7 @@ class LocalExecutor:
         Raises:
             ValueError: If the new weights do not fit the model.
         """
-        self._check_whole("to exchange weights")
+        self._check_single_stage("to update weights")
         self.runner.served.replace(new, self._overrides)
         self.runner.forget_images()
         self._source = new if isinstance(new, str | Path) else None
@@ -355,10 +357,10 @@ class LocalExecutor:
         Args:
             keeps_weights: Whether to copy the weights to host memory. Otherwise they are dropped.
         """
-        self._check_whole("to sleep")
+        self._check_single_stage("to sleep")
         self.runner.free()
         self._has_pool = False
-        self.runner.served.free(keeps=keeps_weights)
+        self.runner.served.free(keeps_copy=keeps_weights)
         self.runner.served.free_extra()
 
     def restore_weights(self) -> None:
@@ -371,8 +373,8 @@ class LocalExecutor:
             self.runner.served.restore()
         elif self._source is None:
             raise ValueError(
-                "sleep(level=2) has dropped the weights, which did not come from a folder. Call "
-                "update_weights before the engine wakes up"
+                "sleep(level=2) has dropped the weights, and they cannot be read again because they did not "
+                "come from a folder. Call update_weights before wake_up"
             )
         else:
             self.update_weights(self._source)
@@ -388,7 +390,7 @@ class LocalExecutor:
         """Frees the KV cache, and the weights unless other executors or the caller use them."""
         self.runner.close()
 
-    def _check_whole(self, what: str) -> None:
+    def _check_single_stage(self, what: str) -> None:
         """Raises ValueError unless there is a single pipeline stage, whose executor has all layers."""
         size = self.config.pipeline_parallel_size
         check(size == 1, "pipeline_parallel_size", size, f"1 {what}")

@@ -75,8 +75,8 @@ class InputBatch:
         self._num_blocks, self._vocab_size = num_blocks, vocab_size
         self._batch_slots: dict[int, int] = {}
         self._free = list(reversed(range(max_num_seqs)))
-        assert num_groups * max_num_seqs * max_blocks_per_seq < 2**31, "places of block tables are int32"
-        self._changed_places: list[int] = []
+        assert num_groups * max_num_seqs * max_blocks_per_seq < 2**31, "the block tables exceed int32 indices"
+        self._changed_entries: list[int] = []
         self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks_per_seq), np.int32)
         self.num_table_blocks = np.zeros((num_groups, max_num_seqs), np.int32)
         self.num_dropped = np.zeros(max_num_seqs, np.int32)
@@ -136,30 +136,30 @@ class InputBatch:
             int32 [2, n]: the flattened index of each changed entry (see block_tables.py), without duplicates,
             and its current block id.
         """
-        places = np.array(sorted(set(self._changed_places)), np.int32)
-        self._changed_places.clear()
-        return np.stack([places, self.block_tables.reshape(-1)[places]])
+        indices = np.array(sorted(set(self._changed_entries)), np.int32)
+        self._changed_entries.clear()
+        return np.stack([indices, self.block_tables.reshape(-1)[indices]])
 
     def check_integrity(self) -> None:
         """Asserts that every batch slot is either free and empty or taken by exactly one sequence."""
         taken = sorted(self._batch_slots.values())
         assert sorted([*taken, *self._free]) == list(range(self.num_batch_slots)), (
-            "a batch slot is lost or taken twice"
+            "a batch slot is neither free nor taken, or is taken twice"
         )
         free = np.array(self._free, np.int64)
         assert not self.num_table_blocks[:, free].any(), "a free batch slot has blocks"
         assert (self.count_slots[free] == self.num_batch_slots).all(), "a free batch slot has penalties"
         columns = np.arange(self.block_tables.shape[2])
         is_padding = columns >= self.num_table_blocks[:, :, None]
-        assert not self.block_tables[is_padding].any(), "a block stands behind the end of a table"
+        assert not self.block_tables[is_padding].any(), "a block table contains a block after its end"
         assert (self.block_tables >= 0).all(), "a block id is negative"
-        assert (self.block_tables < self._num_blocks).all(), "a block id is out of the pool"
+        assert (self.block_tables < self._num_blocks).all(), "a block id is not below the number of blocks"
         for batch_slots in self._by_slot:
-            assert batch_slots.keys() <= set(taken), "a free batch slot has something"
+            assert batch_slots.keys() <= set(taken), "a free batch slot has request state"
         self.features.check_integrity(set(taken))
 
     def _release(self, seq_id: int) -> None:
-        assert seq_id in self._batch_slots, f"sequence {seq_id} has no batch slot to lose"
+        assert seq_id in self._batch_slots, f"released sequence {seq_id} has no batch slot"
         batch_slot = self._batch_slots.pop(seq_id)
         for g, n in enumerate(self.num_table_blocks[:, batch_slot].tolist()):
             self.block_tables[g, batch_slot, :n] = 0
@@ -172,8 +172,8 @@ class InputBatch:
         self._free.append(batch_slot)
 
     def _take_slot(self, new: NewSequence) -> TokenCountReset | None:
-        assert new.seq_id not in self._batch_slots, f"sequence {new.seq_id} has a batch slot"
-        assert self._free, f"more sequences hold blocks than the {self.num_batch_slots} that can run together"
+        assert new.seq_id not in self._batch_slots, f"new sequence {new.seq_id} already has a batch slot"
+        assert self._free, f"more than {self.num_batch_slots} sequences (max_num_seqs) need a batch slot"
         batch_slot = self._batch_slots[new.seq_id] = self._free.pop()
         for g, table in enumerate(new.block_tables):
             self._write(g, batch_slot, 0, table)
@@ -214,12 +214,12 @@ class InputBatch:
             if blocks:
                 self._write(g, batch_slot, int(self.num_table_blocks[g, batch_slot]), blocks)
         for g, index, block in row.replaced_blocks:
-            assert index < self.num_table_blocks[g, batch_slot], f"entry {index} of a table is past its end"
-            assert 0 <= block < self._num_blocks, f"block {block} is out of the pool of {self._num_blocks}"
+            assert index < self.num_table_blocks[g, batch_slot], f"entry {index} is past the end of its table"
+            assert 0 <= block < self._num_blocks, f"block {block} is not in [0, {self._num_blocks})"
             self.block_tables[g, batch_slot, index] = block
-            self._changed_places.append(self._place(g, batch_slot, index))
+            self._changed_entries.append(self._table_index(g, batch_slot, index))
 
-    def _place(self, g: int, batch_slot: int, column: int) -> int:
+    def _table_index(self, g: int, batch_slot: int, column: int) -> int:
         _, num_batch_slots, num_columns = self.block_tables.shape
         return (g * num_batch_slots + batch_slot) * num_columns + column
 
@@ -229,12 +229,12 @@ class InputBatch:
             return
         lowest, highest = min(blocks), max(blocks)
         ok = lowest >= 0 and highest < self._num_blocks
-        assert ok, f"blocks {lowest} to {highest} are not all in the pool of {self._num_blocks}"
+        assert ok, f"blocks {lowest} to {highest} are not all in [0, {self._num_blocks})"
         stop = first + len(blocks)
-        assert stop <= self.block_tables.shape[2], f"a table has {stop} blocks, more than a sequence can have"
+        assert stop <= self.block_tables.shape[2], f"a block table has no room for {stop} blocks"
         self.block_tables[g, batch_slot, first:stop] = blocks
-        place = self._place(g, batch_slot, first)
-        self._changed_places.extend(range(place, place + len(blocks)))
+        index = self._table_index(g, batch_slot, first)
+        self._changed_entries.extend(range(index, index + len(blocks)))
         self.num_table_blocks[g, batch_slot] = stop
 
 

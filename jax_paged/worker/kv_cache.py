@@ -77,9 +77,9 @@ class KVCacheLayout:
 
     Args:
         groups: The cache groups.
-        places: For each entry of the model's kv_cache_specs(), the group and the array of the layer. For a
+        locations: For each entry of the model's kv_cache_specs(), the group and the array of the layer. For a
             layer with a recurrent state, its first array and NO_GROUP.
-        num_pools: Number of arrays of blocks.
+        num_block_arrays: Number of arrays of blocks.
         num_kv_heads: Number of kv heads of each array on all devices together. A head that is replicated on
             several devices counts several times.
         head_dim: Size of a head in each array.
@@ -90,8 +90,8 @@ class KVCacheLayout:
     """
 
     groups: tuple[CacheGroup, ...]
-    places: tuple[KVLocation, ...]
-    num_pools: int
+    locations: tuple[KVLocation, ...]
+    num_block_arrays: int
     num_kv_heads: int
     head_dim: int
     dtype: jnp.dtype
@@ -102,7 +102,7 @@ class KVCacheLayout:
     @property
     def num_arrays(self) -> int:
         """The number of arrays of blocks and of states."""
-        return self.num_pools + len(self.states)
+        return self.num_block_arrays + len(self.states)
 
     @property
     def state_bytes(self) -> int:
@@ -118,7 +118,7 @@ class KVCacheLayout:
     def block_bytes(self, block_size: int) -> int:
         """Returns the size of one block in all arrays together (bytes per device)."""
         num_values = math.prod(self.pool_shape(1, block_size)) // self.num_devices
-        return self.num_pools * num_values * self.dtype.itemsize
+        return self.num_block_arrays * num_values * self.dtype.itemsize
 
 
 def stage_layout(layout: KVCacheLayout, layers: Sequence[int]) -> KVCacheLayout:
@@ -132,20 +132,20 @@ def stage_layout(layout: KVCacheLayout, layers: Sequence[int]) -> KVCacheLayout:
         layers: Indices of the stage's layers.
     """
     counts = [0] * len(layout.groups)
-    places = [place._replace(array=0) for place in layout.places]
+    locations = [location._replace(array=0) for location in layout.locations]
     for layer in layers:
-        place = places[layer]
-        places[layer] = _nth_place(counts[place.group], place)
-        counts[place.group] += 1
-    num_pools = 1 + max(places[layer].array for layer in layers)
-    return dataclasses.replace(layout, places=tuple(places), num_pools=num_pools)
+        location = locations[layer]
+        locations[layer] = _nth_location(counts[location.group], location)
+        counts[location.group] += 1
+    num_block_arrays = 1 + max(locations[layer].array for layer in layers)
+    return dataclasses.replace(layout, locations=tuple(locations), num_block_arrays=num_block_arrays)
 
 
-def _nth_place(n: int, place: KVLocation) -> KVLocation:
+def _nth_location(n: int, location: KVLocation) -> KVLocation:
     """Returns the location of the n-th layer of a cache group, given the location of any of its layers."""
-    if (view := place.view) is None:
-        return place._replace(array=n)
-    return place._replace(array=n // view.num_parts, view=view._replace(part=n % view.num_parts))
+    if (view := location.view) is None:
+        return location._replace(array=n)
+    return location._replace(array=n // view.num_parts, view=view._replace(part=n % view.num_parts))
 
 
 def plan_layout(
@@ -176,25 +176,25 @@ def plan_layout(
         (heads,) = repeated(spec.num_kv_heads, spec.head_dim)
         return num_devices * heads.per_device(num_devices)
 
-    kinds: dict[AttentionSpec, list[int]] = {}
+    layers_by_spec: dict[AttentionSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         if not isinstance(spec, StateSpec):
-            kinds.setdefault(spec, []).append(layer)
-    if not kinds:
+            layers_by_spec.setdefault(spec, []).append(layer)
+    if not layers_by_spec:
         raise ValueError(f"the model must have attention layers, got {specs}")
-    cached = {(s.num_kv_heads, s.head_dim, value_dim_of(s)) for s in kinds}
-    value_dim = value_dim_of(next(iter(kinds)))
+    cached = {(s.num_kv_heads, s.head_dim, value_dim_of(s)) for s in layers_by_spec}
+    value_dim = value_dim_of(next(iter(layers_by_spec)))
     if len(cached) > 1 and any(dim is not None for *_, dim in cached):
         raise ValueError(
-            "(kv heads, head_dim, value_dim of latents) must be the same for all layers if one caches "
-            f"latents, got {sorted(cached, key=str)}"
+            "all layers must have the same (kv heads, head_dim, value_dim) if one of them caches latents, "
+            f"got {sorted(cached, key=str)}"
         )
-    shapes = {(s.num_kv_heads, s.head_dim): (heads_of(s), s.head_dim) for s in kinds}
+    shapes = {(s.num_kv_heads, s.head_dim): (heads_of(s), s.head_dim) for s in layers_by_spec}
     num_kv_heads, head_dim = max(shapes.values(), key=math.prod)
     if any((num_kv_heads * head_dim) % math.prod(shape) for shape in shapes.values()):
         raise ValueError(
-            "the size of a token's keys in each layer must divide that in the largest layer, got (kv heads, "
-            f"head_dim) {sorted(shapes)} on {num_devices} devices"
+            "the size of a token's keys (kv heads * head_dim) must divide that of the largest layer, got (kv "
+            f"heads, head_dim) {sorted(shapes)} on {num_devices} devices"
         )
     if len(shapes) > 1 and dtype in DTYPES.values():
         names = {quantized: name for name, quantized in DTYPES.items()}
@@ -203,27 +203,27 @@ def plan_layout(
             f"{sorted(shapes)}, got {names[dtype]!r}"
         )
     counts, views = list[int](), dict[AttentionSpec, PageView | None]()
-    for spec, layers in kinds.items():
+    for spec, layers in layers_by_spec.items():
         parts = num_kv_heads * head_dim // (heads_of(spec) * spec.head_dim)
         views[spec] = None if spec.head_dim == head_dim and parts == 1 else PageView(spec.head_dim, parts, 0)
         counts.append(-(-len(layers) // parts))
     size = max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
     groups: list[CacheGroup] = []
-    places = [KVLocation(0, 0)] * len(specs)
-    for spec, layers in kinds.items():
+    locations = [KVLocation(0, 0)] * len(specs)
+    for spec, layers in layers_by_spec.items():
         view = views[spec]
         num_layers = size * (1 if view is None else view.num_parts)
         for first in range(0, len(layers), num_layers):
             for n, layer in enumerate(layers[first : first + num_layers]):
-                places[layer] = _nth_place(n, KVLocation(0, len(groups), view))
+                locations[layer] = _nth_location(n, KVLocation(0, len(groups), view))
             groups.append(CacheGroup(window_of(spec), isinstance(spec, CrossAttentionSpec)))
     states: list[StateArray] = []
     for layer, spec in enumerate(specs):
         if isinstance(spec, StateSpec):
-            places[layer] = KVLocation(size + len(states), NO_GROUP)
+            locations[layer] = KVLocation(size + len(states), NO_GROUP)
             states += [StateArray(a.shape, a.dtype or str(state_dtype or dtype)) for a in spec.arrays]
     shape = num_kv_heads, head_dim, dtype, num_devices, value_dim
-    return KVCacheLayout(tuple(groups), tuple(places), size, *shape, tuple(states))
+    return KVCacheLayout(tuple(groups), tuple(locations), size, *shape, tuple(states))
 
 
 def kv_cache_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:

@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig, checks_inputs
+from jax_paged.config.engine_args import EngineArgs, checks_inputs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.worker import kv_cache as kv_cache_arrays
@@ -23,8 +24,8 @@ from jax_paged.worker.compilation.compiler import trim_heap
 from jax_paged.worker.compilation.programs import DeviceInputs, StepResult, StepState, TraceContext
 from jax_paged.worker.distributed.process_group import OneProcess, ProcessGroup
 from jax_paged.worker.input_batch import InputBatch, TokenCountReset
-from jax_paged.worker.loading.caller_parts import NO_PARTS, CallerParts
-from jax_paged.worker.pipeline.own_stage import OwnStage
+from jax_paged.worker.loading.caller_parts import NO_CUSTOM_COMPONENTS, CustomComponents
+from jax_paged.worker.pipeline.stage_runner import StageRunner
 from jax_paged.worker.pipeline.stages import state_shapes
 from jax_paged.worker.sampling.token_counts import reset_token_counts
 from jax_paged.worker.served_model import ServedModel
@@ -47,11 +48,11 @@ class ModelRunner:
 
     Args:
         args: Model and limits.
-        parts: Model and functions that the caller provides.
+        custom: Model and functions that the caller provides.
         first_device: Index of the first device to use, among the devices that JAX sees.
         group: The processes whose devices are used; None for this process alone.
-        beside: A runner with the same arguments, whose weights and programs this one shares. The KV cache is
-            not shared.
+        shared_with: A runner with the same arguments, whose weights and programs this one shares. The KV
+            cache is not shared.
 
     Attributes:
         config: The resolved configuration.
@@ -69,21 +70,24 @@ class ModelRunner:
     def __init__(
         self,
         args: EngineArgs,
-        parts: CallerParts = NO_PARTS,
+        custom: CustomComponents = NO_CUSTOM_COMPONENTS,
         first_device: int = 0,
         group: ProcessGroup | None = None,
-        beside: "ModelRunner | None" = None,
+        shared_with: "ModelRunner | None" = None,
     ) -> None:
         self._group = group = group or OneProcess()
-        self._shared = model = beside._shared if beside else ServedModel(args, parts, first_device, group)
+        model = shared_with._model if shared_with else ServedModel(args, custom, first_device, group)
+        self._model = model
         self.config, self._stages, self.context = model.config, model.stages, model.stages[-1]
         self.served, self._weights = model.served[0], model.weights
         self._replicated = NamedSharding(model.grids[-1].mesh, PartitionSpec())
-        self._place = group.everywhere("place", functools.partial(_placed, sharding=self._replicated))
+        self._replicate = group.in_all_processes(
+            "place", functools.partial(_replicate, sharding=self._replicated)
+        )
         self._input_batch = _make_input_batch(self.config, self.context)
         self.builder = _make_builder(self.config, self.context, self._input_batch)
         self.features = RunnerFeatures(
-            self.context, self.config, self._input_batch, model.grids[0], self._place
+            self.context, self.config, self._input_batch, model.grids[0], self._replicate
         )
         self._movers, self._host = self._make_movers()
         self.allocate()
@@ -94,9 +98,9 @@ class ModelRunner:
         self._has_mixed = any(not b.is_decode and not b.num_drafts for b in self.compiled.buckets)
         run = self.compiled.run
         if group.links is not None:
-            run = OwnStage(group.engine, group.links, self.context, self.compiled).run
-        kept = self._state, self.features.arrays
-        self._run = group.begin(self.compiled, run, self._weights, kept)
+            run = StageRunner(group.engine, group.links, self.context, self.compiled).run
+        device_arrays = self._state, self.features.arrays
+        self._run = group.begin(self.compiled, run, self._weights, device_arrays)
         model.num_users += 1
 
     @property
@@ -162,12 +166,12 @@ class ModelRunner:
 
     def result(self) -> ModelRunnerOutput:
         """Waits for the oldest dispatched step whose result has not been read, and returns its result."""
-        assert self._pending, "no step was dispatched whose result was not asked for yet"
+        assert self._pending, "result() was called, but no dispatched step is pending"
         return self._pending.popleft().read()
 
     def check_weights(self) -> None:
         """Raises RuntimeError if the caller's model has other weights than the served ones."""
-        if not self.served.is_own:
+        if not self.served.owns_weights:
             self.served.check()
 
     def fill_kv_cache(self, value: float) -> None:
@@ -204,17 +208,17 @@ class ModelRunner:
         The runner cannot be used again. Weights that other runners share are freed when the last runner is
         closed.
         """
-        self._shared.close()
+        self._model.close()
         if self._state.kv_cache:
             self.free()
         self._weights = []
         self._pending.clear()
-        del self.compiled, self.context, self._stages, self._state, self._shared, self._run, self.features
+        del self.compiled, self.context, self._stages, self._state, self._model, self._run, self.features
         trim_heap()
 
     def _make_movers(self) -> tuple[list[BlockMover], HostBlocks]:
         """Returns the movers of blocks and of recurrent states, and the host memory for blocks."""
-        num_slots, num_swapped_slots = self.config.state_slots
+        num_slots, num_swapped_slots = self.config.num_state_slots, self.config.num_swap_state_slots
         # Number 0 is never used, so host memory needs one more block or slot than can be swapped.
         num_swapped = self.config.num_swap_blocks + 1
         blocks = [x for stage in self._stages for x in stage.pool(num_swapped)] if num_swapped > 1 else []
@@ -228,13 +232,13 @@ class ModelRunner:
     def _make_mover(
         self, num_blocks: int, swapped: list[jax.ShapeDtypeStruct], suffix: str = ""
     ) -> tuple[BlockMover, HostBlocks]:
-        host, everywhere = HostBlocks(swapped), self._group.everywhere
+        host, in_all_processes = HostBlocks(swapped), self._group.in_all_processes
         mover = BlockMover(
             num_blocks=num_blocks,
             max_copies=self.config.max_num_seqs,
-            store=everywhere("store" + suffix, host.store) if swapped else None,
-            load=everywhere("load" + suffix, host.load) if swapped else None,
-            of_states=bool(suffix),
+            store=in_all_processes("store" + suffix, host.store) if swapped else None,
+            load=in_all_processes("load" + suffix, host.load) if swapped else None,
+            moves_states=bool(suffix),
         )
         return mover, host
 
@@ -306,7 +310,7 @@ class ModelRunner:
     def _empty(self, bucket: Bucket) -> tuple[Array, ...]:
         if bucket.num_logits not in self._empty_inputs:
             inputs = self.builder.empty_sampling_inputs(bucket.num_logits)
-            self._empty_inputs[bucket.num_logits] = self._place(*inputs)
+            self._empty_inputs[bucket.num_logits] = self._replicate(*inputs)
         return self._empty_inputs[bucket.num_logits]
 
 
@@ -337,10 +341,10 @@ def _make_builder(config: EngineConfig, context: TraceContext, batch: InputBatch
     )
 
 
-def _placed(*arrays: np.ndarray, sharding: NamedSharding) -> tuple[Array, ...]:
+def _replicate(*arrays: np.ndarray, sharding: NamedSharding) -> tuple[Array, ...]:
     """Returns copies of host arrays on all devices.
 
     If the devices belong to several processes, every process must call this with the same arrays.
     """
-    place = jax.make_array_from_callback
-    return tuple(place(x.shape, sharding, lambda index, x=x: x[index]) for x in arrays)
+    make_array = jax.make_array_from_callback
+    return tuple(make_array(x.shape, sharding, lambda index, x=x: x[index]) for x in arrays)

@@ -78,7 +78,7 @@ NUM_SAMPLING_COLUMNS = len(FLOATS) + len(INTS)
 MASK_COLUMN = len(FLOATS) + INTS.index("has_token_mask")
 # Value of MASK_COLUMN for rows with a structured output mask. Rows with any other mask have 1, rows without a
 # mask have 0.
-KEEPS_DRAW = 2
+MASK_KEEPS_DRAW = 2
 
 
 def num_step_changes(bucket: Bucket, num_groups: int) -> int:
@@ -205,7 +205,7 @@ def pack_sampling(
         "has_token_mask": False,
     }
     packed = np.array([floats[name] for name in FLOATS], np.float32)
-    assert not np.isnan(packed).any(), "an option that may be None is packed as a number without effect"
+    assert not np.isnan(packed).any(), "a sampling option is None or NaN"
     return np.concatenate([packed.view(np.int32), np.array([ints[name] for name in INTS], np.int32)])
 
 
@@ -253,7 +253,7 @@ def sampling_batch(
         count_slots=fields["count_slots"],
         token_counts=token_counts,
         has_token_mask=ints["has_token_mask"] != 0,
-        keeps_draw=ints["has_token_mask"] == KEEPS_DRAW,
+        keeps_draw=ints["has_token_mask"] == MASK_KEEPS_DRAW,
         token_mask=token_mask,
         bias_ids=bias_ids,
         bias_values=bias_values,

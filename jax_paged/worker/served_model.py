@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.models.attention import Backend
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.parallel.sharding import DeviceGrid
@@ -40,12 +41,12 @@ from jax_paged.worker.composition import (
     min_shared_rows,
 )
 from jax_paged.worker.distributed.process_group import ProcessGroup
-from jax_paged.worker.loading.caller_parts import CallerParts
+from jax_paged.worker.loading.caller_parts import CustomComponents
 from jax_paged.worker.loading.kernel_check import choose_backend
-from jax_paged.worker.loading.mesh import choose_products, device_grids
-from jax_paged.worker.loading.resolve_config import ModelFacts, check_without_states, resolve_config
+from jax_paged.worker.loading.mesh import choose_matmul_backend, device_grids
+from jax_paged.worker.loading.resolve_config import ModelProperties, check_recurrent_args, resolve_config
 from jax_paged.worker.loading.weights import ServedWeights, load
-from jax_paged.worker.pipeline.own_stage import lower_part
+from jax_paged.worker.pipeline.stage_runner import lower_part
 from jax_paged.worker.pipeline.stages import Pipeline
 from jax_paged.worker.sampling.sampler import SamplerOptions
 from jax_paged.worker.sampling.token_counts import ResetTokenCountsProgram
@@ -57,23 +58,23 @@ class _LoadedStages:
 
     Args:
         args: Arguments of the engine.
-        parts: Model and functions that the caller provides.
+        custom: Model and functions that the caller provides.
         backend: The attention backend.
         models: All stages of the model. Stages of other processes have shapes in place of weights.
         layouts: KV cache layout of each stage.
         grids: Devices of each stage.
-        own: Indices of this process's stages.
+        local_stages: Indices of this process's stages.
         served: Weights of this process's stages.
         features: The features that are traced into programs.
     """
 
     args: EngineArgs
-    parts: CallerParts
+    custom: CustomComponents
     backend: Backend
     models: Sequence[LoadedModel]
     layouts: Sequence[kv_cache.KVCacheLayout]
     grids: Sequence[DeviceGrid]
-    own: Sequence[int]
+    local_stages: Sequence[int]
     served: Sequence[ServedWeights]
     features: FeatureSet
 
@@ -85,7 +86,7 @@ class _LoadedStages:
             config: The configuration of the engine.
             num_blocks: Number of blocks in the KV cache.
         """
-        args, last, served = self.args, self.models[-1], self.served[self.own.index(stage)]
+        args, last, served = self.args, self.models[-1], self.served[self.local_stages.index(stage)]
         has_states = len(self.layouts[stage].states) > 0
         return TraceContext(
             model=served.model,
@@ -105,19 +106,19 @@ class _LoadedStages:
             sampling=SamplerOptions(
                 max_logprobs=config.max_logprobs,
                 is_processed=args.logprobs_mode == "processed_logprobs",
-                custom=self.parts.sampler,
+                custom=self.custom.sampler,
             ),
             splits_experts=self.grids[0].splits_experts,
-            attend=self.parts.attend,
-            min_shared_rows=min_shared_rows(config, self.parts),
-            num_state_slots=config.state_slots[0] or 2 * has_states,
+            attend=self.custom.attend,
+            min_shared_rows=min_shared_rows(config, self.custom),
+            num_state_slots=config.num_state_slots or 2 * has_states,
             stage=StageRole(
                 hidden_size=last.config.hidden_size if stage else 0,
                 is_last=stage == args.pipeline_parallel_size - 1,
             ),
         )
 
-    def facts(self, layout: kv_cache.KVCacheLayout) -> ModelFacts:
+    def properties(self, layout: kv_cache.KVCacheLayout) -> ModelProperties:
         """Returns the properties of the model that determine the configuration.
 
         Args:
@@ -128,7 +129,7 @@ class _LoadedStages:
         block_bytes = max(x.block_bytes(block_size) for x in self.layouts)
         if features.drafter is not None:
             block_bytes += features.drafter.layout.block_bytes(block_size)
-        return ModelFacts(
+        return ModelProperties(
             architecture=last.architecture,
             dtype=str(last.dtype),
             vocab_size=last.vocab_size,
@@ -152,7 +153,7 @@ class ServedModel:
 
     Args:
         args: Model and limits.
-        parts: Model and functions that the caller provides.
+        custom: Model and functions that the caller provides.
         first_device: Index of the first device to use, among the devices that JAX sees.
         group: The processes whose devices are used.
 
@@ -169,59 +170,66 @@ class ServedModel:
         ValueError: If the model cannot be loaded or a limit does not fit it.
     """
 
-    def __init__(self, args: EngineArgs, parts: CallerParts, first_device: int, group: ProcessGroup) -> None:
+    def __init__(
+        self, args: EngineArgs, custom: CustomComponents, first_device: int, group: ProcessGroup
+    ) -> None:
         num_stages, links = args.pipeline_parallel_size, group.links
-        check_arguments(args, parts)
+        check_arguments(args, custom)
         # The backend is chosen before the weights are loaded because checking kernels needs free GPU memory.
-        backend, backend_reason = choose_backend(args, parts.model, parts.attend)
+        backend, backend_reason = choose_backend(args, custom.model, custom.attend)
         use_persistent_cache()
-        own = range(num_stages) if links is None else [links.stage]
+        local_stages = range(num_stages) if links is None else [links.stage]
         self.grids = device_grids(args, first_device, num_stages if links is None else 1)
         if links is not None:
             self.grids *= num_stages
-        grid, is_own = self.grids[0], parts.model is None
-        models = load(args, parts.model, self.grids, own)
+        grid, owns_weights = self.grids[0], custom.model is None
+        models = load(args, custom.model, self.grids, local_stages)
         # If this object is dropped or the constructor fails, the weights are deleted at once. Otherwise they
         # would stay until the next garbage collection, because modules refer to each other.
-        read = [x for m in models for x in jax.tree.leaves(nnx.state(m.model))] if is_own else []
-        not_served = weakref.finalize(self, _delete, read)
-        matmul_backend = choose_products(args, models[-1].dtype)
-        packs = matmul_backend == "onednn"
+        arrays = [x for m in models for x in jax.tree.leaves(nnx.state(m.model))] if owns_weights else []
+        finalizer = weakref.finalize(self, _delete, arrays)
+        matmul_backend = choose_matmul_backend(args, models[-1].dtype)
+        uses_onednn = matmul_backend == "onednn"
         layout, layouts = _plan_layouts(args, models, grid)
-        features, extra = load_features(args, parts, models[-1], layout, grid, packs=packs)
-        kind = choose_online_dtype([m.model for m in models], args.quantization)
+        features, extra = load_features(args, custom, models[-1], layout, grid, uses_onednn=uses_onednn)
+        quantized_dtype = choose_online_dtype([m.model for m in models], args.quantization)
         self.served = [
             ServedWeights(
-                models[i].model, grid=self.grids[i], extra=extra, is_own=is_own, packs=packs, kind=kind
+                models[i].model,
+                grid=self.grids[i],
+                extra=extra,
+                owns_weights=owns_weights,
+                uses_onednn=uses_onednn,
+                quantized_dtype=quantized_dtype,
             )
-            for i in own
+            for i in local_stages
         ]
-        not_served.detach()
+        finalizer.detach()
         weakref.finalize(self, _close_all, self.served).atexit = False
         # With one stage, this is the list of ServedWeights itself, so that it contains replaced weights.
         self.weights: list[Any] = self.served[0].arrays
-        if len(own) > 1:
+        if len(local_stages) > 1:
             self.weights = [array for served in self.served for array in served.arrays]
         loaded = _LoadedStages(
             args=args,
-            parts=parts,
+            custom=custom,
             backend=backend,
             models=models,
             layouts=layouts,
             grids=self.grids,
-            own=own,
+            local_stages=local_stages,
             served=self.served,
             features=features,
         )
         self.config = dataclasses.replace(
-            _resolve_config(loaded, loaded.facts(layout), group, matmul_backend),
+            _resolve_config(loaded, loaded.properties(layout), group, matmul_backend),
             backend_reason=backend_reason,
             **feature_settings(args, features),
         )
-        self.stages = [loaded.context(i, self.config, self.config.num_blocks) for i in own]
+        self.stages = [loaded.context(i, self.config, self.config.num_blocks) for i in local_stages]
         check_traced_features(self.stages[-1])
         self.num_users = 0
-        self._args, self._group, self._packs = args, group, packs
+        self._args, self._group, self._uses_onednn = args, group, uses_onednn
         self._compiled: CompiledPrograms | None = None
 
     def compiled(self, movers: list[Program]) -> CompiledPrograms:
@@ -237,7 +245,7 @@ class ServedModel:
             options = WIDE_VECTORS if is_bfloat16 else ONE_GRAPH if context.backend == "pallas" else None
             pipeline = Pipeline(self.stages)
             self._compiled = CompiledPrograms(
-                plan_steps(self.config, on_cpu=on_cpu, packs=self._packs),
+                plan_steps(self.config, on_cpu=on_cpu, uses_onednn=self._uses_onednn),
                 [
                     *encoder_programs(context),
                     *movers,
@@ -250,14 +258,14 @@ class ServedModel:
                 math.inf if limit_s is None else limit_s,
                 self._group.is_ready,
             )
-            weakref.finalize(self, self._compiled.abandon).atexit = False
+            weakref.finalize(self, self._compiled.stop_without_waiting).atexit = False
         return self._compiled
 
     def close(self) -> None:
         """Stops the compilation and frees the weights when the last engine has called it."""
         self.num_users -= 1
         if self.num_users == 0:
-            assert self._compiled is not None, "an engine has begun it"
+            assert self._compiled is not None, "close() was called before compiled()"
             self._compiled.stop()
             _close_all(self.served)
             self._compiled, self.stages, self.weights = None, [], []
@@ -283,18 +291,18 @@ def _plan_layouts(
     specs = last.model.kv_cache_specs()
     layout = kv_cache.plan_layout(specs, dtype, grid.num_devices, state_dtype=last.dtype)
     if layout.states:
-        check_without_states(args)
+        check_recurrent_args(args)
     if len(models) == 1:
         return layout, [layout]
     layouts = []
     for loaded in models:
-        assert isinstance(loaded.model, CausalLM), "it was split into stages"
+        assert isinstance(loaded.model, CausalLM), "only a CausalLM can be split into pipeline stages"
         layouts.append(kv_cache.stage_layout(layout, loaded.model.layer_indices))
     return layout, layouts
 
 
 def _resolve_config(
-    loaded: _LoadedStages, facts: ModelFacts, group: ProcessGroup, matmul_backend: str
+    loaded: _LoadedStages, properties: ModelProperties, group: ProcessGroup, matmul_backend: str
 ) -> EngineConfig:
     """Returns the configuration that fits the model and its devices."""
     args = loaded.args
@@ -303,14 +311,16 @@ def _resolve_config(
     def free_bytes(config: EngineConfig) -> int:
         # The memory of the largest step is determined with a tiny KV cache. The last stage needs the most
         # memory because it also draws tokens. Each engine of a pipeline has one step in flight.
-        context = loaded.context(loaded.own[-1], config, 2)
+        context = loaded.context(loaded.local_stages[-1], config, 2)
         needed = step_bytes(context, config.num_scheduler_steps, plan_verifying(config))
         needed *= args.pipeline_parallel_size
-        return group.least(kv_cache.free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization))
+        return group.min_over_processes(
+            kv_cache.free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization)
+        )
 
     return resolve_config(
         args,
-        facts,
+        properties,
         platform=memory.platform,
         backend=loaded.backend,
         matmul_backend=matmul_backend,

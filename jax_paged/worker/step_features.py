@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.parallel.sharding import DeviceGrid
@@ -38,7 +38,7 @@ from jax_paged.worker.features.prompt_logprobs import (
 from jax_paged.worker.features.state_slots import fill_state_slots
 from jax_paged.worker.features.user_functions import host_processors
 from jax_paged.worker.features.user_functions.hook_captures import PendingCaptures, plan_captures
-from jax_paged.worker.features.user_functions.processor_states import KeptStates, fill_processor_args
+from jax_paged.worker.features.user_functions.processor_states import SavedStates, fill_processor_args
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.step_rows import LogitsRows, ScheduledRows
 
@@ -73,12 +73,12 @@ class StepFields:
     def of(cls, context: TraceContext, config: EngineConfig, batch: InputBatch) -> "StepFields | None":
         """Returns the writer for an engine; None if the engine uses no feature that has fields."""
         features = context.features
-        if not has_step_features(features, config) and not config.state_slots[0]:
+        if not has_step_features(features, config) and not config.num_state_slots:
             return None
         return StepFields(
             input_batch=batch,
             block_size=config.block_size,
-            num_state_slots=config.state_slots[0],
+            num_state_slots=config.num_state_slots,
             embeds_size=features.embeds_size,
             has_mrope=features.has_mrope,
         )
@@ -107,7 +107,9 @@ class StepFields:
         if bucket.num_drafts and logits_rows.num_drafts is not None:
             view["num_drafts"][: len(sample_slots)] = logits_rows.num_drafts
         if bucket.num_steps > 1:
-            multi_step.fill(view, batch, rows.batch_slots, rows.start, output.burst, self.block_size)
+            multi_step.fill(
+                view, batch, rows.batch_slots, rows.start, output.num_multi_step_tokens, self.block_size
+            )
         if bucket.has_adapters:
             view["adapter_slots"][:n] = batch.features.adapter_slots[rows.batch_slots]
         if not bucket.has_embeds:
@@ -176,7 +178,7 @@ class RunnerFeatures:
         config: The configuration of the engine.
         batch: The batch slots.
         grid: The devices.
-        place: Copies host arrays to all devices.
+        to_devices: Copies host arrays to all devices.
 
     Attributes:
         are_on: Whether every step calls these methods. If False, only steps with prompt log-probabilities,
@@ -191,10 +193,10 @@ class RunnerFeatures:
         config: EngineConfig,
         batch: InputBatch,
         grid: DeviceGrid,
-        place: Callable[..., tuple[Array, ...]],
+        to_devices: Callable[..., tuple[Array, ...]],
     ) -> None:
         features = context.features
-        self._context, self._config, self._batch, self._place = context, config, batch, place
+        self._context, self._config, self._batch, self._to_devices = context, config, batch, to_devices
         self.are_on = has_step_features(features, config)
         self._encoders = plan_encoders(context.max_model_len) if features.has_encoder else []
         self.adapters = AdapterArrays(features.lora, grid) if features.lora else None
@@ -202,7 +204,7 @@ class RunnerFeatures:
         if config.images is not None:
             is_invariant = config.batch_invariant
             self.image_encoder = ImageEncoder(config.images.cache_bytes, batch_invariant=is_invariant)
-        self._processors = KeptStates() if features.processors else None
+        self._processors = SavedStates() if features.processors else None
         self._image_errors: dict[int, str] = {}
 
     @property
@@ -217,9 +219,9 @@ class RunnerFeatures:
         the state.
         """
         if self._processors is not None:
-            states = self._processors.move(output, self._batch, state.processor_states, self._place)
+            states = self._processors.move(output, self._batch, state.processor_states, self._to_devices)
             state = dataclasses.replace(state, processor_states=states)
-        if output.to_encode:
+        if output.encoder_inputs:
             pool = encode(device.run, self._encoders, output, self._config, device.weights, state.kv_cache)
             state = dataclasses.replace(state, kv_cache=pool)
         if self.image_encoder is not None:
@@ -249,10 +251,10 @@ class RunnerFeatures:
         num_drafts = 0
         if config.speculation and output.num_drafts:
             num_drafts = config.speculation.num_tokens
-            assert output.num_drafts <= num_drafts, f"{output.num_drafts} drafts of a row, not {num_drafts}"
+            assert output.num_drafts <= num_drafts, f"a sequence has more than {num_drafts} drafts"
         variant = StepVariant(
             is_decode=not is_mixed,
-            num_steps=config.num_scheduler_steps if output.burst else 1,
+            num_steps=config.num_scheduler_steps if output.num_multi_step_tokens else 1,
             num_drafts=num_drafts,
             has_adapters=has_adapters,
             has_embeds=has_embeds,
@@ -289,7 +291,7 @@ class RunnerFeatures:
             scored = begin_rows(device.run, program, device.weights, hidden, output, plan.targets)
         return RowOutputs(
             prompt_logprobs=scored,
-            captures=plan_captures(output, self._batch, self._config.capturing, result.captured),
+            captures=plan_captures(output, self._batch, self._config.capturing_hooks, result.captured),
             pooled=plan.pooling and plan.pooling.begin(device.run, device.weights, hidden),
             redrawn=redrawn,
             errors=self._errors_of_rows(output),
@@ -307,7 +309,7 @@ class RunnerFeatures:
         if self.adapters is not None:
             self.adapters.restore()
         if self._processors is not None:
-            states = self._processors.restore(state.processor_states, self._place)
+            states = self._processors.restore(state.processor_states, self._to_devices)
             state = dataclasses.replace(state, processor_states=states)
         return state
 

@@ -78,7 +78,7 @@ def plan_logits_rows(output: SchedulerOutput) -> LogitsRows:
 
 def _with_several_per_sample(rows: np.ndarray, num_logits: np.ndarray) -> LogitsRows:
     """Returns the logits rows of a step in which samples have several, to verify drafts."""
-    assert num_logits.min() >= 1, "a sample has no row of logits"
+    assert num_logits.min() >= 1, "a sample has no logits row"
     samples = np.repeat(np.arange(len(rows)), num_logits)
     tokens_back = np.cumsum(num_logits)[samples] - 1 - np.arange(len(samples))
     return LogitsRows(rows[samples], tokens_back, samples, num_logits[samples] - 1 - tokens_back)

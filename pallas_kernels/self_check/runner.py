@@ -5,7 +5,7 @@ worker/loading/kernel_check.py starts the process and derives a verdict from the
 file, one JSON object per line:
 
     {"begin": case}                              the candidate starts to run; null: it has returned
-    {"row": {"case", "what", "value", "limit"}}  "error": error and bound; "us": time and rival's time
+    {"row": {"case", "what", "value", "limit"}}  "error": error and bound; "us": time and baseline's time
     {"end": outcome, "reason": text}             "done", "unsupported", "crashed" or "not run"
 """
 
@@ -331,16 +331,16 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]], None]) -> None:
+def run(suite: Suite, candidate: str, baseline: str, note: Callable[[dict[str, Any]], None]) -> None:
     """Checks the results of the candidate's operations and, if all are correct, compares their speed.
 
     Args:
         suite: The shapes.
         candidate: Backend to check, or a module with the operations.
-        rival: Backend to compare the speed with.
+        baseline: Backend to compare the speed with.
         note: Receives the events described in the module docstring, except the last.
     """
-    other = kernels_of(rival)
+    other = kernels_of(baseline)
     cases = [*move_cases(suite), *attention_cases(suite, is_timed=False)]
 
     def attempt[T](case: Case, call: Callable[..., T], *args: Any) -> T:
@@ -356,7 +356,7 @@ def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]
 
     try:
         ours = kernels_of(candidate)
-        # grouped_matmul is not checked if the backend uses the loop in plain JAX, as the rival does.
+        # grouped_matmul is not checked if the backend uses the loop in plain JAX, as the baseline does.
         has_loop = candidate in get_args(ops.Implementation) and implementation_of(candidate) == "loop"
         experts = () if has_loop else suite.experts
         calls = [jax.jit(functools.partial(getattr(ours, case.op), **case.options)) for case in cases]
@@ -389,15 +389,15 @@ def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]
             name, timed = case.name, expert_check.timed_products
         theirs, mine = timed(other, case), attempt(case, timed, ours, case)
         times = [(attempt(case, mine.seconds), theirs.seconds()) for _ in range(_ROUNDS)]
-        best, rivals = (min(column) * 1e6 for column in zip(*times, strict=True))
-        note({"row": {"case": name, "what": "us", "value": best, "limit": rivals}})
+        best, baseline_us = (min(column) * 1e6 for column in zip(*times, strict=True))
+        note({"row": {"case": name, "what": "us", "value": best, "limit": baseline_us}})
 
 
 def main(task: dict[str, Any]) -> None:
     """Runs a check in a process that does nothing else, and writes its events to a file.
 
     Args:
-        task: A dict with "suite", "candidate" and "rival" (the arguments of `run`), "events" (path of the
+        task: A dict with "suite", "candidate" and "baseline" (the arguments of `run`), "events" (path of the
             file), "platforms" and "device_kind" (the JAX platforms and the kind of the device that are
             expected), and "limit_s" (time after which the parent kills this process, in seconds).
     """
@@ -418,7 +418,7 @@ def main(task: dict[str, Any]) -> None:
         try:
             if (kind := jax.devices()[0].device_kind) != task["device_kind"]:
                 raise _CheckEnded("not run", f"the device is {kind} instead of {task['device_kind']}")
-            run(Suite.of_values(task["suite"]), task["candidate"], task["rival"], note)
+            run(Suite.of_values(task["suite"]), task["candidate"], task["baseline"], note)
         except Exception as error:
             end = error.args if isinstance(error, _CheckEnded) else ("not run", _first_line(error))
             traceback.print_exc()

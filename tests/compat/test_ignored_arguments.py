@@ -55,7 +55,10 @@ def test_what_would_change_a_result_is_an_error() -> None:
         EngineArgs(**bad)  # pyright: ignore[reportArgumentType]
     lines = sorted(str(error.value).splitlines())
     assert [line.split("`")[1] for line in lines] == sorted(bad)
-    assert "`hf_config_path` must be None because this engine supports nothing else, got 'elsewhere'" in lines
+    assert (
+        "`hf_config_path` must be None because this engine does not support other values, got 'elsewhere'"
+        in lines
+    )
     assert EngineArgs(distributed_executor_backend=None) == EngineArgs()  # pyright: ignore[reportArgumentType]
     with pytest.raises(
         ValueError, match="must be one of 'uni', 'mp', 'ray', 'external_launcher', got 'dask'"

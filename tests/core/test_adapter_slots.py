@@ -85,7 +85,7 @@ def test_every_row_finds_its_adapter_and_every_request_ends(seed: int) -> None:
                 continue
         if in_flight:
             output = in_flight.popleft()
-            counts = output.burst or [1] * len(output.samples)
+            counts = output.num_multi_step_tokens or [1] * len(output.samples)
             sched.update(output, result_of(output, [[5] * n for n in counts]), 0.0)
     sched.block_manager.check_integrity()
     assert not sched.queues.running_adapters
@@ -176,12 +176,12 @@ def test_aborted_requests_are_not_brought_back() -> None:
     for index, adapter in enumerate("abb"):
         sched.add(adapted(index, adapter))
     step(sched)
-    assert len(list(sched.queues.set_aside)) == 2
+    assert len(list(sched.queues.requests_set_aside)) == 2
     sched.abort("r1")
     sched.abort("r0")
     step(sched)
     assert running(sched) == ["r2"]
-    assert not sched.queues.set_aside
+    assert not sched.queues.requests_set_aside
     while sched.has_unfinished:
         step(sched, EOS)
 

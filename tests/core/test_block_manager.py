@@ -433,7 +433,7 @@ def test_pinned_prefixes_stay_until_they_are_let_go():
     with pytest.raises(ValueError, match=r"`name` must be the name of a pinned prefix \(none\), got 'a'"):
         manager.unpin("a")
     manager.pin("a", [], "")
-    with pytest.raises(ValueError, match="`name` must be a name that no pinned prefix has, got 'a'"):
+    with pytest.raises(ValueError, match="`name` must be unique among pinned prefixes, got 'a'"):
         manager.pin("a", [], "")
     with pytest.raises(ValueError, match=r"`enable_prefix_caching` must be .*got False"):
         BlockManager(8, 2, False).pin("a", [1, 2], "")

@@ -8,8 +8,8 @@ import pytest
 from jax_paged.core.features.speculation.ngram_index import NgramIndex
 from jax_paged.core.features.speculation.num_drafts import (
     Acceptance,
-    chosen_drafts,
-    chosen_length,
+    choose_drafts,
+    choose_length,
 )
 from jax_paged.core.features.speculation.step_times import StepTimes
 from jax_paged.speculation import Speculation, sizes_up_to
@@ -66,7 +66,7 @@ def test_the_choice_is_the_best_there_is() -> None:
         before = free + len(rates)
         every = itertools.product(*(range(n + 1) for n in most))
         best = max((gain(c) for c in every if 0 < sum(c) <= limit - len(rates)), default=0.0)
-        chosen = chosen_drafts(rates, most, limit, cost, float(before))
+        chosen = choose_drafts(rates, most, limit, cost, float(before))
         if any(chosen):
             # Drafts below one in twenty are left out.
             assert gain(tuple(chosen)) >= 0.97 * best
@@ -80,21 +80,21 @@ def test_a_model_drafts_as_long_as_it_pays() -> None:
     def cost(rows: int, passes: int) -> float:
         return 16 + rows + 2 * passes
 
-    assert chosen_length([0.95], [8], 64, cost, 17.0) == 7  # 8 rows with the known token: no padding
-    assert chosen_length([0.05], [8], 64, cost, 17.0) == 0
-    assert chosen_length([0.95] * 60, [8] * 60, 64, cost, 76.0) == 0  # no room for a draft each
+    assert choose_length([0.95], [8], 64, cost, 17.0) == 7  # 8 rows with the known token: no padding
+    assert choose_length([0.05], [8], 64, cost, 17.0) == 0
+    assert choose_length([0.95] * 60, [8] * 60, 64, cost, 76.0) == 0  # no room for a draft each
 
 
 def test_late_drafts_count_more_and_those_behind_a_wrong_one_not() -> None:
     acceptance = Acceptance()
     assert acceptance.rate == 0.5
     for _ in range(20):
-        acceptance.note(3, 3)
+        acceptance.record(3, 3)
     assert acceptance.rate > 0.95
-    acceptance.note(0, 15)
+    acceptance.record(0, 15)
     assert acceptance.rate > 0.8
     for _ in range(40):
-        acceptance.note(0, 3)
+        acceptance.record(0, 3)
     assert acceptance.rate < 0.05
 
 
@@ -102,13 +102,13 @@ def test_times_are_means_of_several_and_a_pause_counts_little() -> None:
     times = StepTimes(Speculation("ngram", 3, num_free_rows=16))
     assert times.plain(1) is None
     for _ in range(3):
-        times.note_plain(1, 1.0)
+        times.record_plain(1, 1.0)
     assert times.plain(1) == pytest.approx(1.0)
     assert times.plain(2) is None
     assert times.verifying(8, 0, 1) == pytest.approx(24 / 17)
     for _ in range(3):
-        times.note_verifying(8, 0, 5.0)
+        times.record_verifying(8, 0, 5.0)
     assert times.verifying(8, 0, 1) == pytest.approx(5.0)
-    assert times.expected(8, 0, 1) == pytest.approx(24 / 17)
-    times.note_plain(1, 1000.0)
+    assert times.modeled(8, 0, 1) == pytest.approx(24 / 17)
+    times.record_plain(1, 1000.0)
     assert times.plain(1) < 1.6

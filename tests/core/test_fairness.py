@@ -8,7 +8,7 @@ from helpers.scheduling import EOS, make_group, make_scheduler, rows, step, take
 
 from jax_paged.core.kv_cache.block_pool import BlockPool
 from jax_paged.core.kv_cache.cache_group import CacheGroup
-from jax_paged.core.kv_cache.prefix_cache import STATE, CachedPrefix, PrefixCache
+from jax_paged.core.kv_cache.prefix_cache import STATE_GROUP, CachedPrefix, PrefixCache
 from jax_paged.core.kv_cache.state_slots import StateSlots
 from jax_paged.core.request import Sequence, SequenceStatus
 from jax_paged.core.request_queues import RequestQueues
@@ -203,7 +203,7 @@ def test_a_step_that_needs_the_results_is_not_scheduled_before_them() -> None:
     assert sched.can_run_ahead
     sched.schedule(0.0)
     assert not sched.can_run_ahead
-    with pytest.raises(AssertionError, match="has to know the results"):
+    with pytest.raises(AssertionError, match="requires results of steps in flight"):
         sched.schedule(0.0)
 
 
@@ -224,9 +224,9 @@ def test_a_request_that_never_runs_is_an_error() -> None:
 
 def count_lookups(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     lookups: list[object] = []
-    find = BlockPool.find
+    find = BlockPool.find_cached
     monkeypatch.setattr(
-        BlockPool, "find", lambda pool, content: (lookups.append(content), find(pool, content))[1]
+        BlockPool, "find_cached", lambda pool, content: (lookups.append(content), find(pool, content))[1]
     )
     return lookups
 
@@ -261,9 +261,9 @@ def test_a_long_prompt_that_waits_is_looked_up_once(
 def kept_and_fresh(prefixes: PrefixCache, kept: Sequence) -> tuple[CachedPrefix, CachedPrefix]:
     """Returns what the walk that is kept finds, and what a new one does."""
     found = prefixes.longest(kept, "")
-    walk, prefixes._walk = prefixes._walk, None
+    walk, prefixes._lookup = prefixes._lookup, None
     fresh = prefixes.longest(Sequence(kept.prompt_token_ids), "")
-    prefixes._walk = walk
+    prefixes._lookup = walk
     return found, fresh
 
 
@@ -275,7 +275,7 @@ def test_a_walk_that_is_kept_finds_what_a_new_one_does(seed: int) -> None:
     for groups, num_slots in itertools.product(several, (0, 100)):
         states, num_blocks = StateSlots(num_slots, 0, 2, keeps_checkpoints=True), 15
         pools = dict.fromkeys(range(len(groups)), BlockPool(100)) | (
-            {STATE: states.pool} if num_slots else {}
+            {STATE_GROUP: states.pool} if num_slots else {}
         )
         prefixes = PrefixCache(pools[0], groups, 2, states)
         kept = Sequence([i % 3 for i in range(2 * num_blocks + 1)])
@@ -284,12 +284,12 @@ def test_a_walk_that_is_kept_finds_what_a_new_one_does(seed: int) -> None:
             for _ in range(rng.randint(1, 4)):
                 i, g = place = rng.randrange(num_blocks), rng.choice(list(pools))
                 if place in held:
-                    pools[g].forget(held[place])
+                    pools[g].remove_from_cache(held[place])
                     pools[g].release(held.pop(place))
                 elif rng.random() < 0.7:
-                    held[place] = pools[g].take()
+                    held[place] = pools[g].allocate()
                     content = prefixes._content(kept, i, "")._replace(group=g)
-                    pools[g].remember(held[place], content)
+                    pools[g].add_to_cache(held[place], content)
             found, fresh = kept_and_fresh(prefixes, kept)
             assert found == fresh
 
@@ -304,10 +304,10 @@ def test_a_walk_does_not_go_on_behind_a_hole() -> None:
     assert sched.block_manager.prefixes.longest(kept, "").num_blocks == 6
     blocks = {tuple(content.tokens): b for b, content in enumerate(pool.contents) if content is not None}
     last = pool.contents[blocks[20, 21, 22, 23]]
-    pool.forget(blocks[12, 13, 14, 15])
+    pool.remove_from_cache(blocks[12, 13, 14, 15])
     assert sched.block_manager.prefixes.longest(kept, "").num_blocks == 3
-    pool.forget(blocks[20, 21, 22, 23])
-    pool.remember(blocks[20, 21, 22, 23], last)
+    pool.remove_from_cache(blocks[20, 21, 22, 23])
+    pool.add_to_cache(blocks[20, 21, 22, 23], last)
     found, fresh = kept_and_fresh(sched.block_manager.prefixes, kept)
     assert found == fresh
     assert found.num_blocks == 3
@@ -334,8 +334,8 @@ def test_a_request_that_is_tried_again_has_one_entry() -> None:
     for group in groups:
         queues.add(group)
     for _ in range(50):
-        queues.run(groups[0])
-        queues.wait(groups[0])
+        queues.move_to_running(groups[0])
+        queues.move_to_waiting(groups[0])
     assert len(queues._heap) == 3
     assert queues.first_waiting() is groups[0]
 

@@ -106,13 +106,13 @@ class PipelineMachine(RuleBasedStateMachine):
     def add(self, shared: int, own: list[int], max_tokens: int) -> None:
         for place, engine in enumerate(self.engines):
             queues = engine.scheduler.queues
-            self.router.count(str(place), len(queues.waiting), len(queues.running) + len(queues.swapped))
+            self.router.set_load(str(place), len(queues.waiting), len(queues.running) + len(queues.swapped))
         loads = [self.router.load(str(place)) for place in range(len(self.engines))]
         place, number = int(self.router.choose()), len(self.groups)
         assert loads[place] == min(loads)
         params = SamplingParams(max_tokens=max_tokens, seed=number)
         prompt = [i % 3 for i in range(shared)] + own
-        group = SequenceGroup.of(Request(f"r{number}", prompt, params), self.now)
+        group = SequenceGroup.from_request(Request(f"r{number}", prompt, params), self.now)
         self.groups[group.request_id] = group
         self.placed[group.request_id] = place
         self.engines[place].scheduler.add(group)

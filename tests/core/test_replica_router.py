@@ -31,7 +31,7 @@ def run(router: ReplicaRouter, events: list[tuple[str, str | None]]) -> list[str
         elif what == "finish" and running:
             router.finish(running.pop(0))
         elif what == "leave" and waiting:
-            router.leave(waiting.pop())
+            router.cancel(waiting.pop())
         elif what == "begin" and waiting:
             running.append(waiting.pop(0))
             router.begin(running[-1])
@@ -84,9 +84,9 @@ def test_what_replicas_that_have_gone_still_run_counts_no_more() -> None:
     router = ReplicaRouter(["a", "b"])
     chosen = router.choose("key")
     router.remove_replica(chosen)
-    for tell in (router.begin, router.finish, router.leave):
+    for tell in (router.begin, router.finish, router.cancel):
         tell(chosen)
-    router.count(chosen, 1, 1)
+    router.set_load(chosen, 1, 1)
     [left] = router.replica_ids
     assert router.choose("key") == left
     router.remove_replica(left)
@@ -98,8 +98,8 @@ def test_what_replicas_that_have_gone_still_run_counts_no_more() -> None:
 
 def test_replicas_may_say_what_they_have_to_do() -> None:
     router = ReplicaRouter(["a", "b"], max_lag=8)
-    router.count("a", 2, 3)
-    router.count("b", 1, 0)
+    router.set_load("a", 2, 3)
+    router.set_load("b", 1, 0)
     assert (router.load("a"), router.load("b")) == (11, 4)
     assert [router.choose(), router.choose(), router.choose()] == ["b", "b", "a"]
 
@@ -112,7 +112,7 @@ def test_texts_of_clients_may_hold_anything() -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match=r"`max_lag` must be an integer of at least 0.*got -1"):
         ReplicaRouter(["0"], max_lag=-1)
-    with pytest.raises(ValueError, match=r"`replica_id` must be a name that no replica has.*got '0'"):
+    with pytest.raises(ValueError, match=r"`replica_id` must be unique among replicas.*got '0'"):
         ReplicaRouter(["0", "0"])
 
 

@@ -105,12 +105,12 @@ class RunningAhead(Simulation):
     def check_ahead(self, output: SchedulerOutput, ran_before: set[str], num_in_flight: int) -> None:
         assert sum(row.num_tokens for row in output.scheduled) == output.num_batched_tokens
         assert output.num_batched_tokens <= self.setup.budget
-        if output.burst:
+        if output.num_multi_step_tokens:
             self.check_burst(output)
             self.counts["bursts"] += 1
             self.counts["bursts ahead"] += num_in_flight > 0
         assert len({row.seq_id for row in output.scheduled}) == len(output.scheduled)
-        drafted = {sample.row: sample.num_logits - 1 for sample in output.samples}
+        drafted = {sample.scheduled_index: sample.num_logits - 1 for sample in output.samples}
         rows = [row.token_ids[: row.num_tokens - drafted.get(i, 0)] for i, row in enumerate(output.scheduled)]
         assert all(NO_TOKEN not in token_ids or len(token_ids) == 1 for token_ids in rows)
         assert not any(drafted.values()) or num_in_flight == 0, "drafts follow the last token"
@@ -127,12 +127,12 @@ class RunningAhead(Simulation):
         queues, manager = self.sched.queues, self.manager
         assert not queues.waiting
         assert not queues.swapped
-        assert 1 < max(output.burst) <= self.setup.num_scheduler_steps
-        assert min(output.burst) > 0
-        assert [(s.row, s.seq_id, s.num_logits) for s in output.samples] == [
+        assert 1 < max(output.num_multi_step_tokens) <= self.setup.num_scheduler_steps
+        assert min(output.num_multi_step_tokens) > 0
+        assert [(s.scheduled_index, s.seq_id, s.num_logits) for s in output.samples] == [
             (i, row.seq_id, 1) for i, row in enumerate(output.scheduled)
         ]
-        for row, num_tokens in zip(output.scheduled, output.burst, strict=True):
+        for row, num_tokens in zip(output.scheduled, output.num_multi_step_tokens, strict=True):
             group, seq = found(self.sched, row.seq_id)
             assert group.beam_params is None
             assert seq.num_output_tokens - num_tokens >= max(1, group.sampling_params.min_tokens)
@@ -318,7 +318,7 @@ def bursting(**settings: Any) -> tuple[Scheduler, SchedulerOutput]:
     ],
 )
 def test_who_takes_part_in_a_burst(values: dict[str, Any], burst: tuple[int, ...]) -> None:
-    assert bursting(**values)[1].burst == burst
+    assert bursting(**values)[1].num_multi_step_tokens == burst
 
 
 def test_a_burst_has_blocks_for_all_its_tokens_and_gives_them_back() -> None:
@@ -336,21 +336,21 @@ def test_bursts_wait_while_somebody_does_and_while_blocks_are_short() -> None:
     step(sched)
     sched.add(make_group(1, [6] * 12, max_tokens=2))
     waits = sched.schedule(0.0)
-    assert (waits.burst, len(sched.queues.waiting)) == ((), 1)
+    assert (waits.num_multi_step_tokens, len(sched.queues.waiting)) == ((), 1)
     sched.update(waits, result_of(waits, [9]), 0.0)
     sched.abort("r1")
     output = sched.schedule(0.0)
-    assert output.burst == (8,)
+    assert output.num_multi_step_tokens == (8,)
     sched.update(output, result_of(output, [[9] * 8]), 0.0)
     sched.add(make_group(2, [6] * 3, max_tokens=9))  # takes the last block
     step(sched)
-    assert [sched.schedule(0.0).burst, sched.block_manager.num_free_blocks] == [(), 0]
+    assert [sched.schedule(0.0).num_multi_step_tokens, sched.block_manager.num_free_blocks] == [(), 0]
 
 
 def test_what_follows_a_burst_in_flight() -> None:
     sched, first = bursting(max_tokens=8)
     second, third = sched.schedule(0.0), sched.schedule(0.0)
-    assert [o.burst for o in (first, second, third)] == [(4,), (3,), ()]
+    assert [o.num_multi_step_tokens for o in (first, second, third)] == [(4,), (3,), ()]
     assert (second.scheduled[0].start, second.scheduled[0].token_ids) == (10, [NO_TOKEN])
     assert third.scheduled == ()  # the sequence ends with the tokens that are being drawn
     sched.update(first, result_of(first, [[11, 12, EOS]]), 1.0)
@@ -369,7 +369,7 @@ def test_others_go_on_in_bursts_when_one_ends_with_the_burst_in_flight() -> None
     sched.add(make_group(2, [7] * 3, max_tokens=9))
     step(sched)
     first, second = sched.schedule(0.0), sched.schedule(0.0)
-    assert [o.burst for o in (first, second)] == [(2, 4), (4,)]
+    assert [o.num_multi_step_tokens for o in (first, second)] == [(2, 4), (4,)]
     assert second.scheduled[0].seq_id == first.scheduled[1].seq_id
 
 
@@ -392,7 +392,7 @@ def test_a_request_that_ends_as_a_whole_in_a_burst_gets_what_single_steps_bring(
 ) -> None:
     sched, output = bursting(n=3)
     other = make_group(1, [8] * 3)
-    assert output.burst == (4, 4, 4)
+    assert output.num_multi_step_tokens == (4, 4, 4)
     (group,) = sched.queues.running.values()
     update = sched.update(output, result_of(output, drawn, is_finite=is_finite), 1.0)
     assert [len(seq.output_token_ids) for seq in group.sequences] == accepted
@@ -411,7 +411,7 @@ def test_what_is_not_finite_after_the_end_of_a_sequence_ends_nobody() -> None:
     sched, first = bursting(n=2)
     sched.add(make_group(1, [8] * 3))
     second = sched.schedule(0.0)
-    assert (first.burst, second.burst) == ((4, 4), ())
+    assert (first.num_multi_step_tokens, second.num_multi_step_tokens) == ((4, 4), ())
     sched.update(first, result_of(first, [[11, EOS], [21, 22, 23, 24]]), 0.0)
     update = sched.update(second, result_of(second, [5, 6, 7], is_finite=[False, True, True]), 0.0)
     assert update.ended == []

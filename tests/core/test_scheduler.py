@@ -263,6 +263,7 @@ def test_abort_in_every_state(when):
     expected = "LENGTH_CAPPED" if when == "finished" else "ABORTED"
     assert group.sequences[0].status.name == f"FINISHED_{expected}"
     sched.block_manager.check_integrity()
+    assert (group.metrics.finished_time is None) == (when != "finished")
     assert sched.abort("r1") is None
     assert sched.abort("no such request") is None
     drain(sched)
@@ -453,7 +454,7 @@ def test_lower_priority_values_go_first_and_take_blocks_and_seats():
 
 
 def test_priorities_are_refused_under_fcfs():
-    with pytest.raises(AssertionError, match="priority"):
+    with pytest.raises(AssertionError, match="does not support priorities"):
         make_scheduler().add(make_group(0, [0], priority=1))
 
 
@@ -492,7 +493,7 @@ def test_a_group_comes_back_with_room_for_all_its_samples(mode, num_swap_blocks)
     groups = []
     for name, prompt_len, max_tokens, n in (("first", 10, 110, 1), ("samples", 100, 20, 4)):
         params = SamplingParams(n=n, seed=0, max_tokens=max_tokens, ignore_eos=True)
-        groups.append(SequenceGroup.of(Request(name, [1] * prompt_len, params), 0.0))
+        groups.append(SequenceGroup.from_request(Request(name, [1] * prompt_len, params), 0.0))
         sched.add(groups[-1])
     drain(sched)
     assert [len(s.output_token_ids) for g in groups for s in g.sequences] == [110, 20, 20, 20, 20]

@@ -113,14 +113,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert is_ahead or output.scheduled or output.ended, "a step without progress"
         # A request may find a slot free that others gave back in this very step, but in the next one it runs.
         could_run = {
-            group for group in sched.queues.set_aside if sched.adapters and sched.adapters.has_room(group)
+            group
+            for group in sched.queues.requests_set_aside
+            if sched.adapters and sched.adapters.has_room(group)
         }
         assert not could_run & self.could_run, "a request waits for a slot that it could have"
         self.could_run = could_run
         for name in ("preempted", "ended", "blocks_to_swap_out", "adapter_loads"):
             self.counts[name] += bool(getattr(output, name))
         self.counts["state copies"] += bool(output.state_moves.copies)
-        self.counts["set aside"] += bool(sched.queues.set_aside)
+        self.counts["set aside"] += bool(sched.queues.requests_set_aside)
         self.counts["ahead"] += is_ahead
 
     @precondition(lambda self: len(self.in_flight) == 1)
@@ -145,7 +147,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for sample in output.samples:
             found = self.sched.find(sample.seq_id)
             beams = found[0].beam_params if found is not None else None
-            num_tokens = output.burst[sample.row] if output.burst else 1
+            num_tokens = (
+                output.num_multi_step_tokens[sample.scheduled_index] if output.num_multi_step_tokens else 1
+            )
             token_ids.append([next(turns) for _ in range(num_tokens)])
             top = (
                 [next(turns), *range(10, 10 + 2 * beams.beam_width)][: 2 * beams.beam_width] if beams else []
@@ -198,7 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(queues.running_adapters) <= sched.max_loras
         slots = sched.adapters.slots if sched.adapters else {}
         assert sorted(slots.values()) == list(range(1, len(slots) + 1))
-        assert set(queues.set_aside) <= set(at["waiting"])
+        assert set(queues.requests_set_aside) <= set(at["waiting"])
         if not self.in_flight:
             pools = [manager.pool, manager.states.pool]
             assert not any(pool.num_held for pool in pools), "blocks wait for a step that has returned"

@@ -156,7 +156,7 @@ class Simulation:
             rng.choice([0, 0, 1, 2]) if setup.scheduling_policy == "priority" else 0,
             RequestFeatures(beams, encoder) if beams or encoder else None,
         )
-        group = SequenceGroup.of(request, self.now)
+        group = SequenceGroup.from_request(request, self.now)
         self.groups.append(group)
         self.sched.add(group)
         return group
@@ -195,7 +195,7 @@ class Simulation:
             stop, (_, seq) = row.start + row.num_tokens, found(self.sched, row.seq_id)
             assert bool(num_samples) == (stop == len(seq))
         for sample in output.samples:
-            row = output.scheduled[sample.row]
+            row = output.scheduled[sample.scheduled_index]
             stop, (group, computed) = row.start + row.num_tokens, found(self.sched, row.seq_id)
             _, seq = found(self.sched, sample.seq_id)
             assert seq in group.sequences
@@ -260,7 +260,7 @@ class Simulation:
                 for g in self.setup.groups
             )
             slots = manager.states
-            lacks_slots = slots.is_used and len(before["lens"][group]) > slots.pool.num_usable
+            lacks_slots = slots.has_states and len(before["lens"][group]) > slots.pool.num_usable
             assert demand > manager.num_usable_blocks or lacks_slots, "a request ended that would have fitted"
 
     def check_queues(self) -> None:
@@ -297,11 +297,11 @@ class Simulation:
     def check_walk(self) -> None:
         """The walk along a prefix that is kept finds what a new one does."""
         prefixes = self.manager.prefixes
-        walk = prefixes._walk
+        walk = prefixes._lookup
         if walk is not None:
-            found, prefixes._walk = prefixes.longest(walk.seq, walk.salt), None
+            found, prefixes._lookup = prefixes.longest(walk.seq, walk.salt), None
             assert prefixes.longest(walk.seq, walk.salt) == found, "a walk is out of date"
-            prefixes._walk = walk
+            prefixes._lookup = walk
 
     def check_first_tokens(self, had: set[SequenceGroup]) -> None:
         """First come, first served: no first token before that of an earlier request of the same class."""

@@ -4,7 +4,7 @@ import pytest
 
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.kv_cache.prefix_cache import PrefixCache
-from jax_paged.core.request import Sequence, StandIn
+from jax_paged.core.request import PlaceholderData, Sequence
 
 TOKENS = [*range(10), *[99] * 8, *range(20, 30)]  # blocks of 4; the placeholders are at 10 to 17
 
@@ -22,7 +22,7 @@ def computed(manager: BlockManager, seq: Sequence) -> int:
 
 
 def sequence(*stand_ins: tuple[int, int, str]) -> Sequence:
-    return Sequence(list(TOKENS), stand_ins=tuple(StandIn(*s, data=None) for s in stand_ins))
+    return Sequence(list(TOKENS), placeholder_data=tuple(PlaceholderData(*s, data=None) for s in stand_ins))
 
 
 @pytest.fixture
@@ -43,15 +43,15 @@ def test_equal_ones_share_and_others_share_what_is_before(manager: BlockManager)
 
 
 def test_where_it_begins_in_a_block_counts(manager: BlockManager) -> None:
-    first = Sequence([99] * 9, stand_ins=(StandIn(0, 4, "a", None),))
-    second = Sequence([99] * 9, stand_ins=(StandIn(1, 5, "a", None),))
+    first = Sequence([99] * 9, placeholder_data=(PlaceholderData(0, 4, "a", None),))
+    second = Sequence([99] * 9, placeholder_data=(PlaceholderData(1, 5, "a", None),))
     assert computed(manager, first) == 0
     assert computed(manager, second) == 0
 
 
 def test_a_fork_has_the_same(manager: BlockManager) -> None:
     seq = sequence((10, 18, "a"))
-    assert seq.fork(1, 5).stand_ins == seq.stand_ins
+    assert seq.fork(1, 5).placeholder_data == seq.placeholder_data
 
 
 def test_a_cache_that_compares_tokens_alone_is_noticed(

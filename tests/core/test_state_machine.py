@@ -21,7 +21,7 @@ from jax_paged.core.features.interactive.request_edits import (
     DropBlocks,
     RequestEditor,
     Rollback,
-    most_taken_back,
+    max_rollback_tokens,
 )
 from jax_paged.core.kv_cache.block_pool import NULL_BLOCK
 from jax_paged.core.kv_cache.cache_group import CacheGroup
@@ -119,7 +119,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 hash((g, chains[end])) in cached
                 for g, block in first.items()
                 for end in range((block + 1) * size, stop + 1, size)
-            ) and (not self.states.is_used or chains[stop] in kept):
+            ) and (not self.states.has_states or chains[stop] in kept):
                 best = stop
         return best
 
@@ -230,7 +230,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                         b in ((a, NULL_BLOCK) if group.window else (a,))
                         for a, b in zip(old, new, strict=True)
                     )
-            lacks_slots = self.states.is_used and self.states.pool.num_free < len(rows)
+            lacks_slots = self.states.has_states and self.states.pool.num_free < len(rows)
             assert num_missing + len(rows) * len(self.groups) > pool.num_free or lacks_slots
             return
         self.device.move(copies=tuple(copies))
@@ -247,7 +247,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 for t, g in zip(tables, self.groups, strict=True)
             ]
             self.device.write(base, seq, tables, start, stop)
-            if self.states.is_used:
+            if self.states.has_states:
                 at = self.states.begin_checkpoint(seq, start, stop)
                 row = ScheduledSequence(1, start, [], [], [], self.states.slot_of(seq), at)
                 self.device.advance(base, seq, row, stop)
@@ -273,7 +273,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for seq, n in rows if copies is not None else ():
             start = seq.num_computed_tokens
             self.states.begin_checkpoint(seq, start, start + n)
-            self.states.take_back(seq, start)
+            self.states.revert_prepare(seq, start)
 
     @precondition(lambda self: self.at("device"))
     @rule(data=st.data())
@@ -307,10 +307,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         del child.block_hashes[num_tokens // self.size :]
         at = parent.num_computed_tokens
         if self.manager.fork(parent, child, num_tokens):
-            assert not self.states.is_used or num_tokens == at, "no state of fewer tokens is there"
+            assert not self.states.has_states or num_tokens == at, "no state of fewer tokens is there"
             family.seqs.append(child)
             return
-        if self.states.is_used and num_tokens != at:
+        if self.states.has_states and num_tokens != at:
             return
         needed = [
             table[max(0, num_tokens - group.window + 1) // self.size : self.manager.num_blocks_of(num_tokens)]
@@ -326,7 +326,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         """A sequence loses its last tokens, wherever its blocks are, and computes others later."""
         family = data.draw(st.sampled_from(self.at("device", "host")))
         seq = data.draw(st.sampled_from(family.seqs))
-        most = most_taken_back(seq, self.size)
+        most = max_rollback_tokens(seq, self.size)
         if most < 1:
             return
         tables = self.manager.block_tables if family.place == "device" else self.manager.swapped_tables
@@ -339,7 +339,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         RequestEditor(self.manager, queues, Recomputing(), 1).apply(edit)
         self.device.forget(seq, len(seq))
         if seq not in tables:
-            assert self.states.is_used or any(group.window for group in self.groups)
+            assert self.states.has_states or any(group.window for group in self.groups)
             family.seqs.remove(seq)
             if not family.seqs:
                 self.families.remove(family)
@@ -349,7 +349,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert new == (old if g.is_cross else old[:n])
         assert self.manager.num_free_blocks >= num_free
 
-    @precondition(lambda self: self.groups == (FULL,) and not self.states.is_used and self.at("device"))
+    @precondition(lambda self: self.groups == (FULL,) and not self.states.has_states and self.at("device"))
     @rule(data=st.data())
     def drop_blocks(self, data):
         """A sequence goes on without some of its blocks."""
@@ -363,10 +363,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         group = group_of(seq)
         queues = RequestQueues()
         queues.add(group)
-        positions = [seq.block_place(i) for i in kept]
+        positions = [seq.original_block_index(i) for i in kept]
         RequestEditor(self.manager, queues, Recomputing(), 1).apply(DropBlocks("", tuple(kept)))
         assert self.manager.block_tables[seq] == [[table[i] for i in kept]]
-        assert [seq.block_place(i) for i in range(len(kept))] == positions
+        assert [seq.original_block_index(i) for i in range(len(kept))] == positions
         self.device.forget(seq, seq.num_computed_tokens)
 
     @precondition(lambda self: self.at("device"))
@@ -375,7 +375,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         family = data.draw(st.sampled_from(self.at("device")))
         held, num_free = self.held(family), self.manager.swap_pool.num_free
         slots = {self.states.slot_of(seq) for seq in family.seqs}
-        lacks_slots = self.states.is_used and len(slots) > self.states.swap_pool.num_free
+        lacks_slots = self.states.has_states and len(slots) > self.states.swap_pool.num_free
         pairs = self.manager.swap_out(family.seqs)
         has_window = any(group.window for group in self.groups)
         if pairs is None:
@@ -439,7 +439,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         tokens = family.seqs[0].tokens(0, data.draw(st.integers(0, len(family.seqs[0]))))
         expected = self.num_cached_tokens(family, [*tokens, 0])
         if name in self.pins:
-            with pytest.raises(ValueError, match="`name` must be a name that no pinned prefix has"):
+            with pytest.raises(ValueError, match="`name` must be unique among pinned prefixes"):
                 self.manager.pin(name, tokens, family.salt)
         else:
             assert self.manager.pin(name, tokens, family.salt) == expected
@@ -483,7 +483,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                     self.device.check(
                         base, seq, all_tables[seq], n, n, family.encoder, on_host=place == "host"
                     )
-                    if self.states.is_used and n:
+                    if self.states.has_states and n:
                         slots, kept = self.states.tables, self.device.states
                         if place == "host":
                             slots, kept = self.states.swapped_tables, self.device.host_states
@@ -494,7 +494,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 for i in range(first, 0 if group.is_cross else n // self.size):
                     value = hash((g, chain_of(base, tokens[: (i + 1) * self.size])))
                     assert self.device.cells[table[i]][-1] == value, "a pinned block was lost"
-            if self.states.is_used and n:
+            if self.states.has_states and n:
                 state = self.device.states[manager.pinned[name].slot]
                 assert state == chain_of(base, tokens[:n]), "a pinned state was lost"
 

@@ -50,7 +50,7 @@ def test_a_prefix_is_found_where_a_checkpoint_is() -> None:
     # Its blocks are not enough when the state is evicted.
     states = sched.block_manager.states
     for slot in range(states.pool.num_blocks):
-        states.pool.forget(slot)
+        states.pool.remove_from_cache(slot)
     sched.add(make_group(9, prompt, max_tokens=1))
     assert step(sched).scheduled[0].start == 0
 

@@ -69,7 +69,7 @@ def test_what_the_executor_is_told_of_a_sequence() -> None:
     assert beams.request.sampling_params.logprobs == 4
     assert beams.request.features is not None
     assert beams.request.features.logprob_temperature == 2.0
-    assert [(s.row, s.seq_id) for s in output.samples] == [
+    assert [(s.scheduled_index, s.seq_id) for s in output.samples] == [
         (0, first.seq_id),
         (0, second.seq_id),
         (1, other.seq_id),
@@ -325,7 +325,7 @@ def test_blocks_are_held_back_until_the_steps_that_may_write_to_them_have_return
 
 def test_a_block_waits_for_the_latest_step_in_flight() -> None:
     pool = make_scheduler(num_blocks=10).block_manager.pool
-    a, b, c = (pool.take() for _ in range(3))
+    a, b, c = (pool.allocate() for _ in range(3))
     pool.begin_step(1)
     pool.release(a)
     pool.begin_step(2)

@@ -227,7 +227,7 @@ def test_async_many_streams_of_a_fast_engine_get_joined_parts(scripted, monkeypa
         num_tokens = sum(len(p.outputs[0].token_ids) for own in parts for p in own)
         assert sum(handed_over) < num_tokens
         assert all(own[-1].finished for own in parts)
-        assert not engine._held
+        assert not engine._undelivered
 
     asyncio.run(main())
 

@@ -32,7 +32,7 @@ class VariantExecutor(ScriptedExecutor):
         backend, products = (
             USUAL[name] if getattr(args, name) == "auto" else getattr(args, name) for name in USUAL
         )
-        changes: dict[str, Any] = {"backend": backend, "matmul_backend": products}
+        changes: dict[str, Any] = {"attention_backend": backend, "matmul_backend": products}
         self.config = dataclasses.replace(self.config, batch_invariant=args.batch_invariant, **changes)
         self._varies = (backend, products) in failing
 
@@ -81,7 +81,7 @@ def test_auto_chooses_backends_that_pass(
 ) -> None:
     maker = Maker(*failing)
     with caplog.at_level(logging.WARNING), make_engine(maker, batch_invariant=True) as engine:
-        assert (engine.config.backend, engine.config.matmul_backend) == expected
+        assert (engine.config.attention_backend, engine.config.matmul_backend) == expected
         assert maker.num_open == 1, "the executors that failed are closed"
         lines = [record.getMessage() for record in caplog.records if "batch_invariant" in record.getMessage()]
         assert len(lines) == bool(failing)
@@ -107,25 +107,26 @@ def test_auto_chooses_backends_that_pass(
 def test_a_named_backend_is_kept() -> None:
     maker = Maker(("native", "onednn"))
     with make_engine(maker, batch_invariant=True, matmul_backend="onednn") as engine:
-        assert (engine.config.backend, engine.config.matmul_backend) == ("xla", "onednn")
+        assert (engine.config.attention_backend, engine.config.matmul_backend) == ("xla", "onednn")
 
 
 def test_the_error_of_named_backends_names_backends_that_pass() -> None:
     maker = Maker(("native", "onednn"), ("xla", "onednn"))
     with pytest.raises(
-        ValueError, match=r"must be False for .*matmul_backend='onednn' because.* with matmul_backend='xla'$"
+        ValueError,
+        match=r"must be False for .*='onednn' because.* Pass matmul_backend='xla' to use batch_invariant$",
     ):
         make_engine(maker, batch_invariant=True, matmul_backend="onednn")
     assert maker.num_open == 0
     both = {"matmul_backend": "onednn", "attention_backend": "native"}
-    with pytest.raises(ValueError, match=r"It can be True with matmul_backend='xla'$"):
+    with pytest.raises(ValueError, match=r"Pass matmul_backend='xla' to use batch_invariant$"):
         make_engine(maker, batch_invariant=True, **both)
     assert maker.num_open == 0
 
 
 def test_without_a_backend_that_passes_the_error_is_that_of_the_check() -> None:
     maker = Maker(*((a, b) for a in ("native", "xla") for b in ("onednn", "xla")))
-    with pytest.raises(ValueError, match="must be False for this model on this machine because the steps"):
+    with pytest.raises(ValueError, match="must be False for this model on this machine because results"):
         make_engine(maker, batch_invariant=True)
     assert len(maker.made) == 4
     assert maker.num_open == 0

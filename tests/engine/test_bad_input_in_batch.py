@@ -133,7 +133,7 @@ BAD: dict[str, tuple[Callable[[LLMEngine], None], str]] = {
     ),
     "arrival_time of another clock": (
         _option(arrival_time=1e300),
-        r"`arrival_time` must be at most .*, the value of time.monotonic\(\) .*got 1e\+300",
+        r"`arrival_time` must be at most .*, the current value of time.monotonic\(\) .*got 1e\+300",
     ),
     "arrival_time NaN": (_option(arrival_time=math.nan), "`arrival_time` must be .*got nan"),
     "arrival_time infinite": (_option(arrival_time=-math.inf), "`arrival_time` must be .*got -inf"),

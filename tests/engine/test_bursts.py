@@ -77,7 +77,7 @@ def in_turns(
     with pytest.MonkeyPatch.context() as patch:
         steps = steps_of(engine, patch)
         outputs = run(engine, requests)
-    assert sum(bool(step.burst) for step in steps) >= least
+    assert sum(bool(step.num_multi_step_tokens) for step in steps) >= least
     return expected, outputs
 
 
@@ -156,9 +156,9 @@ def test_what_needs_the_host_turns_bursts_off_for_a_while(
         steps = steps_of(bursting, monkeypatch)
         run(bursting, requests)
         for step in steps:
-            assert not step.burst or {steps.named[row.seq_id][0].request_id for row in step.scheduled} == {
-                "1"
-            }
+            assert not step.num_multi_step_tokens or {
+                steps.named[row.seq_id][0].request_id for row in step.scheduled
+            } == {"1"}
 
 
 def test_nan_in_the_middle(bursting: LLMEngine) -> None:
@@ -202,7 +202,7 @@ def test_requests_that_arrive_and_leave_at_any_time(
             num_aborted += 1
         outputs |= {int(o.request_id): o for o in bursting.step() if o.finished}
     assert_no_block_lost(bursting)
-    assert sum(bool(step.burst) for step in steps) > 30
+    assert sum(bool(step.num_multi_step_tokens) for step in steps) > 30
     assert len(outputs) + num_aborted == len(requests)
     got = {i: list(o.outputs[0].token_ids) for i, o in outputs.items()}
     assert got == {i: expected[i] for i in outputs}
@@ -219,7 +219,7 @@ def test_a_small_pool(bursting: LLMEngine, monkeypatch: pytest.MonkeyPatch, mode
     outputs = [o for few in itertools.batched(requests, 4) for o in run(bursting, list(few))]
     assert tokens_of(outputs) == expected
     assert sum(o.metrics.num_preemptions for o in outputs) >= 6
-    assert sum(bool(step.burst) for step in steps) > 20
+    assert sum(bool(step.num_multi_step_tokens) for step in steps) > 20
 
 
 def test_a_recording_replays(bursting: LLMEngine) -> None:
@@ -242,7 +242,7 @@ def test_a_step_tells_how_many_tokens_it_may_bring(
     reschedule(engine)
     steps = steps_of(engine, monkeypatch)
     run(engine, [Request(prompt(6), greedy(max_tokens=n, ignore_eos=True)) for n in (1, 4, 12)])
-    assert [step.burst for step in steps] == [(), (3, 8), (3,)]
+    assert [step.num_multi_step_tokens for step in steps] == [(), (3, 8), (3,)]
 
 
 def test_one_burst_after_another_while_the_first_is_in_flight(
@@ -264,7 +264,7 @@ def test_one_burst_after_another_while_the_first_is_in_flight(
     monkeypatch.setattr(engine.executor, "result", lambda: results.append(result()) or results[-1])
     outputs = run(engine, requests)
     assert tokens_of(outputs) == [tokens, tokens[: at + 1]]
-    assert [len(step.burst) for step in steps[1:3]] == [2, 2]
+    assert [len(step.num_multi_step_tokens) for step in steps[1:3]] == [2, 2]
     assert [len(drawn) for drawn in results[1].token_ids] == [8, at]
     assert [len(drawn) for drawn in results[2].token_ids] == [8, 0]
 
@@ -272,8 +272,8 @@ def test_one_burst_after_another_while_the_first_is_in_flight(
 def test_off_is_off(shared_engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = steps_of(shared_engine, monkeypatch)
     run(shared_engine, [Request(prompt(5), greedy(ignore_eos=True))])
-    assert not any(step.burst for step in steps)
-    assert not any("burst" in name for name in shared_engine.executor.buckets)
+    assert not any(step.num_multi_step_tokens for step in steps)
+    assert not any("multi-step" in name for name in shared_engine.executor.buckets)
 
 
 @pytest.mark.slow
@@ -286,7 +286,7 @@ def test_200_requests_are_those_of_the_dense_call(bursting: LLMEngine, expected:
         with pytest.MonkeyPatch.context() as patch:
             steps = steps_of(bursting, patch)
             assert tokens_of(run_alone(bursting, REQUESTS)) == expected
-        assert sum(bool(step.burst) for step in steps) > 1000
+        assert sum(bool(step.num_multi_step_tokens) for step in steps) > 1000
         for few in (5, 40):
             reschedule(bursting, num_blocks=102, enable_prefix_caching=enable_prefix_caching)
             outputs = [o for some in itertools.batched(REQUESTS, few) for o in run(bursting, list(some))]

@@ -42,7 +42,7 @@ def test_the_template_of_a_processor(tokenizer_class: str, tmp_path: Path) -> No
     config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": None}
     config["tokenizer_class"] = tokenizer_class
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="`tokenizer` must be one with a chat template, got "):
+    with pytest.raises(ValueError, match="`tokenizer` must be a tokenizer with a chat template, got "):
         Tokenizer(own.name).encode_chat([HI])
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
     found = Tokenizer(own.name)

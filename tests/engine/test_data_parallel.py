@@ -181,7 +181,7 @@ def test_sizes_that_can_t_be(checkpoint: Path, tmp_path: Path, sizes: dict[str, 
 
 
 def test_an_engine_alone_has_no_replicas(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match=r"`data_parallel_size` must be 1 for one engine .LLM, .*got 2"):
+    with pytest.raises(ValueError, match=r"`data_parallel_size` must be 1 for LLMEngine .LLM .*got 2"):
         LLMEngine(EngineArgs(str(checkpoint), data_parallel_size=2))
 
 

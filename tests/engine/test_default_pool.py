@@ -13,9 +13,8 @@ from jax_paged.engine.composition import make_input_processor
 def test_a_refusal_names_settings_that_help(scripted) -> None:
     executor = scripted(num_gpu_blocks_override=3, block_size=4)[1]
     config = dataclasses.replace(executor.config, kv_cache_bytes=3000)
-    with pytest.raises(
-        ValueError, match="the blocks for `prompt` must be at most 2, the usable blocks of the pool, got 3"
-    ) as error:
+    message = r"the KV blocks needed for `prompt` must be at most 2 \(usable blocks\), got 3"
+    with pytest.raises(ValueError, match=message) as error:
         make_input_processor(config, None).check([5] * 9, None)
     sizes = re.search(r"kv_cache_memory_bytes=(\d+) or num_gpu_blocks_override=(\d+)", str(error.value))
     assert sizes is not None

@@ -221,7 +221,7 @@ def test_plain_tokenizer_file_equals_transformers(byte_level):
 
 
 def test_tokenizer_errors(byte_level, tmp_path):
-    with pytest.raises(ValueError, match="`tokenizer` must be one with a chat template, got "):
+    with pytest.raises(ValueError, match="`tokenizer` must be a tokenizer with a chat template, got "):
         byte_level.encode_chat([{"role": "user", "content": "hi"}])
     with pytest.raises(ValueError, match=r"messages\[0\]"):
         byte_level.encode_chat([{"content": "hi"}])

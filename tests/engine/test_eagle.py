@@ -104,10 +104,10 @@ class Watched(WrappedExecutor):
 
     def _note(self, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
         self._prompts |= {new.seq_id: new.request.prompt_token_ids for new in output.new_sequences}
-        self.num_bursts += bool(output.burst)
+        self.num_bursts += bool(output.num_multi_step_tokens)
         for i, sample in enumerate(output.samples):
             if sample.num_logits > 1:
-                start = output.scheduled[sample.row].start
+                start = output.scheduled[sample.scheduled_index].start
                 self.drafted.append(Drafted(self._prompts[sample.seq_id], start + 1, result.drafts[i]))
         return result
 

@@ -48,7 +48,7 @@ def encoded(llm, monkeypatch):
     texts, engine = [], llm.llm_engine
 
     def note(output):
-        texts.extend(text.token_ids for text in output.to_encode)
+        texts.extend(text.token_ids for text in output.encoder_inputs)
 
     monkeypatch.setattr(engine._core, "executor", WrappedExecutor(engine.executor, before=note))
     return texts
@@ -76,7 +76,7 @@ def test_bursts_are_exact(llm, case, monkeypatch, depth):
     reschedule(engine, num_scheduler_steps=8)
     steps = steps_of(engine, monkeypatch)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert sum(bool(step.burst) for step in steps) >= 3
+    assert sum(bool(step.num_multi_step_tokens) for step in steps) >= 3
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
     assert list(outputs[0].outputs[0].token_ids) == case["token_ids"]
     while engine.has_unfinished_requests():
@@ -131,5 +131,5 @@ def test_bad_prompts_say_what_is_allowed(llm, case):
     too_long = [5] * (llm.llm_engine.config.max_model_len + 1)
     with pytest.raises(ValueError, match="the number of encoder tokens of `prompt` must be at most"):
         llm.generate([too_long], GREEDY, use_tqdm=False)
-    with pytest.raises(ValueError, match="no prefixes to pin"):
+    with pytest.raises(ValueError, match="prefixes of encoder-decoder models can't be pinned"):
         llm.pin_prefix(encoder_ids(case))

@@ -22,6 +22,8 @@ def test_abort(scripted):
         engine.step()
         state = engine.abort_request("a")
         assert state.output().outputs[0].finish_reason == "abort"
+        metrics = state.output().metrics
+        assert metrics.arrival_time <= metrics.finished_time <= time.monotonic()
         assert engine.abort_request("a") is None
         assert list(run(engine)) == ["b"]
         assert no_block_lost(engine)

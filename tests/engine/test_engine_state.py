@@ -348,7 +348,7 @@ def test_weights_by_value(engines: tuple[LLMEngine, LLMEngine]) -> None:
     try:
         with pytest.raises(
             ValueError,
-            match=r"the fingerprint of the weights in `state` must be that of the engine, \w{16}, got",
+            match=r"the fingerprint of the weights in `state` must be \w{16} as in this engine, got",
         ):
             second.load_state(by_reference)
         assert not second.has_unfinished_requests()
@@ -379,22 +379,22 @@ def test_mistakes_are_errors(engines: tuple[LLMEngine, LLMEngine], tmp_path: Pat
     first.add_request("a", prompt(5), SamplingParams(max_tokens=6))
     steps(first, 2)
     first.schedule()
-    with pytest.raises(RuntimeError, match=r"a plan of schedule\(\) has not run"):
+    with pytest.raises(RuntimeError, match=r"the plan of schedule\(\) has not run"):
         first.state()
     first.step()
     state = first.state()
     with pytest.raises(RuntimeError, match="requests are running"):
         first.load_state(state)
-    with pytest.raises(ValueError, match=r"state\.json is not the state of an engine"):
+    with pytest.raises(ValueError, match=r"state\.json is not a valid engine state"):
         second.load_state(tmp_path)
     with pytest.raises(ValueError, match="the format of `state` must be 2, got 99"):
         second.load_state(EngineState(state.values | {"format": 99}, state.arrays))
     settings = state.values["settings"] | {"num_blocks": 61}
-    with pytest.raises(ValueError, match="num_blocks in `state` must be that of the engine, 60, got 61"):
+    with pytest.raises(ValueError, match=r"num_blocks in `state` must be 60 as in this engine, got 61"):
         second.load_state(EngineState(state.values | {"settings": settings}, state.arrays))
     settings = state.values["settings"] | {"scheduler": ["Own", "fcfs"]}
     with pytest.raises(
-        ValueError, match=r"scheduler in `state` must be that of the engine, .*got \['Own', 'fcfs'\]"
+        ValueError, match=r"scheduler in `state` must be .* as in this engine, got \['Own', 'fcfs'\]"
     ):
         second.load_state(EngineState(state.values | {"settings": settings}, state.arrays))
     arrays = {name: array[:-1] for name, array in state.arrays.items()}
@@ -402,7 +402,7 @@ def test_mistakes_are_errors(engines: tuple[LLMEngine, LLMEngine], tmp_path: Pat
         second.load_state(EngineState(state.values, arrays))
     free = {"free": [], "contents": []}
     scheduler = state.values["scheduler"] | {"pool": free}
-    with pytest.raises(ValueError, match="the state contradicts itself"):
+    with pytest.raises(ValueError, match="the state is inconsistent"):
         second.load_state(EngineState(state.values | {"scheduler": scheduler}, state.arrays))
     with nan_embedding(second, [3]), pytest.raises(ValueError, match="fingerprint"):
         second.load_state(state)

@@ -109,8 +109,8 @@ def draw_scheduler(rng: np.random.Generator, engine: LLMEngine, requests: list[R
         "max_num_batched_tokens": int(rng.integers(4, config.max_num_batched_tokens + 1)),
         "enable_prefix_caching": bool(rng.random() < 0.75),
     }
-    if config.state_slots[0]:
-        few = int(rng.integers(MAX_SAMPLES + 2, config.state_slots[0] + 1))
+    if config.num_state_slots:
+        few = int(rng.integers(MAX_SAMPLES + 2, config.num_state_slots + 1))
         settings["num_state_slots"] = few if rng.random() < 0.5 else None
     return settings
 

@@ -68,8 +68,8 @@ def test_an_image_of_an_allowed_host(address: str, path: str) -> None:
         ("/none", "404"),
         ("/far", "an http.* URL with one of allowed_media_domains.*got 'http://localhost"),
         ("/disk", "file:.*not allowed"),
-        ("/text", "`image_url.url` must be that of an image of PNG.*/text"),
-        ("/huge", "the bytes at `image_url.url` must be at most 33554432, got "),
+        ("/text", "`image_url.url` must be the URL of an image in one of the formats PNG.*/text"),
+        ("/huge", "the number of bytes at `image_url.url` must be at most 33554432, got "),
     ],
 )
 def test_what_is_not_taken(address: str, path: str, message: str) -> None:
@@ -80,7 +80,7 @@ def test_what_is_not_taken(address: str, path: str, message: str) -> None:
 def test_a_host_that_never_ends(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_fetch, "TIMEOUT_S", 0.5)
     with pytest.raises(
-        ValueError, match=r"a URL that can be fetched \(it was not there after 0.5 s\), got .*/slow"
+        ValueError, match=r"a URL that can be fetched \(the download took more than 0.5 s\), got .*/slow"
     ):
         image_of_url(f"{address}/slow", (HOST,))
 

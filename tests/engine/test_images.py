@@ -30,7 +30,7 @@ from jax_paged.config.multimodal import ImageSettings
 from jax_paged.core.kv_cache.prefix_cache import PrefixCache
 from jax_paged.engine.features.batch_invariance import invariance
 from jax_paged.engine.features.multimodal import image_reader
-from jax_paged.engine.features.multimodal.image_messages import Conversation, conversation
+from jax_paged.engine.features.multimodal.image_messages import Conversation, extract_images
 from jax_paged.engine.features.multimodal.image_reader import (
     ImageReader,
     as_image,
@@ -150,11 +150,12 @@ def test_a_model_without_images_refuses_one_in_every_form() -> None:
     without: Any = SimpleNamespace(images=None)
     content = [{"type": "text", "text": "a"}, {"type": "image"}]
     with pytest.raises(
-        ValueError, match=r"`messages\[1\].content` must be text because the model reads no im.*got"
+        ValueError,
+        match=r"`messages\[1\].content` must be text because the model does not support images, got",
     ):
-        conversation([{"role": "user", "content": "a"}, {"role": "user", "content": content}], without)
+        extract_images([{"role": "user", "content": "a"}, {"role": "user", "content": content}], without)
     messages = [{"role": "user", "content": content[:1]}]
-    assert conversation(messages, without).messages is messages
+    assert extract_images(messages, without).messages is messages
 
 
 def test_photos_are_turned_upright() -> None:
@@ -260,7 +261,7 @@ def test_the_vectors_used_last_are_kept(engine: LLMEngine, num_encoded: list[int
         encoder._max_bytes = kept
     # A small picture is enlarged, and all have as many tiles: 0 was used after 1 when 2 came.
     assert sum(num > 0 for num in num_encoded) == 4
-    assert encoder._num_bytes == sum(x.nbytes for x in encoder._kept.values())
+    assert encoder._num_bytes == sum(x.nbytes for x in encoder._cache.values())
 
 
 def test_an_image_that_can_not_be_encoded_ends_its_own_request(
@@ -271,7 +272,7 @@ def test_an_image_that_can_not_be_encoded_ends_its_own_request(
     text = "This text is longer than a block of the pool.<image>"
     prompts = [prompt(text, bad), prompt(text, good), "plain text"]
     runner: Any = engine.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
-    reader: Any = engine.input_processor._prompts._read_special.args[1]  # pyright: ignore
+    reader: Any = engine.input_processor._prompts._read_feature_prompt.args[1]  # pyright: ignore
     pixels = reader.read([spec_of_engine(engine).token_id], {"image": bad})[1][0].data.pixels
     execute, images = runner._run, []
 
@@ -405,7 +406,8 @@ def test_chat(llm: LLM, engine: LLMEngine) -> None:
     assert shown == "<|im_start|>User: Hi<end_of_utterance>\nAssistant:"
     form = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
     with pytest.raises(
-        ValueError, match=r"`image_url.url` must be data:image/...;base64,... because allowed_media_domains"
+        ValueError,
+        match=r"`image_url.url` must be a data:image/...;base64 URL because allowed_media_domains",
     ):
         llm.chat([{"role": "user", "content": [form]}], use_tqdm=False)
 
@@ -416,12 +418,12 @@ def test_chat(llm: LLM, engine: LLMEngine) -> None:
         (
             prompt("<image>"),
             GREEDY,
-            "the number of images in `multi_modal_data` must be 1, the number of placeholders.*got 0",
+            "the number of images in `multi_modal_data` must be 1, the number of image placeholders.*got 0",
         ),
         (
             {"prompt": "<image>"},
             GREEDY,
-            "the number of images in `multi_modal_data` must be 1, the number of placeholders.*got 0",
+            "the number of images in `multi_modal_data` must be 1, the number of image placeholders.*got 0",
         ),
         (
             prompt("a", drawn(9, 9, 1)),
@@ -470,19 +472,25 @@ def test_bad_files(monkeypatch: pytest.MonkeyPatch) -> None:
     for url, message in (
         (
             "file:///etc/passwd",
-            "`image_url.url` must be data:image/...;base64,... because allowed_media_domains",
+            "`image_url.url` must be a data:image/...;base64 URL because allowed_media_domains",
         ),
         (
             "https://example.com/a.png",
-            "`image_url.url` must be data:image/...;base64,... because allowed_media_domains",
+            "`image_url.url` must be a data:image/...;base64 URL because allowed_media_domains",
         ),
         (
             f"data:text/plain;base64,{data}",
-            "`image_url.url` must be data:image/...;base64,... because allowed_media_domains",
+            "`image_url.url` must be a data:image/...;base64 URL because allowed_media_domains",
         ),
         (f"{head},!", "`image_url.url` must be base64 .*got 'data:image/png;base64,!'"),
-        (f"{head},{base64.b64encode(b'hello').decode()}", "`image_url.url` must be that of an image of PNG"),
-        (url_of(drawn(9, 9, 1), "TIFF"), "`image_url.url` must be that of an image of PNG"),
+        (
+            f"{head},{base64.b64encode(b'hello').decode()}",
+            "`image_url.url` must be the URL of an image in one of the formats PNG",
+        ),
+        (
+            url_of(drawn(9, 9, 1), "TIFF"),
+            "`image_url.url` must be the URL of an image in one of the formats PNG",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             image_of_url(url)
@@ -597,7 +605,7 @@ def test_data_urls_as_browsers_read_them() -> None:
         f"{head},{escaped}",
     ):
         assert is_data_url(url)
-        assert not Conversation([], [url]).waits
+        assert not Conversation([], [url]).has_remote_images
         assert np.array_equal(np.asarray(as_image(image_of_url(url))), expected), url[:40]
     for bad in (f"{head},{data[:41]}", f"{head},\u00e9", f"{head},a-_b"):
         with pytest.raises(ValueError, match=r"`image_url\.url` must be base64 .*, got 'data:"):
@@ -654,7 +662,7 @@ def test_what_can_not_be_had(engine: LLMEngine) -> None:
         with pytest.raises(ValueError, match=name):
             make_engine(FOLDER, **SETTINGS, **{name: value})
     picture = prompt("a text that is longer than a block <image>", drawn(9, 9, 1))
-    with pytest.raises(ValueError, match="`prompt` must be text alone because images are not pinned"):
+    with pytest.raises(ValueError, match="`prompt` must be tokens because images can't be pinned"):
         engine.pin_prefix(picture)
     engine.add_request("a", engine.check_request(picture, GREEDY))
     engine.step()

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.engine.composition import make_input_processor
 from jax_paged.engine.input_processor import InputProcessor
@@ -23,7 +23,7 @@ CONFIG = EngineConfig(
     model_name="m",
     architecture="none",
     dtype="float32",
-    backend="xla",
+    attention_backend="xla",
     matmul_backend="xla",
     vocab_size=300,
     max_model_len=40,
@@ -96,7 +96,7 @@ def test_forms_of_prompts(processor: InputProcessor, tokenizer: Tokenizer) -> No
         ({"prompt": ["a"]}, r"`prompt` must be a string, got \['a'\]"),
         (
             {"encoder_prompt": "a", "decoder_prompt": "b"},
-            "`prompt` must be a prompt without encoder_prompt for this model, got",
+            r"`prompt` must be a prompt for a decoder-only model \(no encoder_prompt\), got",
         ),
         (np.array(5), r"`prompt` must be a string, a list of token ids, .*got array\(5\)"),
     ],
@@ -132,7 +132,8 @@ def test_prompts_for_encoders(encoding: InputProcessor, tokenizer: Tokenizer) ->
         assert (request.encoder_prompt, request.request.encoder_token_ids) == (encoder_text, ab)
         assert (request.prompt, request.prompt_token_ids) == (text, token_ids)
     with pytest.raises(
-        ValueError, match=r"`prompt` must be a dict with the keys \['decoder_prompt', 'encoder_prompt'\]"
+        ValueError,
+        match=r"`prompt` must be a dict with exactly the keys \['decoder_prompt', 'encoder_prompt'\]",
     ):
         encoding.check({"encoder_prompt": "ab"}, None)  # pyright: ignore
 
@@ -182,7 +183,9 @@ def test_defaults_are_the_models_and_nobody_can_change_them(processor: InputProc
 
 def test_minus_one_is_the_vocabulary(tokenizer: Tokenizer, processor: InputProcessor) -> None:
     params = SamplingParams(logprobs=-1, prompt_logprobs=-1)
-    message = r"logprobs` must be at most 20 \(max_logprobs\), less than the vocabulary of 300 tokens, got -1"
+    message = (
+        r"logprobs` must be at most 20 \(max_logprobs\), got -1, which means all 300 tokens of the vocabulary"
+    )
     with pytest.raises(ValueError, match=f"^`{message}\n`prompt_{message}$"):
         processor.check("abc", params)
     everything = make_input_processor(dataclasses.replace(CONFIG, max_logprobs=300), tokenizer)
@@ -299,7 +302,7 @@ def test_all_problems_of_a_request_are_listed(processor: InputProcessor) -> None
 
 CHECKS_A_REQUEST = f"""
 import sys
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.engine.composition import make_input_processor
 from jax_paged.engine.input_processor import InputProcessor

@@ -75,7 +75,7 @@ def make_scripted_engine(folder: str, *, scheduler: Any = None, **settings: Any)
     """Makes an engine of scripted tokens with slots for states and, by default, two steps in flight."""
     args = EngineArgs(**{"model": folder, "async_scheduling": True, "max_num_seqs": 4, **settings})
     executor = ScriptedExecutor(args)
-    executor.config = dataclasses.replace(executor.config, state_slots=(12, 0))
+    executor.config = dataclasses.replace(executor.config, num_state_slots=12, num_swap_state_slots=0)
     return LLMEngine(args, executor, scheduler=scheduler)
 
 

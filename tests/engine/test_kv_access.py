@@ -229,8 +229,8 @@ def test_what_has_dropped_blocks_is_preempted_by_swap(checkpoint, preemption_mod
 def test_without_host_memory_it_ends_and_says_so(checkpoint):
     drops, outputs = pressed(checkpoint, 0)
     output = outputs["2"].outputs[0]
-    assert (
-        output.stop_reason == "blocks of it were dropped, and host memory has no room to swap the others to"
+    assert output.stop_reason == (
+        "host memory is too small to swap out a request with dropped blocks; increase swap_space"
     )
     assert 0 < len(output.token_ids) < 40
     check_against_reference(checkpoint, output, drops)
@@ -242,7 +242,7 @@ def test_a_fork_of_it_does_not_wait(checkpoint):
     with make_engine(checkpoint, few_buckets=True, **(SIZES | {"max_num_seqs": 1})) as engine:
         start(engine)
         engine.drop_kv("a", [0, last_block(engine, "a")])
-        with pytest.raises(ValueError, match="because a fork of dropped blocks can't wait"):
+        with pytest.raises(ValueError, match=r"because no batch slot is free \(max_num_seqs\), and a fork"):
             engine.fork("a")
 
 
@@ -261,7 +261,7 @@ def test_windows_and_samples(tmp_path):
         table = engine.page_table("a", index=1)
         with pytest.raises(ValueError, match=r"`num_queries` must be less .*got 30"):
             engine.inspect("a", [0], num_queries=30)
-        with pytest.raises(ValueError, match="must be that of a request with n=1"):
+        with pytest.raises(ValueError, match="must be the id of a request with n=1"):
             engine.drop_kv("a", [0])
         n = 40 + 12
         for i, output in enumerate(finished_outputs(engine)["a"].outputs):
@@ -275,10 +275,10 @@ def test_windows_and_samples(tmp_path):
             np.testing.assert_allclose(windowed.sum(-1), 1, atol=1e-6)
         assert {len(keys) for keys, _ in held} == {n - 1, n - 1 - (n - 9) // SIZE * SIZE}
         assert (table.entries["ref_count"] == 2).any()
-        assert "fell out of the window" in table._repr_html_()
+        assert "left the sliding window" in table._repr_html_()
         engine.add_request("b", prompt, SamplingParams(max_tokens=20, ignore_eos=True, seed=1))
         engine.step()
-        with pytest.raises(ValueError, match="must be a model all of whose layers attend to all tokens"):
+        with pytest.raises(ValueError, match="must be a model in which every layer uses full attention"):
             engine.drop_kv("b", [9])
         finished_outputs(engine)
 
@@ -298,7 +298,7 @@ def test_an_encoder_decoder_model():
             assert int(found.logits.argmax()) == case["token_ids"][i]
             np.testing.assert_allclose(found.attention[0].sum(-1), 1, atol=1e-6)
         assert sorted({len(engine.kv("a", layer)[0]) for layer in range(4)}) == sorted({7, len(encoder)})
-        with pytest.raises(ValueError, match="must be a model all of whose layers attend to all tokens"):
+        with pytest.raises(ValueError, match="must be a model in which every layer uses full attention"):
             engine.drop_kv("a", [1])
         with pytest.raises(ValueError, match=r"`layers` must be .*got 2"):
             engine.inspect("a", [2])
@@ -309,13 +309,13 @@ def test_an_encoder_decoder_model():
     [
         (
             lambda e: e.kv("nobody", 0),
-            "`request_id` must be that of a request that has not ended .*got 'nobody'",
+            "`request_id` must be the id of an unfinished request .*got 'nobody'",
         ),
         (lambda e: e.kv("a", 2), r"`layer` must be an integer in \[0, 1\], got 2"),
         (lambda e: e.kv("a", 0, index=1), r"`index` must be an integer in \[0, 0\], got 1"),
         (
             lambda e: e.page_table("waiting"),
-            r"must be that of a request that runs \(its sequence 0 is waiting\)",
+            r"must be the id of a running request \(its sequence 0 is waiting\)",
         ),
         (lambda e: e.inspect("a", [2]), r"`layers` must be an integer in \[0, 1\], got 2"),
         (lambda e: e.inspect("a", [0], [4]), r"`heads` must be an integer in \[0, 3\], got 4"),
@@ -324,10 +324,10 @@ def test_an_encoder_decoder_model():
             lambda e: e.inspect("dropped", [0], num_queries=2),
             r"`num_queries` must be an integer in \[1, 1\], got 2",
         ),
-        (lambda e: e.drop_kv("a", [0]), r"`keep` must be ascending indices of its .*got \(0,\)"),
-        (lambda e: e.drop_kv("a", [3, 1]), "must be ascending indices"),
-        (lambda e: e.drop_kv("a", []), "must be ascending indices"),
-        (lambda e: e.drop_kv("waiting", [0]), "must be that of a request that runs and has one token"),
+        (lambda e: e.drop_kv("a", [0]), r"`keep` must be ascending block indices below .*got \(0,\)"),
+        (lambda e: e.drop_kv("a", [3, 1]), "must be ascending block indices"),
+        (lambda e: e.drop_kv("a", []), "must be ascending block indices"),
+        (lambda e: e.drop_kv("waiting", [0]), "must be the id of a running request with one token left"),
     ],
 )
 def test_errors_name_what_is_allowed_and_change_nothing(engine, call, message):

@@ -154,7 +154,10 @@ def test_the_pallas_kernels_refuse_it() -> None:
     (suite,) = kernel_check.suites_of(EngineArgs(model=str(LITE)))
     assert (suite.kv_heads, suite.head_dim, suite.value_dim) == (1, RANK + ROTATED, RANK)
     verdict = kernel_check.check(suite)
-    assert (verdict.outcome, verdict.reason) == ("unsupported", "the kernels take no latent cache")
+    assert (verdict.outcome, verdict.reason) == (
+        "unsupported",
+        "the kernels do not support a cache of latents",
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,6 +174,6 @@ def test_layers_that_cache_other_things_share_no_pool(other: KVCacheSpec, shown:
     latents = LatentAttentionSpec(32, value_dim=24)
     for specs in ([latents, other], [other, latents]):
         with pytest.raises(
-            ValueError, match=rf"value_dim of latents\) must be the same for all layers .*got \[{shown}\]"
+            ValueError, match=rf"all layers must have the same .*value_dim\) .*latents, got \[{shown}\]"
         ):
             plan_layout(specs, jnp.dtype("float32"))

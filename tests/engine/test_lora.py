@@ -278,9 +278,9 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(engine: LLMEngine, 
         (too_large, "must be at most 16 (max_lora_rank), got 17"),
         (
             LoRARequest("rank1", good.lora_int_id, str(ADAPTERS / "rank3_mlp")),
-            "`lora_int_id` must be another number for lora_name 'rank1'",
+            "`lora_int_id` must be another id for lora_name 'rank1'",
         ),
-        (LoRARequest("other name", good.lora_int_id, good.lora_path), "is the adapter 'rank1'"),
+        (LoRARequest("other name", good.lora_int_id, good.lora_path), "is the id of lora_name 'rank1'"),
     ):
         with pytest.raises(ValueError, match=re.escape(part)) as caught:
             engine.add_request("bad", [5, -1], SamplingParams(), lora_request=request)  # pyright: ignore
@@ -347,7 +347,7 @@ def test_what_can_not_be_done_with_adapters_says_so(engine: LLMEngine) -> None:
     while not engine.step():
         pass
     for request_id in "01":
-        with pytest.raises(ValueError, match="without an adapter"):
+        with pytest.raises(ValueError, match="without a LoRA adapter"):
             engine.inspect(request_id)
     with pytest.raises(ValueError, match="`lora_request` must be none because an engine state"):
         engine.state()
@@ -414,7 +414,7 @@ def test_vectors_that_do_not_fit(engine: LLMEngine, value: Any, part: str) -> No
 def test_what_has_no_meaning_for_vectors_is_refused(engine: LLMEngine) -> None:
     params = SamplingParams(repetition_penalty=1.2, prompt_logprobs=1, truncate_prompt_tokens=2)
     for prompt, adapter in (({"prompt_embeds": table()[:3]}, None), ([1, 2], named("soft_prompt"))):
-        with pytest.raises(ValueError, match="whose tokens have no ids") as caught:
+        with pytest.raises(ValueError, match="whose vectors have no token ids") as caught:
             engine.check_request(prompt, params, lora_request=adapter)  # pyright: ignore[reportArgumentType]
         for name in (
             "`repetition_penalty` must be 1.0 with",
@@ -422,9 +422,9 @@ def test_what_has_no_meaning_for_vectors_is_refused(engine: LLMEngine) -> None:
             "`truncate_prompt_tokens` must be None with",
         ):
             assert name in str(caught.value)
-    with pytest.raises(ValueError, match="must be None with the soft prompt of an adapter"):
+    with pytest.raises(ValueError, match="must be None with an adapter's soft prompt"):
         engine.check_request({"prompt_embeds": table()[:3]}, lora_request=named("soft_prompt"))
-    with pytest.raises(ValueError, match="because embeddings are not pinned"):
+    with pytest.raises(ValueError, match="because embeddings can't be pinned"):
         engine.pin_prefix({"prompt_embeds": table()[:9]})
 
 

@@ -55,7 +55,9 @@ def test_a_scheduler_class() -> None:
         scheduler = llm.llm_engine.scheduler
         assert isinstance(scheduler, Counting)
         assert scheduler.num_rows == 4 * len(PROMPTS)
-        with pytest.raises(ValueError, match=r"`scheduler` must be a Scheduler with a built-in policy"):
+        with pytest.raises(
+            ValueError, match=r"`scheduler` must be a Scheduler with a built-in scheduling policy"
+        ):
             llm.llm_engine.record([].append)
 
 
@@ -79,7 +81,8 @@ def test_a_request_of_a_lower_key_takes_the_seat_of_a_running_one() -> None:
 
 def test_a_key_takes_the_place_of_a_policy() -> None:
     with pytest.raises(
-        ValueError, match=r"`scheduling_policy` must be 'fcfs' with a scheduler key.*got 'priority'"
+        ValueError,
+        match=r"`scheduling_policy` must be 'fcfs' because `scheduler` sets the order.*got 'priority'",
     ):
         LLM(scheduler=lambda request: 0, scheduling_policy="priority")
 

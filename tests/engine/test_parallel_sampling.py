@@ -282,6 +282,6 @@ def test_a_group_that_can_never_fit_is_refused(shared_engine: LLMEngine) -> None
     checker.check(prompt, SamplingParams(n=4, max_tokens=1), "", 0)  # their only tokens are never written
     for params in (SamplingParams(n=2, best_of=4), BeamSearchParams(4)):
         with pytest.raises(
-            ValueError, match=r"the blocks of 4 sequences for `prompt` must be at most 20, .*got 21"
+            ValueError, match=r"KV blocks needed by 4 sequences for `prompt` must be at most 20 .*got 21"
         ):
             checker.check(prompt, params, "", 0)

@@ -408,19 +408,19 @@ def test_running_requests_are_not_looked_into(two: LLM) -> None:
         ),
         (
             {"pipeline_parallel_size": 2, "num_scheduler_steps": 4},
-            "`num_scheduler_steps` must be 1 with pipeline_parallel_size above 1 .*got 4",
+            "`num_scheduler_steps` must be 1 with pipeline_parallel_size above 1, .*got 4",
         ),
         (
             {"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram"}},
-            "`speculative_config` must be None with pipeline_parallel_size above 1 .*",
+            "`speculative_config` must be None with pipeline_parallel_size above 1, .*",
         ),
         (
             {"pipeline_parallel_size": 2, "enable_lora": True},
-            "`enable_lora` must be False with pipeline_parallel_size above 1 .*got True",
+            "`enable_lora` must be False with pipeline_parallel_size above 1, .*got True",
         ),
         (
             {"pipeline_parallel_size": 2, "enable_prompt_embeds": True},
-            "`enable_prompt_embeds` must be False with pipeline_parallel_size above 1 .*got True",
+            "`enable_prompt_embeds` must be False with pipeline_parallel_size above 1, .*got True",
         ),
         (
             {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
@@ -462,7 +462,7 @@ def test_an_encoder_decoder_model_has_no_stages(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_engine_alone_has_no_stages(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match=r"`pipeline_parallel_size` must be 1 for one engine .LLM, .*got 2"):
+    with pytest.raises(ValueError, match=r"`pipeline_parallel_size` must be 1 for LLMEngine .LLM .*got 2"):
         LLMEngine(EngineArgs(str(checkpoint), pipeline_parallel_size=2))
 
 

@@ -102,6 +102,20 @@ def test_embeddings_and_their_sizes(make: Callable[..., LLM]) -> None:
         )
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(("normalize", "use_activation"), [(True, False), (False, True)])
+def test_normalize_overrides_use_activation(
+    make: Callable[..., LLM], normalize: bool, use_activation: bool
+) -> None:
+    """In the parameters of a request and in the settings of an engine, as in vLLM."""
+    prompt = cases_of("llama_mean")[0]["token_ids"]
+    names = {"normalize": normalize, "use_activation": use_activation}
+    by_request = make("llama_mean").embed([prompt], pooling_params=PoolingParams(**names), use_tqdm=False)
+    by_engine = make("llama_mean", pooler_config=names).embed([prompt], use_tqdm=False)
+    for (output,) in (by_request, by_engine):
+        assert (abs(np.linalg.norm(output.outputs.embedding) - 1) < 1e-6) == normalize
+
+
 @pytest.mark.parametrize("pooling_type", ["LAST", pytest.param("MEAN", marks=pytest.mark.slow)])
 def test_long_texts_beside_generation(make: Callable[..., LLM], pooling_type: str) -> None:
     """In one engine, with chunks, cached prefixes and few blocks: as alone, and nothing is traced anew."""
@@ -172,12 +186,12 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
         (
             "llama_mean",
             lambda llm: llm.classify([[1]]),
-            "`task` must be .*the tasks of LlamaModel, got 'classify'",
+            "`task` must be .*the tasks that LlamaModel supports, got 'classify'",
         ),
         (
             "llama_classifier",
             lambda llm: llm.embed([[1]]),
-            "`task` must be .*the tasks of LlamaForSeq.*got 'embed'",
+            "`task` must be .*the tasks that LlamaForSeq.*got 'embed'",
         ),
         (
             "llama_classifier",
@@ -198,9 +212,13 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
         (
             "bert_reranker",
             lambda llm: llm.embed([[1]]),
-            "`task` must be .*the tasks of BertForSequence.*got 'embed'",
+            "`task` must be .*the tasks that BertForSequence.*got 'embed'",
         ),
-        ("llama_mean", lambda llm: llm.embed([]), "`prompts` must be at least one prompt, got"),
+        (
+            "llama_mean",
+            lambda llm: llm.embed([]),
+            "`prompts` must be a prompt or a non-empty list of prompts, got",
+        ),
         ("llama_mean", lambda llm: llm.embed(""), "`prompt` must be a non-empty string, got ''"),
         ("llama_mean", lambda llm: llm.embed([[]]), "`prompt_token_ids` must be at least one token id, got"),
         (
@@ -211,7 +229,7 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
         (
             "llama_mean",
             lambda llm: llm.embed([[1]], pooling_params=PoolingParams(dimensions=8)),
-            "`dimensions` must be None because the model is not known .*got 8",
+            "`dimensions` must be None because the model does not declare .*got 8",
         ),
         (
             "qwen3_embedder",
@@ -293,7 +311,9 @@ def test_who_pools() -> None:
         assert "pool" not in llm.compile_plan().split()
         with pytest.raises(ValueError, match="`model` must be a pooling model, got"):
             llm.embed("no")
-        with pytest.raises(ValueError, match="`pooling` must be None with a model that is not pooled, got"):
+        with pytest.raises(
+            ValueError, match="`pooling` must be None because the model does not support pooling, got"
+        ):
             llm.generate("no", SamplingParams(pooling="LAST"), use_tqdm=False)
     with pytest.raises(ValueError, match="`runner` must be 'auto' or 'pooling' with LlamaModel"):
         LLM(str(FIXTURES / "llama_mean"), runner="generate")

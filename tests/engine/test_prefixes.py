@@ -129,7 +129,9 @@ def test_prefix_that_does_not_fit(shared_engine: LLMEngine) -> None:
     manager = shared_engine.scheduler.block_manager
     name = shared_engine.pin_prefix(PREFIX)
     other = RNG.integers(0, VOCAB_SIZE, 24).tolist()
-    with pytest.raises(ValueError, match=r"the pool has no room .* must fit into the 5 free blocks of 15"):
+    with pytest.raises(
+        ValueError, match=r"the KV cache is too small .* must fit into the free KV blocks \(5 of 15\)"
+    ):
         shared_engine.pin_prefix(other)
     with pytest.raises(ValueError, match="max_model_len"):
         shared_engine.pin_prefix([1] * 400)
@@ -165,9 +167,7 @@ def test_errors(shared_engine: LLMEngine) -> None:
         shared_engine.pin_prefix(PREFIX)
     shared_engine.abort_request("a")
     reschedule(shared_engine, enable_prefix_caching=False)
-    with pytest.raises(
-        ValueError, match=r"`enable_prefix_caching` must be True for pinned prefixes.*got False"
-    ):
+    with pytest.raises(ValueError, match=r"`enable_prefix_caching` must be True to pin prefixes.*got False"):
         shared_engine.pin_prefix(PREFIX)
     assert_no_block_lost(shared_engine)
 

@@ -90,7 +90,7 @@ BAD = [
     (
         "a",
         {"logprobs": -1},
-        r"`logprobs` must be at most 19 \(max_logprobs\), less than the vocabulary of 300 tokens, got -1",
+        r"`logprobs` must be at most 19 \(max_logprobs\), got -1, which means all 300 tokens of the",
     ),
     (
         "a",
@@ -154,7 +154,7 @@ def test_bad_prompt_in_a_list_runs_nothing(llm):
 
 def test_prompt_that_never_fits_the_pool_names_the_blocks(scripted):
     with LLMEngine(*scripted(num_gpu_blocks_override=3, block_size=4)) as engine:
-        with pytest.raises(ValueError, match=r"the blocks for `prompt` must be at most 2, .*got 3"):
+        with pytest.raises(ValueError, match=r"KV blocks needed for `prompt` must be at most 2 .*got 3"):
             engine.add_request("big", [5] * 9)
         engine.add_request("fits", [5] * 8, LONG)
         assert run(engine)["fits"].outputs[0].finish_reason == "length"

@@ -12,7 +12,7 @@ from helpers.oracle import quantized
 from helpers.real_model import DenseModel, Request, log_softmax, make_engine, reset, run, tokens_of
 
 from jax_paged import LLM, EngineArgs, SamplingParams
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.models import causal_lm
 from jax_paged.pallas_kernels.quantization import DTYPES, dequantize, quantize, rows_of
 
@@ -95,7 +95,8 @@ def test_a_state_goes_on_elsewhere(kind: str, checkpoint: Path, tmp_path: Path) 
     with (
         make_engine(checkpoint, num_gpu_blocks_override=40, **SIZES) as engine,
         pytest.raises(
-            ValueError, match=f"kv_cache_dtype in `state` must be that of the engine, 'auto', got '{kind}'"
+            ValueError,
+            match=rf"kv_cache_dtype in `state` must be 'auto' as in this engine, got '{kind}'",
         ),
     ):
         engine.load_state(state)

@@ -17,7 +17,7 @@ from helpers.real_model import TOLERANCE, drain, make_engine, make_executor, res
 from jax_paged import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from jax_paged.config.multimodal import ImageSettings
 from jax_paged.core.kv_cache.prefix_cache import PrefixCache
-from jax_paged.core.request import StandIn
+from jax_paged.core.request import PlaceholderData
 from jax_paged.core.scheduler_output import NewSequence
 from jax_paged.engine.features.multimodal import image_reader
 from jax_paged.engine.features.multimodal.image_reader import ImageReader
@@ -190,10 +190,10 @@ def test_placeholders_and_positions_equal_transformers(folder: Path) -> None:
             assert positions.tolist() == case["positions"]
 
 
-def stand_in(start: int, num_rows: int, num_columns: int) -> StandIn:
+def stand_in(start: int, num_rows: int, num_columns: int) -> PlaceholderData:
     empty = np.zeros(0)
     image = Patches(empty, empty, empty, (num_rows, num_columns))
-    return StandIn(start, start + num_rows * num_columns, "", image)
+    return PlaceholderData(start, start + num_rows * num_columns, "", image)
 
 
 def test_positions_depend_on_what_stands_before_alone() -> None:

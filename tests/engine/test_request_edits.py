@@ -287,7 +287,7 @@ def test_a_recording_of_all_of_it_replays(checkpoint):
     assert replay(lines).num_steps == kinds.count("schedule") + kinds.count("draft")
     with pytest.raises(
         ValueError,
-        match="each event of `lines` must be one that no user has caused by hand, got 'edit_request'",
+        match="`lines` must be a recording without manual edits or weight updates, got 'edit_request'",
     ):
         replay(lines, max_num_seqs=7)
 
@@ -300,7 +300,7 @@ def test_forks_without_a_seat_or_without_blocks_wait(checkpoint):
         for _ in range(3):
             engine.step()
         names = [engine.fork("a", seed=PARAMS["drawn"].seed) for _ in range(5)]
-        with pytest.raises(ValueError, match="must be that of a request that runs"):
+        with pytest.raises(ValueError, match="must be the id of a running request"):
             engine.page_table(names[-1])
         engine.rollback(names[-1], 2)
         outputs = finished_outputs(engine)
@@ -396,30 +396,30 @@ def test_windows_and_encoders_are_exact(tmp_path):
     [
         (
             lambda e: e.fork("nobody"),
-            "`request_id` must be that of a request that has not ended .*got 'nobody'",
+            "`request_id` must be the id of an unfinished request .*got 'nobody'",
         ),
         (
             lambda e: e.fork("a", "beams"),
-            "`new_id` must be a string that is no other request's id, got 'beams'",
+            "`new_id` must be a string that is not the id of another unfinished request, got 'beams'",
         ),
         (lambda e: e.fork("a", seed=-2), "`seed` must be .*got -2"),
         (
             lambda e: e.fork("beams"),
-            "`request_id` must be that of a request without beam search, got 'beams'",
+            "`request_id` must be the id of a request without beam search, got 'beams'",
         ),
         (
             lambda e: e.rollback("samples", 1),
-            "`request_id` must be that of a request with n=1 and best_of=1, got 'samples'",
+            "`request_id` must be the id of a request with n=1 and best_of=1, got 'samples'",
         ),
         (lambda e: e.rollback("a", 50), r"`num_tokens` must be an integer in \[0, .*got 50"),
         (lambda e: e.verify("a", []), r"`draft` must be 1 to 7 token ids in \[0, 383\].*got \[\]"),
         (lambda e: e.verify("a", [1] * 8), "must be 1 to 7 token ids"),
         (lambda e: e.verify("a", [384]), r"must be 1 to 7 token ids in \[0, 383\]"),
         (lambda e: e.verify("a", [1.5]), "must be 1 to 7 token ids"),
-        (lambda e: e.verify("penalties", [1]), "must be that of a request without penalties"),
+        (lambda e: e.verify("penalties", [1]), "must be the id of a request without penalties"),
         (
             lambda e: e.verify("waiting", [1]),
-            r"must be that of a request that runs and has one token to compute \(it is waiting",
+            r"must be the id of a running request with one token left to compute \(it is waiting",
         ),
     ],
 )

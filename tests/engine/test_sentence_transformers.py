@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from jax_paged import LLMEngine, PoolingParams
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.engine.composition import make_input_processor
 from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.engine.text.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ def processor(config: EngineConfig, folder: Path, **settings: Any) -> InputProce
     """Returns the input processor of an engine that serves a folder, without its model."""
     spec, tokenizer = read(folder), Tokenizer(str(folder))
     if spec.text.lower_case:
-        tokenizer.lower_texts()
+        tokenizer.lowercase_input()
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     sizes = {"max_model_len": 64, "vocab_size": vocab_size, "num_blocks": 1000} | settings
     return make_input_processor(dataclasses.replace(config, pooling=spec, **sizes), tokenizer)

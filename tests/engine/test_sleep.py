@@ -122,9 +122,11 @@ def test_tags_wake_up_one_after_the_other(awake: LLMEngine) -> None:
         for level in (1, 2):
             awake.sleep(level)
             awake.wake_up([first])
-            with pytest.raises(EngineAsleepError, match=rf"the engine sleeps \({second}\)"):
+            with pytest.raises(EngineAsleepError, match=rf"the engine is asleep \({second}\)"):
                 awake.add_request("a", PROMPT, GREEDY)
-            with pytest.raises(ValueError, match=f"each of `tags` must be asleep, .*got '{first}'"):
+            with pytest.raises(
+                ValueError, match=f"each of `tags` must be a tag that is asleep, .*got '{first}'"
+            ):
                 awake.wake_up([first])
             awake.wake_up([second])
             assert tokens(awake) == before
@@ -207,13 +209,16 @@ def test_what_is_wrong_is_said_at_once_and_changes_nothing(awake: LLMEngine) -> 
     before = tokens(awake)
     with pytest.raises(ValueError, match=r"`level` must be 1 or 2, got 3\n`mode` must be one of 'wait', "):
         awake.sleep(3, "now")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="must be called while something sleeps"):
+    with pytest.raises(ValueError, match="must be called while the engine is asleep"):
         awake.wake_up()
-    with pytest.raises(ValueError, match=r"each of `tags` must be asleep, .*got 'weights'"):
+    with pytest.raises(ValueError, match=r"each of `tags` must be a tag that is asleep, .*got 'weights'"):
         awake.wake_up(["weights"])
     assert tokens(awake) == before
     awake.sleep()
-    message = r"`sleep\(\)` must be called while nothing sleeps, got \['weights', 'kv_cache'\]. Call wake_up"
+    message = (
+        r"`sleep\(\)` must be called while the engine is awake, "
+        r"got an engine that is asleep \(weights, kv_cache\)\. Call wake_up"
+    )
     with pytest.raises(ValueError, match=message):
         awake.sleep()
     with pytest.raises(
@@ -231,7 +236,9 @@ def test_what_is_wrong_is_said_at_once_and_changes_nothing(awake: LLMEngine) -> 
         lambda: awake.score([PROMPT]),
     ]
     for call in refused:
-        with pytest.raises(EngineAsleepError, match=r"the engine sleeps \(weights, kv_cache\); wake_up"):
+        with pytest.raises(
+            EngineAsleepError, match=r"the engine is asleep \(weights, kv_cache\); call wake_up"
+        ):
             call()
     awake.wake_up()
     assert tokens(awake) == before
@@ -241,7 +248,9 @@ def test_pinned_prefixes_are_computed_again(awake: LLMEngine) -> None:
     before = tokens(awake)
     name, other = awake.pin_prefix(PROMPT[:16]), awake.pin_prefix(PROMPT[:8])
     awake.add_request("a", PROMPT, GREEDY)
-    with pytest.raises(RuntimeError, match=f"the prefixes '{name}', '{other}' are pinned: unpin them"):
+    with pytest.raises(
+        RuntimeError, match=f"the prefixes '{name}', '{other}' are pinned and can't be recomputed"
+    ):
         awake.sleep(1, "keep")
     finished_outputs(awake)
     awake.add_request("a", PROMPT, GREEDY)
@@ -305,7 +314,7 @@ def test_other_weights_come_while_it_sleeps(checkpoint: Path) -> None:
         llm.sleep(2, "keep")
         llm.wake_up(["weights"])
         llm.update_weights(other, weight_version="b")
-        with pytest.raises(ValueError, match=r"prompts\[0\]: the engine sleeps \(kv_cache\)"):
+        with pytest.raises(ValueError, match=r"prompts\[0\]: the engine is asleep \(kv_cache\)"):
             llm.generate(PROMPT, GREEDY)
         llm.wake_up(["kv_cache"])
         output = finished_outputs(engine)["a"]
@@ -357,9 +366,9 @@ def test_a_server_engine_sleeps_under_way(async_engine: AsyncLLMEngine) -> None:
         await engine.sleep(1, "keep")
         assert await engine.is_sleeping()
         for _ in range(2):
-            with pytest.raises(EngineAsleepError, match="the engine sleeps"):
+            with pytest.raises(EngineAsleepError, match="the engine is asleep"):
                 await whole(engine, "refused")
-        with pytest.raises(ValueError, match="must be called while nothing sleeps"):
+        with pytest.raises(ValueError, match="must be called while the engine is awake"):
             await engine.sleep()
         assert not task.done()
         await engine.wake_up(["kv_cache"])
@@ -498,7 +507,7 @@ def test_a_model_without_a_pool_sleeps() -> None:
         (want,) = llm.embed(prompt, use_tqdm=False)
         for level in (1, 2):
             llm.sleep(level)
-            with pytest.raises(ValueError, match="the engine sleeps"):
+            with pytest.raises(ValueError, match="the engine is asleep"):
                 llm.embed(prompt, use_tqdm=False)
             llm.wake_up()
             (output,) = llm.embed(prompt, use_tqdm=False)

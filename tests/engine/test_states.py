@@ -212,7 +212,7 @@ def test_weights_and_sleep_forget_checkpoints(engine: LLMEngine, cases: Any) -> 
 def test_memory_per_sequence(kept: LLMEngine) -> None:
     model, runner = Path(kept.config.model_name), kept.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
     config = json.loads((model / "config.json").read_text())
-    num_slots, num_swapped = kept.config.state_slots
+    num_slots, num_swapped = kept.config.num_state_slots, kept.config.num_swap_state_slots
     assert num_slots == 1 + 2 * SETTINGS["max_num_seqs"]
     num_layers = config["layer_types"].count("full_attention")
     if config["model_type"] == "lfm2":
@@ -240,11 +240,11 @@ def test_what_states_rule_out(engine: LLMEngine, cases: Any) -> None:
         lambda: engine.inspect("0", layers=[0]),
         lambda: engine.drop_kv("0", [0]),
         engine.state,
-        lambda: engine.kv("0", engine.executor.runner.context.layout.places.index(KVLocation(1, NO_GROUP))),  # pyright: ignore
+        lambda: engine.kv(
+            "0", engine.executor.runner.context.layout.locations.index(KVLocation(1, NO_GROUP))
+        ),  # pyright: ignore
     ):
-        with pytest.raises(
-            ValueError, match=r"keep no state of each sequence, for \w+\(\)|with a recurrent state"
-        ):
+        with pytest.raises(ValueError, match=r"without recurrent layers for \w+\(\)|with a recurrent state"):
             refused()
     keys, values = engine.kv("0", 1)
     assert keys.shape == values.shape
@@ -263,7 +263,7 @@ def test_what_states_rule_out(engine: LLMEngine, cases: Any) -> None:
 )
 def test_settings_that_states_rule_out(settings: dict[str, Any]) -> None:
     (name,) = settings
-    with pytest.raises(ValueError, match=f"{name}.*keep a state"):
+    with pytest.raises(ValueError, match=f"{name}.*recurrent layers"):
         make_engine(FIXTURES / "lfm2", **(SETTINGS | settings))
 
 

@@ -38,7 +38,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a reference to nowhere": ({"json": {"$ref": "#/nobody"}}, "json` .*nobody"),
     "a regular expression": ({"regex": "a(b"}, "regex` .*unclosed group"),
     "a grammar": ({"grammar": "start: nobody"}, "grammar` .*nobody"),
-    "a grammar without words": ({"grammar": "start: a\na: a"}, "grammar` .*nothing meets it"),
+    "a grammar without words": ({"grammar": "start: a\na: a"}, "grammar` .*no output can satisfy it"),
     "a tag without a trigger": ({"structural_tag": TAG | {"triggers": ["<g"]}}, "structural_tag` .*begin"),
     "tags that are none": ({"structural_tag": {}}, "structural_tag` .*triggers"),
 }
@@ -255,7 +255,7 @@ def test_schemas(request: pytest.FixtureRequest, model: str, seeds: range) -> No
         ({"json": {"const": "b" * 200_000}}, "the length of `json` must be at most 131072 characters, got 2"),
         (
             {"json": functools.reduce(lambda inner, _: {"not": inner}, range(3000), {})},
-            "the number of nested levels of `json` must be at most 60, got 61",
+            "the nesting depth of `json` must be at most 60, got 61",
         ),
         ({"regex": ""}, "`regex` must be a non-empty string, got ''"),
         ({"choice": [""]}, r"`choice` must be a list of strings, at least one of them not empty, got \[''\]"),
@@ -307,7 +307,7 @@ def test_a_recording_with_forms_replays_decisions_but_not_tokens(llm: LLM) -> No
     engine.record(None)
     assert replay(lines).num_steps > 3
     with pytest.raises(
-        ValueError, match="structured_outputs of each request in `lines` must be None because masks"
+        ValueError, match="structured_outputs of each request in `lines` must be None because recordings"
     ):
         engine.replay(lines)
 

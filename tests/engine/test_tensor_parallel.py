@@ -248,7 +248,11 @@ def test_no_device_ever_has_more_than_its_part(tmp_path: Path, monkeypatch: pyte
     ("name", "size", "message"),
     [
         ("gqa2_tied", 3, r"`tensor_parallel_size` must be .*a divisor of 4 \(layers.0.self_attn.*, got 3"),
-        ("gqa2_tied", 5, r"`tensor_parallel_size` must be at most 4, the devices that JAX sees, got 5"),
+        (
+            "gqa2_tied",
+            5,
+            r"`tensor_parallel_size` must be at most 4, the number of devices that JAX sees, got 5",
+        ),
         ("gqa2_tied", 0, r"`tensor_parallel_size` must be an integer of at least 1, got 0"),
     ],
 )

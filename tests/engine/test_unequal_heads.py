@@ -157,7 +157,7 @@ def test_the_pool_has_the_bytes_that_are_counted(running: tuple[str, LLMEngine])
     sizes = [2 * heads * size * SIZES["block_size"] * 4 for heads, size in SHAPES[name]]
     block = engine.config.kv_cache_bytes // engine.config.num_blocks
     for group in range(len(layout.groups)):
-        used = sum(size for size, place in zip(sizes, layout.places, strict=True) if place.group == group)
+        used = sum(size for size, place in zip(sizes, layout.locations, strict=True) if place.group == group)
         assert max(sizes) <= used <= block
 
 

@@ -97,7 +97,7 @@ def test_output_is_that_of_the_dense_call(engine, monkeypatch, prompts, want, se
             outputs |= {o.request_id: o for o in engine.step() if o.finished}
     for run, i in itertools.product(range(2), range(len(prompts))):
         assert list(outputs[f"{run} {i}"].outputs[0].token_ids) == want[i]
-    assert any(step.burst for step in steps) == (settings["num_scheduler_steps"] > 1)
+    assert any(step.num_multi_step_tokens for step in steps) == (settings["num_scheduler_steps"] > 1)
     if settings.get("num_blocks"):
         assert sum(o.metrics.num_preemptions for o in outputs.values())
     elif "enable_prefix_caching" not in settings:

@@ -275,8 +275,8 @@ def reschedule(
         enable_prefix_caching,
         groups=config.cache_groups,
         num_swap_blocks=num_swap_blocks,
-        num_state_slots=config.state_slots[0] if num_state_slots is None else num_state_slots,
-        num_swap_state_slots=config.state_slots[1],
+        num_state_slots=config.num_state_slots if num_state_slots is None else num_state_slots,
+        num_swap_state_slots=config.num_swap_state_slots,
     )
     limits = {
         "max_num_seqs": config.max_num_seqs,

@@ -36,7 +36,7 @@ def make_group(
         values["logprobs"] = 2 * beams.beam_width
     params = SamplingParams(**{"max_tokens": 8, "seed": 0, **values})
     request = Request(f"r{index}", prompt, params, salt, priority, features)
-    return SequenceGroup.of(request, arrival)
+    return SequenceGroup.from_request(request, arrival)
 
 
 def make_scheduler(
@@ -127,7 +127,7 @@ def rows(sched: Scheduler, output: SchedulerOutput) -> list[tuple[str, int, int]
 
 def samples_per_row(output: SchedulerOutput) -> list[int]:
     """Returns how many sequences draw from each row."""
-    drawn_from = [sample.row for sample in output.samples]
+    drawn_from = [sample.scheduled_index for sample in output.samples]
     return [drawn_from.count(i) for i in range(len(output.scheduled))]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_paged import EngineArgs, LLMEngine, SamplingParams
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler_output import (
@@ -38,7 +38,7 @@ class ScriptedExecutor:
             model_name="scripted",
             architecture="None",
             dtype="float32",
-            backend="none",
+            attention_backend="none",
             matmul_backend="none",
             vocab_size=VOCAB_SIZE,
             max_model_len=args.max_model_len or 400,
@@ -81,7 +81,7 @@ class ScriptedExecutor:
         if output.scheduled:
             self.num_steps += 1
             self.during_step(output)
-        token_ids = [self._next(output.scheduled[sample.row]) for sample in output.samples]
+        token_ids = [self._next(output.scheduled[sample.scheduled_index]) for sample in output.samples]
         request_ids = [self._seats[row.seq_id].request.request_id for row in output.scheduled]
         return ModelRunnerOutput(
             step_id=output.step_id,
@@ -94,7 +94,7 @@ class ScriptedExecutor:
     def wait_until_compiled(self) -> None:
         pass
 
-    def when_failed(self, note: Callable[[str], None]) -> None:
+    def on_failure(self, callback: Callable[[str], None]) -> None:
         pass
 
     def read_memory(self, blocks: list[int], host_blocks: list[int], *, with_weights: bool) -> dict[str, Any]:

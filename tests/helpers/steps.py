@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax_paged.core.model_runner_output import ModelRunnerOutput
-from jax_paged.core.request import Request, RequestFeatures, StandIn
+from jax_paged.core.request import PlaceholderData, Request, RequestFeatures
 from jax_paged.core.scheduler_output import (
     BlockTables,
     EncoderInput,
@@ -26,7 +26,7 @@ def new_sequence(
     num_top_logprobs: int | None = None,
     logprob_temperature: float = 1.0,
     num_encoder_tokens: int = 0,
-    stand_ins: tuple[StandIn, ...] = (),
+    stand_ins: tuple[PlaceholderData, ...] = (),
     **params: Any,
 ) -> NewSequence:
     """A sequence that takes a seat; the parameters are those of SamplingParams, greedy by default."""
@@ -37,7 +37,7 @@ def new_sequence(
     if logprob_temperature != 1 or num_encoder_tokens or stand_ins:
         beams = BeamSearchParams(1, max_tokens=1, temperature=logprob_temperature)
         beams = beams if logprob_temperature != 1 else None
-        features = RequestFeatures(beams, [0] * num_encoder_tokens, stand_ins=stand_ins)
+        features = RequestFeatures(beams, [0] * num_encoder_tokens, placeholder_data=stand_ins)
     return NewSequence(
         seq_id=seq_id,
         request=Request(f"r{seq_id}", prompt, settings, features=features),
@@ -72,7 +72,7 @@ def make_output(
     step_id: int = 1,
 ) -> SchedulerOutput:
     """A step, not the first of its scheduler; its counts follow from the rows and the samples."""
-    num_unsampled = len(set(range(len(rows))) - {sample.row for sample in samples})
+    num_unsampled = len(set(range(len(rows))) - {sample.scheduled_index for sample in samples})
     return SchedulerOutput(
         step_id=step_id,
         scheduled=tuple(rows),
@@ -82,7 +82,7 @@ def make_output(
         blocks_to_swap_out=tuple(swap_out),
         blocks_to_swap_in=tuple(swap_in),
         blocks_to_copy=tuple(copies),
-        to_encode=tuple(to_encode),
+        encoder_inputs=tuple(to_encode),
         preempted=(),
         ended=(),
         num_batched_tokens=sum(row.num_tokens for row in rows),

@@ -112,7 +112,7 @@ class ToyDevice:
         for token_id in seq.tokens(len(chains), position + 1):
             chains.append(extend(chains[-1] if chains else root, token_id))
             if seq.num_dropped_tokens:  # not what a text without gaps has
-                chains[-1] = hash((chains[-1], seq.block_places))
+                chains[-1] = hash((chains[-1], seq.kept_block_indices))
         return chains[position]
 
     def forget(self, seq: Sequence, num_tokens: int) -> None:
@@ -231,7 +231,7 @@ class ToyDevice:
     def _positions(self, seq: Sequence, first: int, stop: int) -> list[int]:
         """The positions before stop of the tokens in slots first and on of a sequence."""
         slots = range(first, stop - seq.num_dropped_tokens)
-        return [seq.block_place(slot // self.size) * self.size + slot % self.size for slot in slots]
+        return [seq.original_block_index(slot // self.size) * self.size + slot % self.size for slot in slots]
 
     def execute(self, output: SchedulerOutput, sched: Scheduler) -> None:
         """Runs a step of the scheduler, on block tables that are made from the news of its steps.
@@ -244,18 +244,18 @@ class ToyDevice:
         self.mirror.check(sched, output)
         self.move(output.blocks_to_swap_out, output.blocks_to_swap_in, output.blocks_to_copy)
         self.move_states(*output.state_moves)
-        for text in output.to_encode:
+        for text in output.encoder_inputs:
             group = sched.queues.running[text.request_id]
             assert text.token_ids == group.encoder_token_ids
             self.encode(group, text.block_tables)
-        num_samples = Counter(sample.row for sample in output.samples)
+        num_samples = Counter(sample.scheduled_index for sample in output.samples)
         for i, row in enumerate(output.scheduled):
             group, seq = found(sched, row.seq_id)
             stop = row.start + row.num_tokens
             assert row.token_ids == seq.tokens(row.start, stop)
             tables = self._used(row.seq_id, stop, is_last=i in num_samples)
             self.write(_root(group), seq, tables, row.start, stop, num_samples[i] or 1)
-            if self.manager.states.is_used:
+            if self.manager.states.has_states:
                 self.advance(_root(group), seq, row, stop, num_samples[i] or 1)
         for row in output.scheduled:
             group, seq = found(sched, row.seq_id)

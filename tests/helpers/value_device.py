@@ -83,7 +83,7 @@ class ValueDevice:
             moved = [source[slot] for slot, _ in pairs]
             for (_, slot), value in zip(pairs, moved, strict=True):
                 target[slot] = value
-        for text in output.to_encode:
+        for text in output.encoder_inputs:
             for g in self._cross():
                 for position in range(len(text.token_ids)):
                     value = hash((g, position, *text.token_ids))
@@ -91,7 +91,9 @@ class ValueDevice:
         num_drafts = {sample.seq_id: sample.num_logits - 1 for sample in output.samples}
         drafted: dict[int, list[int]] = {}
         self.drafts = []
-        burst = dict(zip([sample.seq_id for sample in output.samples], output.burst, strict=False))
+        burst = dict(
+            zip([sample.seq_id for sample in output.samples], output.num_multi_step_tokens, strict=False)
+        )
         for seq_id, start, token_ids, new_blocks, replaced, slot, (num_before, kept) in output.scheduled:
             self.slots[seq_id] = slot
             tables, text = self.tables[seq_id], self.texts[seq_id]
@@ -124,16 +126,17 @@ class ValueDevice:
         for seq_id, start, token_ids, *_ in output.scheduled:
             if not self._has_ended(seq_id):
                 self._check(seq_id, start, start + len(token_ids) - num_drafts.get(seq_id, 0))
-        if output.burst:
+        if output.num_multi_step_tokens:
             assert [row.seq_id for row in output.scheduled] == list(burst)
             tokens = [
-                self._burst(row.seq_id, n) for row, n in zip(output.scheduled, output.burst, strict=True)
+                self._burst(row.seq_id, n)
+                for row, n in zip(output.scheduled, output.num_multi_step_tokens, strict=True)
             ]
             self.num_bursts += 1
             return tokens, [[TokenLogprobs(0.0, 0, [], [])] * len(drawn) for drawn in tokens]
         tokens, logprobs = [], []
         for sample in output.samples:
-            row, new = output.scheduled[sample.row], self.sequences[sample.seq_id]
+            row, new = output.scheduled[sample.scheduled_index], self.sequences[sample.seq_id]
             stop = row.start + row.num_tokens - num_drafts[sample.seq_id]
             if self._has_ended(sample.seq_id):
                 tokens.append(0)  # is dropped

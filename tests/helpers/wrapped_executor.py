@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import BlockTables, InspectionInput, SchedulerOutput
 from jax_paged.worker.executor import Executor
@@ -51,8 +51,8 @@ class WrappedExecutor:
         """The ModelRunner of a LocalExecutor."""
         return self.inner.runner  # pyright: ignore[reportAttributeAccessIssue]
 
-    def when_failed(self, note: Callable[[str], None]) -> None:
-        self.inner.when_failed(note)
+    def on_failure(self, callback: Callable[[str], None]) -> None:
+        self.inner.on_failure(callback)
 
     def dispatch(self, output: SchedulerOutput) -> None:
         self._before(output)

@@ -99,16 +99,16 @@ def test_counts_and_owners_are_the_block_managers():
     ]
     assert "pinned prefix-0: block 1 of its table" in cells[table[1]]
     for part in (
-        "4 of 29 blocks in use, and sharing saves 10 more; tokens in 11 of their 16 slots (69%)",
+        "4 of 29 blocks in use, and sharing saves 10 more; 11 of their 16 slots hold tokens (69%)",
         "pinned: 2",
-        "shared by two or more: 3",
+        "shared by two or more sequences: 3",
         "r0: 3 sequences, 3 blocks",
         "other: 3 blocks",
         "away: 2 sequences, 2 blocks",
     ):
         assert part in text
     assert repr(m) == (
-        "<KV pool: 4 of 29 blocks in use, and sharing saves 10 more; tokens in 11 of their 16 slots (69%); "
+        "<KV pool: 4 of 29 blocks in use, and sharing saves 10 more; 11 of their 16 slots hold tokens (69%); "
         "2 blocks in host memory>"
     )
 
@@ -159,13 +159,13 @@ def test_large_pools_are_folded():
         "block 2: used, 4 of 4 tokens",
         "block 3: used, 1 of 4 tokens",
     ]
-    assert "Drawn are only the 3 in use" in text
+    assert "Only the 3 blocks in use are drawn" in text
     for i in range(30):
         pool.add(np.random.default_rng(i).integers(0, 1000, 400).tolist(), n=2)
     (cells,), text = drawn(pool.map())
     assert len(cells) == 2000
-    assert "Drawn are only the first 2,000 in use" in text
-    assert "and 15 requests more" in text
+    assert "Only the first 2,000 blocks in use are drawn" in text
+    assert "and 15 more requests" in text
 
 
 def test_colors_stay_with_their_requests():

@@ -127,7 +127,7 @@ def test_slots_are_counted_as_block_by_block(seed: int) -> None:
         def update(self, output: Any, *args: Any) -> Any:
             computed = {seq: seq.num_computed_tokens for seq in self.block_manager.block_tables}
             named = [(row, row.seq_id) for row in output.scheduled]
-            named += [(output.scheduled[sample.row], sample.seq_id) for sample in output.samples]
+            named += [(output.scheduled[sample.scheduled_index], sample.seq_id) for sample in output.samples]
             for row, seq_id in named:
                 computed[found(self, seq_id)[1]] = row.start + row.num_tokens
             slots = {
@@ -153,16 +153,19 @@ def test_what_cannot_run_is_refused() -> None:
     for trace, message in (
         (
             [Request(1.0, 4, 4), Request(0.5, 4, 4)],
-            r"`requests\[1\].arrival_s` must be at least 1.0, that of the request before, got 0.5",
+            r"`requests\[1\].arrival_s` must be at least 1.0, when the previous request arrived, got 0.5",
         ),
-        ([Request(0.0, 60, 5)], r"the length of `requests\[0\]` must be at most 64, got 65"),
+        (
+            [Request(0.0, 60, 5)],
+            r"the number of tokens of `requests\[0\]` must be at most 64 \(max_model_len\), got 65",
+        ),
         (
             [Request(0.0, 4, 4, n=17)],
-            r"the number of sequences of `requests\[0\]` must be at most 16, got 17",
+            r"the number of sequences of `requests\[0\]` must be at most 16 \(max_num_seqs\), got 17",
         ),
         (
             [Request(0.0, 4, 4, beam_width=17)],
-            r"the number of sequences of `requests\[0\]` must be at most 16, got 17",
+            r"the number of sequences of `requests\[0\]` must be at most 16 \(max_num_seqs\), got 17",
         ),
         (
             [Request(0.0, 4, 4, priority=1)],
@@ -279,7 +282,7 @@ def test_a_real_run_replays_and_what_differs_is_named(engine: LLMEngine, tmp_pat
     with pytest.raises(ValueError, match="the first event of `lines` must be 'start', got 'add'"):
         replay(line for line in recorded if '"add"' in line)
     older = [line.replace('"format": 2, ', "") for line in recorded]
-    with pytest.raises(ValueError, match=r"the format of `lines` must be 2, got 1\. Make it again"):
+    with pytest.raises(ValueError, match=r"the format of `lines` must be 2, got 1\. Create it again"):
         replay(older)
 
 

@@ -76,7 +76,7 @@ def test_a_recording_is_drawn_step_by_step(lines: list[str]) -> None:
         )
         assert len(requests.lines[y].get_xdata()) == preempted[name]
     assert figure.get_suptitle() == repr(picture)[1:-1]
-    assert {"rows of one token", "preemption", "requests that wait"} <= {*legend(figure)}
+    assert {"one token per sequence (decode)", "preemption", "waiting requests"} <= {*legend(figure)}
 
 
 def test_simulations_have_no_lanes() -> None:

@@ -146,7 +146,7 @@ def test_mistakes_are_errors(own: LLMEngine) -> None:
         match=r"each name in `settings` must be one of 'block_size', .*'num_scheduler_steps', .*got 'blocks'",
     ):
         replay(lines, blocks=3)
-    with pytest.raises(ValueError, match=r"the length of `requests\['r\d+'\]` must be "):
+    with pytest.raises(ValueError, match=r"the number of prompt tokens of `requests\['r\d+'\]` must be "):
         replay(lines, max_model_len=5)
 
 
@@ -174,7 +174,7 @@ def test_another_model_is_noticed(own: LLMEngine) -> None:
         own.replay(lines)
     own.replay(lines)
     own.record(lines.append)
-    with pytest.raises(RuntimeError, match=r"end it with record\(None\)"):
+    with pytest.raises(RuntimeError, match=r"call record\(None\) first"):
         own.replay(lines)
     own.record(None)
     own.replay(lines[:-1])

@@ -129,7 +129,7 @@ def test_a_model_without_a_chat_template_completes(open_page, served):
     page = open_page()
     state = {**served.client.get("../ui/state").json(), "has_chat": False}
     page.route("**/ui/state", lambda route: route.fulfill(json=state))
-    page.wait_for_selector("#chat-title:text-is('Complete')")
+    page.wait_for_selector("#chat-title:text-is('Completion')")
     settings(page, temperature=0, max_tokens=8)
     with page.expect_request("**/v1/completions") as asked:
         ask(page, "import os")
@@ -196,7 +196,7 @@ def test_a_key_is_asked_for_kept_and_sent(open_page):
     assert page.evaluate("sessionStorage.getItem('jax-paged-key')") is None
     page.fill("#key", "wrong")
     page.keyboard.press("Enter")
-    page.wait_for_selector("text=does not know this key")
+    page.wait_for_selector("text=has rejected this key")
     page.fill("#key", "right")
     with page.expect_response(lambda answer: answer.ok and "ui/state" in answer.url):
         page.keyboard.press("Enter")

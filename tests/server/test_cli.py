@@ -115,21 +115,24 @@ def kept_process():
         ("--max-seqs 3", "unrecognized arguments: --max-seqs"),
         (
             "serve m --model n",
-            "jax-paged: error: MODEL must be equal to --model 'n', or one of them left out, got 'm'",
+            "jax-paged: error: MODEL must be omitted or equal to --model ('n'), got 'm'",
         ),
         (
             "serve m --model pagelet",
-            "jax-paged: error: MODEL must be equal to --model 'pagelet', or one of them left out, got 'm'",
+            "jax-paged: error: MODEL must be omitted or equal to --model ('pagelet'), got 'm'",
         ),
         ("serve m n", "unrecognized arguments: n"),
         ("bench m", "unrecognized arguments: m"),
         ("--block-size 16 serve", "serve must be the first argument"),
         ("--block-size 16 serve m", "serve must be the first argument"),
-        ("m", "the command must be serve, or no command with --model MODEL, got 'm'"),
+        ("m", "the command must be serve, or omitted if --model MODEL is given, got 'm'"),
         ("--block-size 3", "jax-paged: `block_size` must be one of 1, 2, 4, 8, 16, 32, 64, 128, got 3"),
         ("--port 65536", "`port` must be an integer in [0, 65535], got 65536"),
-        ("--host 300.1.1.1 --port 0", "can't listen on 300.1.1.1, port 0"),
-        ("--model {empty} --port 0", "the folder holds none; a model folder holds config.json"),
+        ("--host 300.1.1.1 --port 0", "cannot listen on 300.1.1.1, port 0"),
+        (
+            "--model {empty} --port 0",
+            "the folder contains no tokenizer files. A model folder contains config.json",
+        ),
         ("--ray 0", "`ray` must be an integer of at least 1, got 0"),
         ("--ray 2 --port {taken}", "--port a free port"),
         ("--port {taken}", "--port a free port"),
@@ -171,7 +174,7 @@ def test_ctrl_c_while_the_model_loads_ends_quietly(monkeypatch, capsys):
     assert end.value.code == 130
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.endswith("INFO loading pagelet\n")
+    assert err.endswith("INFO loading model pagelet\n")
     assert err.count("\n") == 1
     assert gc.isenabled()
 
@@ -229,6 +232,6 @@ def test_replicas_get_the_gpus_of_their_engines():
     assert launch._check_room(args, options, {"GPU": 8.0, "CPU": 1.0}) == 4
     assert launch._check_room(EngineArgs(), options, {"CPU": 2.0}) == 0
     with pytest.raises(
-        ValueError, match="`ray` must be at most 1 because there are 7 GPUs and each replica takes 4, got 2"
+        ValueError, match="`ray` must be at most 1 because there are 7 GPUs and each replica needs 4, got 2"
     ):
         launch._check_room(args, options, {"GPU": 7.0, "CPU": 16.0})

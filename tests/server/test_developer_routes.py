@@ -65,7 +65,7 @@ def test_a_server_that_sleeps_says_so(client: httpx.Client, level: int) -> None:
     assert client.post(f"/sleep?level={level}").json() == {"is_sleeping": True}
     answer = client.post("/v1/completions", json=BODY)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "sleeping")
-    assert "the engine sleeps" in answer.json()["error"]["message"]
+    assert "the engine is asleep" in answer.json()["error"]["message"]
     assert answer.headers["retry-after"] == "1"
     assert [client.get(path).status_code for path in ("/health", "/ready")] == [200, 503]
     states = metric_values(client.get("/metrics").text)
@@ -116,11 +116,11 @@ def test_what_is_wrong_is_refused(client: httpx.Client) -> None:
     )
     refused(client.post("/sleep?level=deep"), "`level` is invalid: ")
     refused(client.post("/sleep?levle=2"), "must be among ['level', 'mode'], got ['levle']")
-    refused(client.post("/wake_up"), "must be called while something sleeps")
+    refused(client.post("/wake_up"), "must be called while the engine is asleep")
     assert client.get("/sleep").status_code == 405
     assert not is_sleeping(client)
     assert client.post("/sleep").status_code == 200
-    refused(client.post("/sleep"), "must be called while nothing sleeps")
+    refused(client.post("/sleep"), "must be called while the engine is awake")
     refused(
         client.post("/wake_up?tags=pool&tags=7"),
         "each of `tags` must be 'weights' or 'kv_cache', got 'pool'",

@@ -173,7 +173,7 @@ def test_a_request_that_never_ran_is_an_error(scripted_server, no_room, stream, 
     assert answer.status_code == 503
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("server_error", None)
-    assert "the pool has no room for it" in error["message"]
+    assert "the KV cache is too small" in error["message"]
     assert "--num-gpu-blocks-override" in error["message"]
     assert scripted_server.metrics()['request_success_total{finished_reason="error"}'] == 1
     assert scripted_server.complete("abc?")["choices"][0]["text"] == "abc"
@@ -186,4 +186,4 @@ def test_a_prompt_that_never_ran_is_an_error_beside_one_that_did(scripted_server
         "POST", "/completions", json={"prompt": prompts, "stream": True}
     ) as answer:
         text = answer.read().decode()
-    assert "the pool has no room for it" in text  # an event, if the other prompt's text came first
+    assert "the KV cache is too small" in text  # an event, if the other prompt's text came first

@@ -135,10 +135,14 @@ def test_files_for_tls_that_can_not_be_used(certificate: tuple[str, str], tmp_pa
         (cert, locked),
         (key, cert),
     ):
-        with pytest.raises(ValueError, match="must be a certificate with its unencrypted key"):
+        with pytest.raises(
+            ValueError, match="must be a PEM certificate with its unencrypted key in ssl_keyfile"
+        ):
             check_tls(ServerOptions(ssl_certfile=one, ssl_keyfile=other))
     for authorities in (text, nothing):
-        with pytest.raises(ValueError, match=r"`ssl_ca_certs` must be certificates in PEM.*got .*"):
+        with pytest.raises(
+            ValueError, match=r"`ssl_ca_certs` must be a PEM file with CA certificates.*got .*"
+        ):
             check_tls(ServerOptions(ssl_certfile=cert, ssl_keyfile=key, ssl_ca_certs=authorities))
 
 
@@ -206,22 +210,32 @@ def test_files_without_keys(content: bytes | None, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--host 0.0.0.0", "jax-paged: `host` must be a loopback address such as 127.0.0.1 without an API"),
+        (
+            "--host 0.0.0.0",
+            "jax-paged: `host` must be a loopback address such as 127.0.0.1 if the server has",
+        ),
         (
             "--api-key-file /nowhere/keys",
-            "jax-paged: `api_key_file` must be a file that can be read (No such file or",
+            "jax-paged: `api_key_file` must be a readable file (No such file or",
         ),
         (
             "--ssl-certfile /nowhere/cert",
-            "jax-paged: `ssl_keyfile` must be the file of the key with ssl_certfile, got None",
+            "jax-paged: `ssl_keyfile` must be the file of the private key if ssl_certfile is set, got None",
         ),
-        ("--ssl-keyfile key", "jax-paged: `ssl_keyfile` must be unset without ssl_certfile, got 'key'"),
+        ("--ssl-keyfile key", "jax-paged: `ssl_keyfile` must be unset unless ssl_certfile is set, got 'key'"),
         (
             "--ssl-certfile /nowhere/c --ssl-keyfile /nowhere/k",
-            "jax-paged: `ssl_certfile` must be a certificate with its unencrypted key,",
+            "jax-paged: `ssl_certfile` must be a PEM certificate with its unencrypted key in",
         ),
-        ("--root-path llm", "jax-paged: `root_path` must be empty or a path such as /llm, got 'llm'"),
-        ("--root-path /llm/", "jax-paged: `root_path` must be empty or a path such as /llm, got '/llm/'"),
+        (
+            "--root-path llm",
+            "jax-paged: `root_path` must be empty or a path such as /llm without a trailing slash, got 'llm'",
+        ),
+        (
+            "--root-path /llm/",
+            "jax-paged: `root_path` must be empty or a path such as /llm without a trailing slash, "
+            "got '/llm/'",
+        ),
         ("--allowed-origins example.org", "`allowed_origins` must be * or an origin such as"),
         (
             "--allowed-origins https://example.org/",
@@ -232,7 +246,7 @@ def test_files_without_keys(content: bytes | None, tmp_path: Path) -> None:
         ("--max-stop-strings 65", "`max_stop_strings` must be an integer in [0, 64], got 65"),
         (
             "--max-buffered-bytes 5000",
-            "jax-paged: `max_buffered_bytes` must be at least max_body_bytes, which is 4194304, got 5000",
+            "jax-paged: `max_buffered_bytes` must be at least max_body_bytes (4194304), got 5000",
         ),
         ("--head-timeout 0", "`head_timeout` must be a finite number in (0, 86400], got 0.0"),
         ("--write-timeout nan", "jax-paged: `write_timeout` must be a finite number in (0, 86400], got nan"),

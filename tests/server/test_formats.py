@@ -39,7 +39,7 @@ class Written:
     thoughts: str = ""
     content: str = ""
     calls: tuple[tuple[str, str], ...] = ()
-    is_thinking: bool = False
+    starts_in_reasoning: bool = False
 
 
 def hermes(name, arguments):
@@ -70,14 +70,20 @@ WELL = [
     Written("qwen3", None, f"{TWO_HERMES}\nThat's it.", "", "That's it.", (F, G)),
     Written("hermes", None, f"{FIRST_HERMES}\n{FIRST_HERMES.removesuffix('</tool_call>')}", calls=(F, F)),
     Written("hermes", "qwen3", "Wörds 😀, and no call: 1 < 2", content="Wörds 😀, and no call: 1 < 2"),
-    Written("hermes", "qwen3", "aha </think> yes", "aha", "yes", is_thinking=True),
-    Written(None, "deepseek_r1", "<think>\naha\n</think>\n\nyes\n", "aha", "yes\n", is_thinking=True),
+    Written("hermes", "qwen3", "aha </think> yes", "aha", "yes", starts_in_reasoning=True),
+    Written(None, "deepseek_r1", "<think>\naha\n</think>\n\nyes\n", "aha", "yes\n", starts_in_reasoning=True),
     Written("llama3", None, f"{plain(*F, 'parameters')}; {plain(*G, 'parameters')}", calls=(F, G)),
     Written(
         "llama3_json", None, f'<|python_tag|>{{"type": "function", {plain(*F, "parameters")[1:]}', calls=(F,)
     ),
     Written(
-        "llama3", "deepseek_r1", f"so</think>\n\n{plain(*F, 'parameters')}", "so", "", (F,), is_thinking=True
+        "llama3",
+        "deepseek_r1",
+        f"so</think>\n\n{plain(*F, 'parameters')}",
+        "so",
+        "",
+        (F,),
+        starts_in_reasoning=True,
     ),
     Written("mistral", None, f"Well {TWO_MISTRAL}", content="Well", calls=(F, G)),
     Written("mistral", None, f"[TOOL_CALLS]f[ARGS]{F[1]}[TOOL_CALLS]get_more-2{{}}", calls=(F, G)),
@@ -89,7 +95,7 @@ WELL = [
         "so",
         "Yes",
         (F, G),
-        is_thinking=True,
+        starts_in_reasoning=True,
     ),
     Written(
         "deepseek_v3",
@@ -124,7 +130,7 @@ def harmony(name, arguments, kind=" <|constrain|>json"):
 WELL += [
     Written("openai", "openai_gptoss", f"{THOUGHT}so {{<|end|>{FINAL}Yes.<|return|>", "so {", "Yes."),
     Written(None, "openai_gptoss", f"{THOUGHT}so<|end|>{FINAL}1 < 2 |> {{", "so", "1 < 2 |> {"),
-    Written(None, "openai_gptoss", f"so<|end|>{FINAL}Yes", "so", "Yes", is_thinking=True),
+    Written(None, "openai_gptoss", f"so<|end|>{FINAL}Yes", "so", "Yes", starts_in_reasoning=True),
     Written("openai", "openai_gptoss", f"{THOUGHT}a<|end|><|start|>assistant{harmony(*H)}", "a", "", (H,)),
     Written("openai", None, f"{harmony(*F)}<|start|>assistant{harmony(*G, ' json')}", calls=(F, G)),
     # Text before a call, thoughts after one, and the recipient before the channel.
@@ -190,7 +196,7 @@ BADLY = [
 def taken_apart(written, pieces, *, parallel=True):
     """Returns thoughts, content and calls of an output that comes in pieces."""
     tools, reasoning = TOOL_FORMATS.get(written.tools), REASONING_FORMATS.get(written.reasoning)
-    parser = OutputParser(response_template(tools, reasoning, written.is_thinking), parallel=parallel)
+    parser = OutputParser(response_template(tools, reasoning, written.starts_in_reasoning), parallel=parallel)
     thoughts = content = ""
     calls = {}
     for i, piece in enumerate(pieces):
@@ -248,7 +254,7 @@ def test_a_call_that_is_cut_within_its_closing_tag(end):
 
 
 @pytest.mark.parametrize(
-    ("reasoning", "prompt", "is_thinking"),
+    ("reasoning", "prompt", "starts_in_reasoning"),
     [
         ("qwen3", "<|im_start|>assistant\n", False),
         ("qwen3", "<|im_start|>assistant\n<think>\n", True),
@@ -261,8 +267,8 @@ def test_a_call_that_is_cut_within_its_closing_tag(end):
         ("openai_gptoss", "<|start|>assistant<|channel|>analysis<|message|>", True),
     ],
 )
-def test_prompts_tell_whether_a_model_is_thinking(reasoning, prompt, is_thinking):
-    assert REASONING_FORMATS[reasoning].is_thinking(prompt) == is_thinking
+def test_prompts_tell_whether_a_model_is_thinking(reasoning, prompt, starts_in_reasoning):
+    assert REASONING_FORMATS[reasoning].starts_in_reasoning(prompt) == starts_in_reasoning
 
 
 def test_arguments_come_while_they_are_written():

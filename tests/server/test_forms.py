@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from jax_paged.engine.features.structured_output import grammars
-from jax_paged.server.protocol.schemas import ResponseAnswer
+from jax_paged.server.protocol.schemas import ResponsesResponse
 
 SCHEMA = {
     "type": "object",
@@ -81,7 +81,7 @@ def test_responses(served):
     assert "x-ignored-fields" not in answer.headers
     jsonschema.validate(json.loads(answer.json()["output"][0]["content"][0]["text"]), SCHEMA)
     assert answer.json()["text"]["format"] == form
-    TypeAdapter(ResponseAnswer).validate_python(answer.json(), extra="forbid")
+    TypeAdapter(ResponsesResponse).validate_python(answer.json(), extra="forbid")
 
 
 def test_a_dead_end_is_an_error_and_no_stop(served):
@@ -89,7 +89,7 @@ def test_a_dead_end_is_an_error_and_no_stop(served):
         "/completions", json={"prompt": "a", "guided_grammar": 'start: "a" b\nb: b "c"'}
     )
     assert answer.status_code == 400
-    assert "leaves no token" in answer.json()["error"]["message"]
+    assert "no token is allowed: allowed_token_ids" in answer.json()["error"]["message"]
 
 
 SLOW_PATHS = [pytest.param(path, marks=pytest.mark.slow) for path in ("/completions", "/responses")]

@@ -90,11 +90,11 @@ def bomb(width: int, height: int) -> str:
     [
         (
             ["http://127.0.0.1:1/a.png"],
-            "`image_url.url` must be data:image/...;base64,... because allowed_media_domains",
+            "`image_url.url` must be a data:image/...;base64 URL because allowed_media_domains",
         ),
         (
             ["file:///etc/passwd"],
-            "`image_url.url` must be data:image/...;base64,... because allowed_media_domains",
+            "`image_url.url` must be a data:image/...;base64 URL because allowed_media_domains",
         ),
         (
             ["data:image/png;base64,AAAA"],

@@ -21,7 +21,7 @@ from jax_paged.server.app import OpenAIServer
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.ray_serve import continuation
 from jax_paged.server.ray_serve.continuation import ReplicaCall, ReplicaLostError, ResponsePart
-from jax_paged.server.ray_serve.ingress import Answering, Ingress, _call, prefix_key
+from jax_paged.server.ray_serve.ingress import Ingress, ResponseStream, _call, prefix_key
 from jax_paged.server.ray_serve.replica import Replica
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -68,9 +68,9 @@ class Replicas:
         self._replicas = replicas
         self._cuts = cuts
 
-    async def send(self, call: ReplicaCall) -> Answering:
+    async def send(self, call: ReplicaCall) -> ResponseStream:
         i, self.num_calls = self.num_calls, self.num_calls + 1
-        call.progress.asked.append(f"number {i}")
+        call.progress.tried_replicas.append(f"number {i}")
         left = self._cuts[i] if i < len(self._cuts) else None
         answering = self._replicas[i % len(self._replicas)].answer(call)
         try:
@@ -253,7 +253,10 @@ def test_a_replica_with_other_settings_does_not_go_on(served: Served) -> None:
     other = Replica(OpenAIServer(served.server.engine, "pagelet", ServerOptions(max_prompts=2)))
     answer = asyncio.run(ask_lossy([replica_of(served), other], (3,), 2, path, {**body, "stream": True}))
     *parts, last = events(answer.text)
-    assert (len(parts), last["error"]["message"]) == (3, "the replicas that are left have other settings")
+    assert (len(parts), last["error"]["message"]) == (
+        3,
+        "the remaining replicas have other settings",
+    )
     assert "[DONE]" not in answer.text
 
 
@@ -262,7 +265,7 @@ def test_a_replica_with_other_settings_does_not_go_on(served: Served) -> None:
 def test_a_stream_that_ends_every_replica_ends_with_an_error(served: Served, case: str, cut: int) -> None:
     path, body = BODIES[case]
     answer = asyncio.run(ask_lossy([replica_of(served)], (cut, 0, 0), 3, path, {**body, "stream": True}))
-    message = "3 replicas were lost, the last one so: it was killed"
+    message = "3 replicas were lost; last error: it was killed"
     if cut == 0:
         # Its status was sent with the begin, or there is none yet.
         assert message in answer.text
@@ -314,7 +317,7 @@ def test_an_engine_that_hangs_is_noticed(scripted: Any) -> None:
             replica.check()
         answer = await asking
         assert (answer.status_code, lossy.num_calls) == (503, 3)
-        assert "3 replicas were lost, the last one so: the engine hangs" in answer.text
+        assert "3 replicas were lost; last error: the engine hangs" in answer.text
         go_on.set()
         engine.close()
 
@@ -357,7 +360,7 @@ def test_health_counts_replicas() -> None:
     degraded, down = asyncio.run(get(1)), asyncio.run(get(0))
     assert (degraded.status_code, down.status_code) == (200, 503)
     assert degraded.json() == {"status": "ok", "replicas": {"running": 1, "wanted": 2}}
-    assert down.json()["error"]["message"] == "no replica runs, of 2"
+    assert down.json()["error"]["message"] == "0 of 2 replicas are running"
 
 
 def test_metrics_are_those_of_all_replicas(served: Served) -> None:

@@ -20,7 +20,7 @@ from jax_paged import AsyncLLMEngine
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.launch.server import Server
-from jax_paged.server.lifecycle import DRAINED, ENGINE_FAILED, REQUESTS_CUT_OFF
+from jax_paged.server.lifecycle import DRAINED, ENGINE_FAILED, REQUESTS_ABORTED
 
 ROOT = Path(__file__).parents[2]
 LONG = "abcdefghijklmnopqrstuvwxyz?"  # the scripted engine answers with the text before the question mark
@@ -125,7 +125,7 @@ def test_what_takes_longer_than_the_timeout_or_a_second_signal_ends_with_an_erro
         assert all("choices" in chunk for chunk in chunks)
         assert error["error"]["message"] == "the server is shutting down"
         assert whole.result().status_code == 503
-    assert running.exit_code() == REQUESTS_CUT_OFF
+    assert running.exit_code() == REQUESTS_ABORTED
     assert "Traceback" not in caplog.text
 
 
@@ -214,7 +214,7 @@ def test_a_server_whose_engine_hangs_exits():
         answer = httpx.post(f"{url}/completions", json={"prompt": "a"}, timeout=30)
         assert answer.status_code == 503
         assert process.wait(timeout=30) == ENGINE_FAILED
-        assert "a step of the engine takes more than 0.5 s" in process.stderr.read()
+        assert "an engine step takes more than 0.5 s" in process.stderr.read()
     finally:
         process.kill()
         process.communicate()

@@ -20,7 +20,7 @@ from jax_paged.server.http.limits import BodyLimits
 from jax_paged.server.launch.cli import make_parser
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.responses import ApiError
-from jax_paged.server.text_reader import Lane
+from jax_paged.server.text_reader import ThrottledLock
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 0.6
@@ -144,7 +144,7 @@ def refusing(served: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     server = OpenAIServer(served.server.engine, "pagelet", dataclasses.replace(OPTIONS, api_key=()))
     error = ApiError("not now", status=429)
     with listening(server) as port:
-        monkeypatch.setattr(server.lifecycle, "refusal", lambda: error)
+        monkeypatch.setattr(server.lifecycle, "rejection", lambda: error)
         yield port
 
 
@@ -203,7 +203,7 @@ def test_too_many_connections(port: int, served: Any) -> None:
     with connect(port) as connection:
         answer = receive(connection)
     assert (answer.status, answer.headers["retry-after"], answer.is_closed) == (503, "1", True)
-    assert "too many connections" in answer.error["message"]
+    assert "too many open connections" in answer.error["message"]
     for connection in idle:
         connection.close()
     served.wait_until(lambda: is_served(port), "there is room again")
@@ -299,7 +299,7 @@ def test_options_that_documents_name_exist(file: str) -> None:
 
 def test_a_long_body_counts_as_buffered_until_its_turn_and_its_client_may_leave():
     async def check():
-        lane = Lane()
+        lane = ThrottledLock()
         parsed = []
 
         async def app(scope, receive, send):

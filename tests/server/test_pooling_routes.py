@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from jax_paged import AsyncLLMEngine, EngineArgs, PoolingParams
 from jax_paged.server.protocol import schemas
-from jax_paged.server.run_batch import Batch, Done, Summary
+from jax_paged.server.run_batch import Batch, FinishedLines, Summary
 
 FIXTURES = Path(__file__).parent.parent / "models" / "pooling_fixtures"
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 2**22}
@@ -56,7 +56,7 @@ def checked(body: dict[str, Any], form: Any) -> dict[str, Any]:
 def test_embeddings(by_name: dict[str, Served]) -> None:
     served, cases = by_name["qwen3_embedder"], cases_of("qwen3_embedder")
     texts = [case["token_ids"] for case in cases]
-    body = checked(served.post("/embeddings", input=texts), schemas.EmbeddingAnswer)
+    body = checked(served.post("/embeddings", input=texts), schemas.EmbeddingResponse)
     for entry, case in zip(body["data"], cases, strict=True):
         np.testing.assert_allclose(entry["embedding"], unit(case["pooled"]), atol=1e-6)
     num_tokens = sum(map(len, texts))
@@ -88,10 +88,10 @@ def test_an_encoder(by_name: dict[str, Served]) -> None:
 def test_pooling_and_generation(by_name: dict[str, Served]) -> None:
     served, cases = by_name["qwen3_embedder"], cases_of("qwen3_embedder")
     body = served.post("../pooling", input=[cases[3]["token_ids"]], use_activation=False)
-    (entry,) = checked(body, schemas.PoolingAnswer)["data"]
+    (entry,) = checked(body, schemas.PoolingResponse)["data"]
     np.testing.assert_allclose(entry["data"], cases[3]["pooled"], atol=1e-5)
     body = served.post("../pooling", input=[cases[3]["token_ids"]], use_activation=False, task="token_embed")
-    rows = np.array(checked(body, schemas.PoolingAnswer)["data"][0]["data"])
+    rows = np.array(checked(body, schemas.PoolingResponse)["data"][0]["data"])
     assert rows.shape == (len(cases[3]["token_ids"]), 32)
     np.testing.assert_allclose(rows[-1], cases[3]["pooled"], atol=1e-5)
     assert served.complete(cases[3]["token_ids"], max_tokens=4)["usage"]["completion_tokens"] == 4
@@ -100,7 +100,7 @@ def test_pooling_and_generation(by_name: dict[str, Served]) -> None:
 def test_classify(by_name: dict[str, Served]) -> None:
     cases = cases_of("llama_classifier")
     body = by_name["llama_classifier"].post("../classify", input=[case["token_ids"] for case in cases])
-    for entry, case in zip(checked(body, schemas.ClassifyAnswer)["data"], cases, strict=True):
+    for entry, case in zip(checked(body, schemas.ClassificationResponse)["data"], cases, strict=True):
         exp = np.exp(case["pooled"])
         np.testing.assert_allclose(entry["probs"], exp / exp.sum(), atol=1e-6)
         assert (entry["label"], entry["num_classes"]) == (f"LABEL_{np.argmax(case['pooled'])}", 3)
@@ -110,11 +110,11 @@ def test_classify(by_name: dict[str, Served]) -> None:
 def test_scores_and_ranks(by_name: dict[str, Served], name: str) -> None:
     served, query = by_name[name], "what is a block table"
     documents = ["the cat sleeps", "a block", "a red car is fast"]
-    body = checked(served.post("/score", text_1=query, text_2=documents), schemas.ScoreAnswer)
+    body = checked(served.post("/score", text_1=query, text_2=documents), schemas.ScoreResponse)
     scores = [entry["score"] for entry in body["data"]]
     assert served.post("../score", data_1=query, data_2=documents)["data"] == body["data"]
     for path in ("../rerank", "/rerank", "../v2/rerank"):
-        ranked = checked(served.post(path, query=query, documents=documents), schemas.RerankAnswer)
+        ranked = checked(served.post(path, query=query, documents=documents), schemas.RerankResponse)
         assert [r["relevance_score"] for r in ranked["results"]] == sorted(scores, reverse=True)
         assert all(r["document"] == {"text": documents[r["index"]]} for r in ranked["results"])
     assert len(served.post("/rerank", query=query, documents=documents, top_n=2)["results"]) == 2
@@ -154,7 +154,7 @@ def test_a_file_of_pooling_requests(by_name: dict[str, Served], tmp_path: Path) 
     file = tmp_path / "in.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     summary, output = Summary(), io.BytesIO()
-    done, engine = Done.read(tmp_path / "out.jsonl"), by_name["qwen3_embedder"].server.engine
+    done, engine = FinishedLines.read(tmp_path / "out.jsonl"), by_name["qwen3_embedder"].server.engine
     with tqdm(total=3, disable=True) as bar:
         asyncio.run(Batch(engine, "qwen3_embedder", done, summary, output, bar).run(file))
     entries = map(json.loads, output.getvalue().splitlines())
@@ -217,21 +217,21 @@ def test_a_file_of_pooling_requests(by_name: dict[str, Served], tmp_path: Path) 
             "../classify",
             {"input": "a"},
             None,
-            "`task` must be one of 'embed', 'score', 'token_embed', the tasks of",
+            "`task` must be one of 'embed', 'score', 'token_embed', the tasks that",
         ),
         (
             "llama_classifier",
             "embeddings",
             {"input": "a"},
             None,
-            "`task` must be 'classify', the tasks of LlamaForSequenceClassification, got 'embed'",
+            "`task` must be 'classify', the tasks that LlamaForSequenceClassification supports, got 'embed'",
         ),
         (
             "llama_classifier",
             "score",
             {"text_1": "a", "text_2": "b"},
             None,
-            "`task` must be 'classify', the tasks of LlamaForSequenceClassification, got 'score'",
+            "`task` must be 'classify', the tasks that LlamaForSequenceClassification supports, got 'score'",
         ),
         (
             "llama_classifier",
@@ -246,14 +246,14 @@ def test_a_file_of_pooling_requests(by_name: dict[str, Served], tmp_path: Path) 
             "rerank",
             {"query": "", "documents": ["b"]},
             "query",
-            "`query` must be a non-empty string or a list of them, got ''",
+            "`query` must be a non-empty string or a list of non-empty strings, got ''",
         ),
         (
             "qwen3_embedder",
             "rerank",
             {"query": "a", "documents": ["b", ""]},
             "documents",
-            "`documents` must be a non-empty string or a list of them, got ['b', '']",
+            "`documents` must be a non-empty string or a list of non-empty strings, got ['b', '']",
         ),
         (
             "qwen3_embedder",

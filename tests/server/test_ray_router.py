@@ -37,16 +37,16 @@ def request(key: str | None, request_id: str = "1", progress: Progress | None = 
     return SimpleNamespace(args=[call], metadata=metadata, future=Future(), routing_context=context)
 
 
-def router(num_seats: int = 2, max_lag: int = 6) -> Any:
+def router(num_slots: int = 2, max_lag: int = 6) -> Any:
     from jax_paged.server.ray_serve.router import PrefixRouter
 
     class Alone(PrefixRouter):
         """Knows three replicas, and no Serve."""
 
         def __init__(self) -> None:
-            self.initialize_state(num_seats, max_lag)
+            self.initialize_state(num_slots, max_lag)
             self._replicas = {replica.replica_id: replica for replica in REPLICAS}
-            self._follow()
+            self._sync_replicas()
 
         @property
         def curr_replicas(self) -> Any:
@@ -94,7 +94,7 @@ def test_a_request_that_comes_again_is_not_sent_to_where_it_was() -> None:
         names.append(choose(serve, one))
         serve.on_request_routed(one, Named(names[-1]), None)
     assert sorted(names) == ["a", "b", "c"]
-    assert progress.asked == names
+    assert progress.tried_replicas == names
     assert asyncio.run(serve.choose_replicas(REPLICAS, request("key", "same", progress))) == []
 
 
@@ -102,7 +102,7 @@ def test_a_replica_that_does_not_take_a_request_is_offered_it_again() -> None:
     serve, pending = router(), request("key")
     first = choose(serve, pending)
     assert choose(serve, pending) == first
-    assert pending.args[0].progress.asked == [first]
+    assert pending.args[0].progress.tried_replicas == [first]
     assert sum(loads(serve).values()) == 1
 
 
@@ -118,7 +118,7 @@ def test_a_replica_that_has_gone_is_forgotten_with_its_requests() -> None:
     serve, pending = router(), request("key")
     home = choose(serve, pending)
     del serve._replicas[Named(home)]
-    serve._follow()
+    serve._sync_replicas()
     assert loads(serve).keys() == set("abc") - {home}
     serve.on_request_completed(Named(home), "1")
     assert choose(serve, request("key", "2")) != home

@@ -309,7 +309,7 @@ def test_unknown_fields_are_ignored_with_a_header_or_refused(served, path):
     url = f"/v1{path}".replace("/v1..", "")
     refused = asyncio.run(ask(strict, "POST", url, json={**prompt, "first": 1}))
     assert error_of(refused) == (400, None, "first")
-    assert "`first` is not a field that this server knows" in refused.json()["error"]["message"]
+    assert "`first` is an unknown field" in refused.json()["error"]["message"]
 
 
 def test_unknown_fields_of_parts_are_named(served):
@@ -481,16 +481,16 @@ def test_answers_have_the_documented_forms(served):
     messages = [{"role": "user", "content": QUESTION}]
     more = {"max_tokens": 3, "prompt_logprobs": 1}
     logprobs = {"include": ["message.output_text.logprobs"], "top_logprobs": 1, "max_output_tokens": 3}
-    fits(schemas.CompletionAnswer, served.post("/completions", prompt="a", **more, logprobs=1))
+    fits(schemas.CompletionResponse, served.post("/completions", prompt="a", **more, logprobs=1))
     chat = served.post("/chat/completions", messages=messages, **more, logprobs=True, top_logprobs=1)
-    fits(schemas.ChatAnswer, chat)
-    fits(schemas.ResponseAnswer, served.post("/responses", input="a", **logprobs))
-    fits(schemas.TokenizeAnswer, post(served, "../tokenize", prompt="a").json())
-    fits(schemas.DetokenizeAnswer, post(served, "../detokenize", tokens=[1]).json())
-    fits(schemas.ErrorAnswer, post(served, "/completions").json())
+    fits(schemas.ChatCompletionResponse, chat)
+    fits(schemas.ResponsesResponse, served.post("/responses", input="a", **logprobs))
+    fits(schemas.TokenizeResponse, post(served, "../tokenize", prompt="a").json())
+    fits(schemas.DetokenizeResponse, post(served, "../detokenize", tokens=[1]).json())
+    fits(schemas.ErrorResponse, post(served, "/completions").json())
     forms = {"models": schemas.ModelList, "models/pagelet": schemas.ModelCard}
-    forms |= {"../version": schemas.VersionAnswer}
-    forms |= dict.fromkeys(("../health", "../ping", "../ready"), schemas.HealthAnswer)
+    forms |= {"../version": schemas.VersionResponse}
+    forms |= dict.fromkeys(("../health", "../ping", "../ready"), schemas.HealthResponse)
     for path, form in forms.items():
         fits(form, served.client.get(path).json())
 
@@ -533,8 +533,8 @@ def test_the_document_names_every_route_and_error(served):
             for status, answer in operation["responses"].items():
                 schema = answer["content"].get("application/json", {}).get("schema")
                 if status != "200":
-                    assert schema == {"$ref": "#/components/schemas/ErrorAnswer"}
-    assert forms["ErrorAnswer"]["required"] == ["error"]
+                    assert schema == {"$ref": "#/components/schemas/ErrorResponse"}
+    assert forms["ErrorResponse"]["required"] == ["error"]
 
 
 def test_the_page_of_the_document_needs_nothing_else(served):

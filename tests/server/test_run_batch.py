@@ -19,7 +19,7 @@ from jax_paged.engine.errors import EngineDeadError
 from jax_paged.server import run_batch
 from jax_paged.server.launch.cli import main
 from jax_paged.server.launch.options import BatchOptions
-from jax_paged.server.run_batch import Batch, Done, Summary
+from jax_paged.server.run_batch import Batch, FinishedLines, Summary
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ def run(tmp_path, scripted):
             "".join(x if isinstance(x, str) else json.dumps(x) + "\n" for x in lines)
         )
         made = AsyncLLMEngine(*scripted(**engine))
-        summary, done = Summary(), Done.read(tmp_path / "out")
+        summary, done = Summary(), FinishedLines.read(tmp_path / "out")
         with (tmp_path / "out").open("ab") as output, tqdm(disable=True) as bar:
             batch = Batch(made, "scripted", done, summary, output, bar)
             try:
@@ -99,7 +99,7 @@ def test_bad_lines_are_reported_and_do_not_stop_the_others(run, capsys):
         ({**line("c"), "url": "/v1/models"}, "`url` must be"),
         ({**line("d"), "body": "x"}, "`body` must be an object, got 'x'"),
         (line("e", stream=True), "`stream` must be False, got True"),
-        (line("good"), "`custom_id` must be that of no earlier line, got 'good'"),
+        (line("good"), "`custom_id` must be unique in the file, got 'good'"),
     ]
     refused = line("refused", max_tokens=-1)
     summary, entries = run([line("good"), refused, *(entry for entry, _ in bad)])
@@ -165,10 +165,10 @@ def test_the_status_counts_lines_that_failed_in_an_earlier_run(
     entries = [json.loads(x) for x in (tmp_path / "out").read_text().splitlines()]
     assert any(e["response"] and e["response"]["status_code"] == 400 for e in entries) == is_refused
     assert command() == 1
-    assert "0 answered, 0 failed, 2 done before (1 of them failed)" in capsys.readouterr().err
+    assert "0 succeeded, 0 failed, 2 skipped (1 of them failed)" in capsys.readouterr().err
     (tmp_path / "in").write_text(json.dumps(line("a")) + "\n")
     assert command() == 0
-    assert "0 answered, 0 failed, 1 done before; 0 tokens" in capsys.readouterr().err
+    assert "0 succeeded, 0 failed, 1 skipped; 0 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
@@ -197,8 +197,8 @@ def test_an_output_that_cannot_be_written_is_told_before_the_model_loads(command
     os.mkfifo(tmp_path / "pipe")
     for path, text in [
         (tmp_path / "missing" / "x", "No such file"),
-        (tmp_path, "no regular file"),
-        (tmp_path / "pipe", "no regular file"),
+        (tmp_path, "not a regular file"),
+        (tmp_path / "pipe", "not a regular file"),
     ]:
         message = command("-o", str(path), load=never)
         assert message.startswith("jax-paged: ")
@@ -223,8 +223,8 @@ def test_a_broken_line_of_the_output_is_told(tmp_path, changes):
     good = {"id": "x", "custom_id": "a", "response": {"status_code": 200, "body": {}}, "error": None}
     text = json.dumps(good) + "\n" + json.dumps({**good, **changes}) + "\n"
     (tmp_path / "out").write_text(text)
-    with pytest.raises(ValueError, match="whose line 2 is no answer of a batch"):
-        Done.read(tmp_path / "out")
+    with pytest.raises(ValueError, match="whose line 2 is not a result of run-batch"):
+        FinishedLines.read(tmp_path / "out")
     assert (tmp_path / "out").read_text() == text
 
 
@@ -245,8 +245,8 @@ def test_what_is_done_is_not_run_again_and_half_a_line_is_mended(run, tmp_path):
 
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "out").write_text('{"my": "data"}\n{"custom_id": "half')
-    with pytest.raises(ValueError, match="whose line 1 is no answer of a batch"):
-        Done.read(tmp_path / "out")
+    with pytest.raises(ValueError, match="whose line 1 is not a result of run-batch"):
+        FinishedLines.read(tmp_path / "out")
     assert (tmp_path / "out").read_text() == '{"my": "data"}\n{"custom_id": "half'
 
 
@@ -267,7 +267,7 @@ def test_an_engine_that_fails_ends_the_run_and_writes_no_errors(tmp_path, script
     (tmp_path / "in").write_text("".join(json.dumps(line(f"c{i}")) + "\n" for i in range(50)))
     summary = Summary()
     with (tmp_path / "out").open("ab") as output, tqdm(disable=True) as bar:
-        batch = Batch(made, "scripted", Done.read(tmp_path / "out"), summary, output, bar)
+        batch = Batch(made, "scripted", FinishedLines.read(tmp_path / "out"), summary, output, bar)
         with pytest.raises(EngineDeadError, match="a step fails"):
             asyncio.run(batch.run(tmp_path / "in"))
     made.close()
@@ -277,7 +277,7 @@ def test_an_engine_that_fails_ends_the_run_and_writes_no_errors(tmp_path, script
 
 
 def test_the_files_must_differ(tmp_path):
-    with pytest.raises(ValueError, match="must be another file than input_file"):
+    with pytest.raises(ValueError, match="must be a different file from input_file"):
         BatchOptions(tmp_path / "a", tmp_path / "x" / ".." / "a")
 
 
@@ -305,7 +305,7 @@ def test_the_command_is_interrupted_and_goes_on(tmp_path):
     process.send_signal(signal.SIGINT)
     _, text = process.communicate(timeout=60)
     assert process.returncode == 130, text
-    assert "interrupted: run it again to go on" in text
+    assert "interrupted: run the same command again to continue" in text
     assert "Traceback" not in text
     before = [json.loads(x) for x in out.read_text().splitlines()]  # all lines are whole
     assert 0 < len(before) < 31
@@ -314,7 +314,7 @@ def test_the_command_is_interrupted_and_goes_on(tmp_path):
     )
     assert done.returncode == 1, done.stderr
     summary = done.stderr.splitlines()[-1]
-    counts = [int(x) for x in re.findall(r"(\d+) (?:answered|failed|done before)", summary)]
+    counts = [int(x) for x in re.findall(r"(\d+) (?:succeeded|failed|skipped)", summary)]
     assert sum(counts) == 31
     assert counts[2] == len(before)
     entries = [json.loads(x) for x in out.read_text().splitlines()]

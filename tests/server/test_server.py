@@ -210,14 +210,14 @@ BAD = [
     (
         "/completions",
         {"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]},
-        "must have one field for the form of its outputs, got ['guided_regex', 'guided_choice']",
+        "must set at most one structured output field, got ['guided_regex', 'guided_choice']",
         None,
     ),
     ("/completions", {"prompt": "a", "structured_outputs": {"jsn": {}}}, "jsn", "structured_outputs"),
     (
         "/completions",
         {"prompt": "a", "prompt_embeds": "x"},
-        "`prompt_embeds` must be unset because this server does not support it, got 'x'",
+        "`prompt_embeds` must be unset because other values are not supported, got 'x'",
         "prompt_embeds",
     ),
     ("/completions", {"prompt": ""}, "`prompt` must be a non-empty string, got ''", "prompt"),
@@ -350,13 +350,13 @@ BAD = [
     (
         "/chat/completions",
         {"messages": CHAT, "best_of": 2},
-        "`best_of` must be unset because this server does not support it, got 2",
+        "`best_of` must be unset because other values are not supported, got 2",
         "best_of",
     ),
     (
         "/chat/completions",
         {"messages": CHAT, "echo": True},
-        "`echo` must be unset because this server does not support it, got True",
+        "`echo` must be unset because other values are not supported, got True",
         "echo",
     ),
     ("/chat/completions", {"messages": CHAT, "n": 17}, "must be an integer in [1, 16]", "n"),
@@ -480,11 +480,11 @@ def test_bad_input(served, path, body, message, param):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"prompt":', "not JSON"),
-        (b"", "not a JSON object"),
-        (b"[]", "not a JSON object"),
-        (b'{"prompt": "a", "top_p": NaN}', "NaN is no number of JSON's"),
-        (b'{"prompt": "a", "temperature": Infinity}', "Infinity is no number"),
+        (b'{"prompt":', "not valid JSON"),
+        (b"", "must be a JSON object"),
+        (b"[]", "must be a JSON object"),
+        (b'{"prompt": "a", "top_p": NaN}', "NaN is not a JSON number"),
+        (b'{"prompt": "a", "temperature": Infinity}', "Infinity is not a JSON number"),
         (b'{"prompt": "\\ud800"}', "not valid Unicode"),
     ],
 )

@@ -171,10 +171,10 @@ def test_mixed_batch_answers_as_alone(served):
     [
         (
             {"n": 2, "best_of": 3},
-            "`best_of` must be 2 (n) with stream because the best outputs are known only at",
+            "`best_of` must be 2 (n) if stream is true because the best outputs are known",
             "best_of",
         ),
-        ({"use_beam_search": True}, "must be False with stream", "use_beam_search"),
+        ({"use_beam_search": True}, "must be False if stream is true", "use_beam_search"),
     ],
 )
 def test_what_is_known_at_the_end_only_is_not_streamed(served, more, message, param):

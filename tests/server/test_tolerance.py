@@ -123,7 +123,7 @@ def test_structured_outputs_win_over_deprecated_fields(served: Served) -> None:
     )
     assert answer.json()["choices"][0]["text"] == "z"
     ignored = [
-        f'299 - "{name} is ignored, as structured_outputs is given"'
+        f'299 - "{name} is ignored because structured_outputs is set"'
         for name in ("guided_regex", "guided_grammar")
     ]
     assert answer.headers["warning"] == ", ".join(ignored)
@@ -217,7 +217,7 @@ def completion(**changes: Any) -> CompletionOutput:
 
 
 def test_the_end_token_comes_apart_from_the_text(server: Served) -> None:
-    split = server.server._generation._runner.with_end_apart
+    split = server.server._generation._runner.split_end_token
     text, end = split(completion(), SamplingParams())
     assert (text.text, text.token_ids, len(text.logprobs or ()), text.finish_reason) == (
         "56",

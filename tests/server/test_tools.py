@@ -15,7 +15,7 @@ from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.messages import messages_for
-from jax_paged.server.protocol.schemas import ResponseAnswer
+from jax_paged.server.protocol.schemas import ResponsesResponse
 from jax_paged.server.tools.chat_reader import _parameters
 
 WEATHER = {
@@ -167,7 +167,7 @@ def test_what_is_not_enforced_of_forced_calls_is_a_header(chats_of):
     fields = {"tools": [tool(parameters=parameters)], "tool_choice": "required", "max_tokens": 100}
     answer = chats_of("hermes").post("Well.", **fields)
     assert answer.headers["warning"] == (
-        r'299 - "pattern ^(?!x)[0-9]$ is enforced without its look-around and word boundaries", '
+        r'299 - "pattern ^(?!x)[0-9]$ is enforced without look-around and word boundaries", '
         '299 - "uniqueItems is not enforced"'
     )
     ((_, arguments),) = calls_of(answer.json()["choices"][0]["message"])
@@ -428,7 +428,7 @@ def test_responses_tell_thoughts_from_text(chats_of, text, thoughts, content):
     client = chats_of(reasoning="qwen3").client
     body = {"input": text, "temperature": 0}
     answer = client.post("/responses", json=body).json()
-    TypeAdapter(ResponseAnswer).validate_python(answer, extra="forbid")
+    TypeAdapter(ResponsesResponse).validate_python(answer, extra="forbid")
     *thinking, message = answer["output"]
     assert message["content"][0]["text"] == content
     num_tokens = answer["usage"]["output_tokens_details"]["reasoning_tokens"]

@@ -74,7 +74,7 @@ def test_a_full_room_says_when_to_come_back():
     async def check():
         visitors = Visitors(WaitingQueue(2, 1))
         await visitors.come("a", num_seqs=2)
-        assert visitors.queue.refusal() is None
+        assert visitors.queue.rejection() is None
         await visitors.come("b")
         await visitors.come("c")
         with pytest.raises(ApiError) as refused:
@@ -83,10 +83,10 @@ def test_a_full_room_says_when_to_come_back():
         assert error.status == 429
         assert error.headers is not None
         assert 1 <= int(error.headers["Retry-After"]) <= 60
-        assert visitors.queue.refusal() is not None
+        assert visitors.queue.rejection() is not None
         await visitors.leave("a")
         assert visitors.entered == ["a", "b"]
-        assert visitors.queue.refusal() is None
+        assert visitors.queue.rejection() is None
         await visitors.leave("b")
 
     run(check())
@@ -95,14 +95,14 @@ def test_a_full_room_says_when_to_come_back():
 def test_a_room_without_seats_to_wait_takes_who_can_run_at_once():
     async def check():
         visitors = Visitors(WaitingQueue(2, 0))
-        assert visitors.queue.refusal() is None
+        assert visitors.queue.rejection() is None
         await visitors.come("a")
         await visitors.come("b", num_seqs=2)
         with pytest.raises(ApiError):
             await visitors.tasks["b"]
         await visitors.come("c")
         assert visitors.entered == ["a", "c"]
-        assert visitors.queue.refusal() is not None
+        assert visitors.queue.rejection() is not None
 
     run(check())
 
@@ -160,7 +160,7 @@ def test_the_time_to_come_back_is_measured_while_somebody_waits(monkeypatch):
             await visitors.leave(f"{hour}")
         for i in range(5):
             await visitors.come(f"waits {i}")
-        error = visitors.queue.refusal()
+        error = visitors.queue.rejection()
         assert error is not None
         assert error.headers == {"Retry-After": "4"}
         for i in range(5):

@@ -242,12 +242,12 @@ def test_the_fields_of_a_burst() -> None:
         new_sequence(3, [6], [5], tables=[[12], [5]], num_encoder_tokens=3),
     ]
     rows, samples = [make_row(i, 1, [5]) for i in (2, 3)], [Sample(0, 2), Sample(1, 3)]
-    output = dataclasses.replace(make_output(rows, samples, new=new), burst=(8, 3))
+    output = dataclasses.replace(make_output(rows, samples, new=new), num_multi_step_tokens=(8, 3))
     fields = worker.fields(worker.build(output, bucket), bucket)
     assert fields["max_draws"].tolist() == [8, 3, 0, 0]
     assert fields["end_tokens"][:2].tolist() == [many, [-1] * MAX_END_TOKENS]
     assert worker.input_batch.end_tokens[worker.input_batch.slots_of([1])[0]].tolist() == [4, EOS] + [-1] * 6
-    too_long = dataclasses.replace(output, burst=(8, 4), new_sequences=())
+    too_long = dataclasses.replace(output, num_multi_step_tokens=(8, 4), new_sequences=())
     with pytest.raises(AssertionError, match="null block"):
         worker.build(too_long, bucket)
 

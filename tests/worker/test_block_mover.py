@@ -34,7 +34,7 @@ from jax_paged.worker.sampling.sampler import SamplerOptions
 LAYOUT = KVCacheLayout(
     (CacheGroup(),),
     (KVLocation(0, 0), KVLocation(1, 0), KVLocation(2, 0)),
-    num_pools=3,
+    num_block_arrays=3,
     num_kv_heads=2,
     head_dim=8,
     dtype=jnp.dtype("float32"),
@@ -47,9 +47,12 @@ Pairs = tuple[tuple[int, int], ...]
 
 @functools.cache
 def make_mover(
-    dtype: str = "float32", num_swap_blocks: int = 150, num_blocks: int = NUM_BLOCKS, of_states: bool = False
+    dtype: str = "float32",
+    num_swap_blocks: int = 150,
+    num_blocks: int = NUM_BLOCKS,
+    moves_states: bool = False,
 ) -> tuple[BlockMover, dict[Program, jax.stages.Compiled]]:
-    states = STATES if of_states else ()
+    states = STATES if moves_states else ()
     layout = dataclasses.replace(LAYOUT, dtype=jnp.dtype(dtype), states=states)
     context = TraceContext(
         model=FlatModel(None, None),  # none of these programs runs it
@@ -69,10 +72,10 @@ def make_mover(
         mesh=MESH,
         num_state_slots=NUM_SLOTS,
     )
-    host = HostBlocks((context.states if of_states else context.pool)(num_swap_blocks + 1))
+    host = HostBlocks((context.states if moves_states else context.pool)(num_swap_blocks + 1))
     swaps = {"store": host.store, "load": host.load} if num_swap_blocks else {"store": None, "load": None}
-    num_moved = NUM_SLOTS if of_states else num_blocks
-    mover = BlockMover(num_blocks=num_moved, max_copies=MAX_COPIES, **swaps, of_states=of_states)
+    num_moved = NUM_SLOTS if moves_states else num_blocks
+    mover = BlockMover(num_blocks=num_moved, max_copies=MAX_COPIES, **swaps, moves_states=moves_states)
     return mover, {program: program.lower(context).compile() for program in mover.programs}
 
 
@@ -89,7 +92,7 @@ def random_pool(seed: int, dtype: str = "float32") -> list[np.ndarray]:
     shape = dataclasses.replace(LAYOUT, dtype=jnp.dtype(dtype)).pool_shape(NUM_BLOCKS, BLOCK_SIZE)
     rng = np.random.default_rng(seed)
     size = jnp.dtype(dtype).itemsize
-    arrays = [rng.integers(0, 256, (*shape, size), np.uint8) for _ in range(LAYOUT.num_pools)]
+    arrays = [rng.integers(0, 256, (*shape, size), np.uint8) for _ in range(LAYOUT.num_block_arrays)]
     return [x.view(jnp.dtype(dtype))[..., 0] for x in arrays]
 
 
@@ -162,7 +165,7 @@ def test_copies(count: int) -> None:
 
 
 def test_slots_of_states_move_and_blocks_stay() -> None:
-    mover, programs = make_mover(num_swap_blocks=5, of_states=True)
+    mover, programs = make_mover(num_swap_blocks=5, moves_states=True)
     run, rng = runner(programs, []), np.random.default_rng(0)
     states = [rng.random((NUM_SLOTS, *shape)).astype(kind) for shape, kind in STATES]
     blocks = random_pool(1)

@@ -45,7 +45,7 @@ def test_two_sums_a_layer_and_the_logits(name: str, size: int, by_expert: bool) 
     ) as engine:
         runner = engine.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
         engine.executor.wait_until_compiled()
-        layers = len(runner.context.layout.places)
+        layers = len(runner.context.layout.locations)
         pool = r"\w+\[77,2,[\d,]+\]"
         for program in runner.compiled.programs:
             text = runner.compiled[program].execute.as_text()

@@ -27,7 +27,9 @@ from jax_paged.worker.traced_step import StepProgram
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 16, 64, 100, 256])
 @pytest.mark.parametrize("max_num_batched_tokens", [1, 2, 5, 16, 64, 500, 512, 2048])
-@pytest.mark.parametrize("kind", [{}, {"is_fine": True}, {"is_fine": True, "min_rows": 2}])
+@pytest.mark.parametrize(
+    "kind", [{}, {"minimizes_padding": True}, {"minimizes_padding": True, "min_rows": 2}]
+)
 def test_every_step_fits_a_bucket(max_num_seqs, max_num_batched_tokens, kind):
     buckets = plan_buckets(max_num_seqs, max_num_batched_tokens, **kind)
     assert len(buckets) == len(set(buckets)) <= (21 if kind else 16)
@@ -44,22 +46,26 @@ def test_every_step_fits_a_bucket(max_num_seqs, max_num_batched_tokens, kind):
 
 
 def test_fine_buckets_waste_few_rows():
-    buckets = plan_buckets(64, 512, is_fine=True)
+    buckets = plan_buckets(64, 512, minimizes_padding=True)
     decode, mixed = ([b.num_tokens for b in buckets if b.is_decode is kind] for kind in (True, False))
     assert decode == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
     assert mixed == [32, 64, 128, 256, 384, 512]
-    many = [b.num_tokens for b in plan_buckets(256, 2048, is_fine=True) if b.is_decode]
+    many = [b.num_tokens for b in plan_buckets(256, 2048, minimizes_padding=True) if b.is_decode]
     assert many == [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256]
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 64])
 @pytest.mark.parametrize("max_num_batched_tokens", [2, 5, 512])
-@pytest.mark.parametrize("is_fine", [False, True])
-def test_no_step_has_fewer_rows_than_wanted(max_num_seqs, max_num_batched_tokens, is_fine):
+@pytest.mark.parametrize("minimizes_padding", [False, True])
+def test_no_step_has_fewer_rows_than_wanted(max_num_seqs, max_num_batched_tokens, minimizes_padding):
     """Neither of tokens nor of logits, even if a single sequence may run."""
-    for bucket in plan_buckets(max_num_seqs, max_num_batched_tokens, is_fine=is_fine, min_rows=2):
+    for bucket in plan_buckets(
+        max_num_seqs, max_num_batched_tokens, minimizes_padding=minimizes_padding, min_rows=2
+    ):
         assert min(bucket.num_tokens, bucket.num_seqs) >= 2
-    assert plan_buckets(max_num_seqs, 1, is_fine=is_fine, min_rows=2) == [Bucket(True, 1, 1)]
+    assert plan_buckets(max_num_seqs, 1, minimizes_padding=minimizes_padding, min_rows=2) == [
+        Bucket(True, 1, 1)
+    ]
 
 
 BUCKETS = [Bucket(True, 1, 1), Bucket(True, 2, 2), Bucket(True, 4, 4), Bucket(False, 8, 4)]
@@ -236,7 +242,7 @@ class Gate:
         return LateLowered(lowered, self.opened, self.begun) if isinstance(program, Other) else lowered
 
 
-@pytest.mark.parametrize("ends", ["abandon", "stop"])
+@pytest.mark.parametrize("ends", ["stop_without_waiting", "stop"])
 def test_nothing_is_compiled_after_the_program_under_way(ends):
     gate, weights = Gate(), jnp.zeros(3)
     seen = weakref.ref(weights)
@@ -245,8 +251,8 @@ def test_nothing_is_compiled_after_the_program_under_way(ends):
     threads = compiled._threads
     del weights
     gate.begun.wait()
-    if ends == "abandon":
-        compiled.abandon()
+    if ends == "stop_without_waiting":
+        compiled.stop_without_waiting()
         assert any(thread.is_alive() for thread in threads), "it does not wait"
         wait_until(lambda: seen() is None, "what programs are traced for is gone")
         gate.opened.set()

@@ -7,7 +7,7 @@ import pytest
 from helpers.steps import make_output, make_row, new_sequence
 
 from jax_paged.core.kv_cache.cache_group import CacheGroup
-from jax_paged.core.request import StandIn
+from jax_paged.core.request import PlaceholderData
 from jax_paged.models.image_inputs import Tile
 from jax_paged.worker.batch_builder import BatchBuilder
 from jax_paged.worker.compilation.buckets import Bucket
@@ -39,14 +39,19 @@ class Batch:
         self.features = self
         self.embeds = embeds
 
-    def missing_stand_ins(self, needed: list[tuple[int, StandIn]]) -> list[tuple[int, StandIn]]:
+    def missing_stand_ins(
+        self, needed: list[tuple[int, PlaceholderData]]
+    ) -> list[tuple[int, PlaceholderData]]:
         return needed
 
 
-def needs(batch_slot: int, *values: int) -> list[tuple[int, StandIn]]:
+def needs(batch_slot: int, *values: int) -> list[tuple[int, PlaceholderData]]:
     one, half = np.full(3, 0.5, np.float32), np.full(3, 1.0, np.float32)
     tiles = [Tile(np.full((3, 2, 2), value, np.uint8), one, half) for value in values]
-    return [(batch_slot, StandIn(5 * i, 5 * i + 3, str(t.pixels[0, 0, 0]), t)) for i, t in enumerate(tiles)]
+    return [
+        (batch_slot, PlaceholderData(5 * i, 5 * i + 3, str(t.pixels[0, 0, 0]), t))
+        for i, t in enumerate(tiles)
+    ]
 
 
 def vectors(batch: Batch) -> dict[int, dict[int, float]]:
@@ -102,7 +107,7 @@ def test_those_used_last_stay() -> None:
     batch = Batch(embeds={})
     none.encode(run, [], needs(0, 1, 2, 3), batch)  # pyright: ignore[reportArgumentType]
     assert vectors(batch) == {0: {0: 1.5, 5: 2.0, 10: 2.5}}
-    assert not none._kept
+    assert not none._cache
 
 
 def test_an_invariant_engine_has_one_size() -> None:

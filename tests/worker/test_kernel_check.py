@@ -35,7 +35,7 @@ TWO = (
 ALL = Suite(TWO, kv_heads=2, head_dim=32, page_size=16, dtype="bfloat16", max_len=200)
 STAND_IN = "helpers.kernel_stand_ins."
 ROWS = ({"case": "a", "what": "error", "value": 0.1, "limit": 1.0},)
-PASSED = Verdict("passed", "right on this device", 1.0, ROWS)
+PASSED = Verdict("passed", "correct on this device", 1.0, ROWS)
 
 
 def cases_of(verdict):
@@ -44,7 +44,7 @@ def cases_of(verdict):
 
 @pytest.mark.thorough
 def test_right_and_faster(tmp_path):
-    verdict = check(ALL, tmp_path, candidate="xla", rival=STAND_IN + "slow")
+    verdict = check(ALL, tmp_path, candidate="xla", baseline=STAND_IN + "slow")
     assert verdict.outcome == "passed", verdict
     moves, attention = ["write_kv", "copy_blocks"], ["paged_decode"] * 2 + ["ragged_attention"] * 2
     assert cases_of(verdict) == [*moves, *attention, *(f"write_kv + {op}" for op in attention)]
@@ -54,10 +54,10 @@ def test_right_and_faster(tmp_path):
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        assert check(ALL, tmp_path, candidate="xla", rival=STAND_IN + "slow") == verdict
+        assert check(ALL, tmp_path, candidate="xla", baseline=STAND_IN + "slow") == verdict
         times.append(time.perf_counter() - start)
     assert min(times) < 0.05, "the kept verdict is read, and nothing is run"
-    assert "passed: right on this device" in verdict.table()
+    assert "passed: correct on this device" in verdict.table()
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_quantised_pools_are_checked_too(tmp_path):
     (suite,) = suites_of(EngineArgs(kv_cache_dtype="fp8_e4m3", max_model_len=100))
     assert suite.kv_cache_dtype == "fp8_e4m3"
     suite = dataclasses.replace(SUITE, kv_cache_dtype=suite.kv_cache_dtype)
-    verdict = check(suite, tmp_path, candidate="xla", rival="xla")
+    verdict = check(suite, tmp_path, candidate="xla", baseline="xla")
     assert verdict.outcome in ("passed", "slower"), verdict
     assert [row["what"] for row in verdict.rows] == ["error"] * 4 + ["us"] * 2
 
@@ -129,8 +129,8 @@ EXPERTS = dataclasses.replace(SUITE, experts=(ExpertShape(2, 6, 64, 64),))
 
 @pytest.mark.slow
 def test_experts_that_are_right(tmp_path):
-    candidate, rival = STAND_IN + "interpreted_experts", STAND_IN + "slow_experts"
-    verdict = check(EXPERTS, tmp_path, candidate=candidate, rival=rival)
+    candidate, baseline = STAND_IN + "interpreted_experts", STAND_IN + "slow_experts"
+    verdict = check(EXPERTS, tmp_path, candidate=candidate, baseline=baseline)
     rows = [row for row in verdict.rows if row["case"].startswith("grouped_matmul")]
     names = [f"grouped_matmul, {n} rows, 6 x 64 x 64" for n in (66, 1026, 64, 1024)]
     assert [row["case"] for row in rows] == names
@@ -147,7 +147,7 @@ def test_experts_that_are_wrong(tmp_path):
 
 @pytest.mark.slow
 def test_experts_that_are_slow(tmp_path):
-    verdict = check(EXPERTS, tmp_path, candidate=STAND_IN + "slow_experts", rival="xla")
+    verdict = check(EXPERTS, tmp_path, candidate=STAND_IN + "slow_experts", baseline="xla")
     assert verdict.outcome == "slower"
     assert "grouped_matmul, 64 rows, 6 x 64 x 64 (us " in verdict.reason
 
@@ -155,7 +155,7 @@ def test_experts_that_are_slow(tmp_path):
 @pytest.mark.slow
 def test_experts_without_a_kernel_are_not_checked(tmp_path):
     """On a GPU without wgmma they are the same loop in both backends, and either could be the slower one."""
-    verdict = check(EXPERTS, tmp_path, candidate="xla", rival=STAND_IN + "slow")
+    verdict = check(EXPERTS, tmp_path, candidate="xla", baseline=STAND_IN + "slow")
     assert verdict.outcome == "passed"
     assert not any("grouped_matmul" in row["case"] for row in verdict.rows)
 
@@ -230,7 +230,7 @@ def test_what_a_verdict_depends_on(tmp_path, monkeypatch, runs):
     for change in ({"dtype": "bfloat16"}, {"page_size": 32}, {"variants": TWO}, {"max_len": 97}):
         check(dataclasses.replace(SUITE, **change), tmp_path)
     assert len(runs) == 5 + len(machine)
-    check(SUITE, tmp_path, is_anew=True)
+    check(SUITE, tmp_path, ignores_stored=True)
     assert len(runs) == 6 + len(machine)
     check(SUITE, tmp_path)
     assert len(runs) == 6 + len(machine)
@@ -264,7 +264,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, runs, caplog):
     for _ in range(2):
         assert check(SUITE, tmp_path / "file" / "folder") == PASSED
     assert len(runs) == 2
-    assert "so every start checks" in caplog.text
+    assert "so every start repeats them" in caplog.text
 
 
 @pytest.mark.slow
@@ -272,7 +272,7 @@ def test_two_processes_at_once(tmp_path):
     program = (
         "import sys; sys.path[:] = eval(sys.argv[1])\n"
         "from pathlib import Path; from test_kernel_check import *\n"
-        "verdict = check(SUITE, Path(sys.argv[2]), candidate='xla', rival=STAND_IN + 'slow')\n"
+        "verdict = check(SUITE, Path(sys.argv[2]), candidate='xla', baseline=STAND_IN + 'slow')\n"
         "print(json.dumps(dataclasses.asdict(verdict)))"
     )
     path = repr([str(Path(__file__).parent), *sys.path])
@@ -311,9 +311,9 @@ def test_auto_goes_by_the_verdict(on_gpu, monkeypatch, caplog, outcome, verdict)
     (record,) = [r for r in caplog.records if r.name == kernel_check.__name__]
     assert "because" in record.message
     assert record.levelname == ("INFO" if outcome == "passed" else "WARNING")
-    asks = "open an issue with what `jax-paged check-kernels --model pagelet` prints"
+    asks = "open an issue with the output of `jax-paged check-kernels --model pagelet`"
     assert (asks in record.message) == (outcome in ("slower", "wrong", "crashed", "hung"))
-    assert ("shows more" in record.message) == (outcome in ("unsupported", "not run"))
+    assert ("for details" in record.message) == (outcome in ("unsupported", "not run"))
 
 
 def test_the_command_that_is_named_checks_the_same(on_gpu, monkeypatch, caplog):
@@ -365,9 +365,9 @@ def test_blackwell_has_to_pass_its_own_check(on_gpu, tmp_path, monkeypatch, outc
 
 def test_what_is_not_checked(on_gpu, monkeypatch):
     monkeypatch.setattr(kernel_check, "check", None)
-    assert choose_backend(EngineArgs(attention_backend="xla"), None, None) == ("xla", "asked for")
+    assert choose_backend(EngineArgs(attention_backend="xla"), None, None) == ("xla", "requested")
     backend, reason = choose_backend(EngineArgs(), None, lambda *args, **options: args[0])
-    assert (backend, reason) == ("xla", "auto, with attention of your own")
+    assert (backend, reason) == ("xla", "auto, with a custom attend function")
 
 
 @pytest.mark.slow
@@ -438,7 +438,7 @@ def test_nobody_attends_to_what_is_dead():
 def test_the_command(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for backend, code, line in (
-        ("native", 0, "\npassed: right on this device, and "),
+        ("native", 0, "\npassed: correct on this device and "),
         ("auto", 1, "\nunsupported: `backend` must be one of 'auto', "),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -53,7 +53,7 @@ def test_arrays_and_groups(
     specs: list[KVCacheSpec], num_devices: int, pools: int, groups: int, heads: tuple[int, int]
 ) -> None:
     layout = plan_layout(specs, FLOAT32, num_devices)
-    assert (layout.num_pools, len(layout.groups)) == (pools, groups)
+    assert (layout.num_block_arrays, len(layout.groups)) == (pools, groups)
     assert (layout.num_kv_heads, layout.head_dim) == heads
     check_bytes(specs, layout, num_devices)
 
@@ -63,21 +63,21 @@ def test_a_stage_has_arrays_for_its_own_layers() -> None:
     for layers in (range(7), range(7, 60), range(5, 6)):
         own = stage_layout(layout, layers)
         check_bytes(DENSE_31B, own, 1, layers)
-        in_groups = [sum(own.places[i].group == g for i in layers) for g in range(len(own.groups))]
-        assert own.num_pools == max(in_groups[0], *in_groups[1:-1], -(-in_groups[-1] // 2))
+        in_groups = [sum(own.locations[i].group == g for i in layers) for g in range(len(own.groups))]
+        assert own.num_block_arrays == max(in_groups[0], *in_groups[1:-1], -(-in_groups[-1] // 2))
 
 
 def check_bytes(specs: list[KVCacheSpec], layout, num_devices: int, layers: range | None = None) -> None:
     """Each layer writes its own number over its blocks; none is overwritten, and each can be read again."""
-    arrays = [np.full(layout.pool_shape(BLOCKS, SIZE), -1.0) for _ in range(layout.num_pools)]
+    arrays = [np.full(layout.pool_shape(BLOCKS, SIZE), -1.0) for _ in range(layout.num_block_arrays)]
     layers = layers or range(len(specs))
     local = layout.num_kv_heads // num_devices
     for device in range(num_devices):
         heads = np.s_[:, :, device * local : (device + 1) * local]
         for layer in layers:
-            array, group, view = layout.places[layer]
+            array, group, view = layout.locations[layer]
             block = np.array(group % BLOCKS)
-            others = [i for i in layers if layout.places[i].group == group and i < layer]
+            others = [i for i in layers if layout.locations[i].group == group and i < layer]
             pages, page = arrays[array][heads], block
             if view is not None:
                 pages, page = np.array(view.pages(jnp.asarray(pages))), view.blocks(block)
@@ -114,7 +114,9 @@ def test_no_layer_makes_a_copy_of_an_array(backend: Backend, is_decode: bool) ->
 
     def step(pool: Any, x: Any, ints: tuple[Any, ...]) -> tuple[Any, Any]:
         pools, total = [pool], jnp.zeros(())
-        metadata = AttentionMetadata(*ints, is_decode=is_decode, backend=backend, kv_locations=layout.places)
+        metadata = AttentionMetadata(
+            *ints, is_decode=is_decode, backend=backend, kv_locations=layout.locations
+        )
         cache = PagedKVCache(specs, pools, metadata)
         for layer, writes in ((0, True), (1, True), (0, False), (2, True), (1, False)):
             q = x[..., : specs[layer].head_dim] + total

@@ -46,7 +46,7 @@ def test_bytes_and_blocks_given(checkpoint, monkeypatch):
     assert num_blocks(checkpoint, monkeypatch, kv_cache_memory_bytes=10 * BLOCK_BYTES + 1) == 10
     both = {"kv_cache_memory_bytes": 10 * BLOCK_BYTES, "num_gpu_blocks_override": 7}
     assert num_blocks(checkpoint, monkeypatch, **both) == 7
-    with pytest.raises(ValueError, match="at least two blocks"):
+    with pytest.raises(ValueError, match="large enough for two blocks"):
         num_blocks(checkpoint, monkeypatch, kv_cache_memory_bytes=BLOCK_BYTES)
     with pytest.raises(ValueError, match=r"`num_gpu_blocks_override` must be .*got 1000000000"):
         num_blocks(checkpoint, monkeypatch, num_gpu_blocks_override=10**9)

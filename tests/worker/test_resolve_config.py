@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.worker.loading import resolve_config as resolve_config_module
 from jax_paged.worker.loading.resolve_config import (
     CPU_KV_CACHE_BYTES,
-    ModelFacts,
+    ModelProperties,
     host_memory_bytes,
     resolve_config,
 )
 
-FACTS = ModelFacts(
+FACTS = ModelProperties(
     architecture="LlamaForCausalLM",
     dtype="bfloat16",
     vocab_size=500,
@@ -115,9 +116,9 @@ def test_limits_that_do_not_fit_are_named() -> None:
     for length in (1, 4097):
         with pytest.raises(ValueError, match=rf"max_model_len.*{length}"):
             resolve(max_model_len=length)
-    with pytest.raises(ValueError, match="at least two blocks of 1000"):
+    with pytest.raises(ValueError, match="large enough for two blocks of 1000"):
         resolve(kv_cache_memory_bytes=1999)
-    with pytest.raises(ValueError, match="at least two blocks of 1000"):
+    with pytest.raises(ValueError, match="large enough for two blocks of 1000"):
         resolve(platform="gpu", free=1999)
 
 
@@ -139,7 +140,9 @@ SMOLLM = dataclasses.replace(
 )
 
 
-def resolve_pool(facts: ModelFacts, platform: str = "cpu", free: int = 0, **settings: Any) -> EngineConfig:
+def resolve_pool(
+    facts: ModelProperties, platform: str = "cpu", free: int = 0, **settings: Any
+) -> EngineConfig:
     kernels = {"backend": "xla", "matmul_backend": "xla"}
     args = EngineArgs(model="m", **settings)
     return resolve_config(args, facts, platform=platform, free_bytes=lambda _: free, **kernels)

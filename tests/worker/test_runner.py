@@ -373,7 +373,7 @@ def test_steps_in_flight(executor: LocalExecutor) -> None:
     empty = results.pop(2)
     assert (empty.token_ids, empty.logprobs, empty.is_finite, empty.prompt_logprobs) == ([], [], [], [])
     assert [result.token_ids for result in results] == wanted
-    with pytest.raises(AssertionError, match="no step"):
+    with pytest.raises(AssertionError, match="no dispatched step"):
         executor.result()
     execute(runner, make_output(released=[13]))
 
@@ -465,5 +465,5 @@ def test_the_plan_names_every_program(executor: LocalExecutor) -> None:
     assert [str(program) for program in executor.runner.compiled.programs] == names
     _, *lines, backend = executor.compile_plan().splitlines()
     assert [line.split("  ")[0].strip() for line in lines] == names
-    assert backend == "backend xla (asked for)"
+    assert backend == "backend xla (requested)"
     assert executor.buckets == tuple(map(str, BUCKETS))

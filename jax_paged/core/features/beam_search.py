@@ -46,7 +46,7 @@ class BeamSearch:
         Returns:
             True if the search has finished.
         """
-        assert group.beam_params is not None, "a beam search"
+        assert group.beam_params is not None, "the request is not a beam search"
         eos_token_ids = self._stop_conditions.eos_of(group)
         tops = [(seq, top.top_token_ids, top.top_logprobs) for seq, top in beams]
         going, ending = select(group, tops, eos_token_ids)
@@ -92,7 +92,7 @@ def select(
 
     Source: vLLM's LLM.beam_search.
     """
-    assert group.beam_params is not None, "a beam search"
+    assert group.beam_params is not None, "the request is not a beam search"
     every = [
         Candidate(seq, token_id, seq.cumulative_logprob + logprob)
         for seq, token_ids, logprobs in beams
@@ -108,14 +108,14 @@ def select(
 
 def score(group: SequenceGroup, seq: Sequence, eos_token_ids: frozenset[int]) -> float:
     """Returns the score by which hypotheses are ranked; see BeamSearchParams.length_penalty."""
-    assert group.beam_params is not None, "a beam search"
+    assert group.beam_params is not None, "the request is not a beam search"
     ends = bool(seq.output_token_ids) and seq.output_token_ids[-1] in eos_token_ids
     return seq.cumulative_logprob / (len(seq) - ends) ** group.beam_params.length_penalty
 
 
 def complete(group: SequenceGroup, seqs: list[Sequence], eos_token_ids: frozenset[int]) -> None:
     """Adds ended hypotheses to `group.completed`, and removes hypotheses that cannot be among the best."""
-    assert group.beam_params is not None, "a beam search"
+    assert group.beam_params is not None, "the request is not a beam search"
     every = [*group.completed, *seqs]
     every.sort(key=lambda seq: score(group, seq, eos_token_ids), reverse=True)
     group.completed = every[: group.beam_params.beam_width]
@@ -133,7 +133,7 @@ def is_decided(group: SequenceGroup, max_len: int, eos_token_ids: frozenset[int]
         eos_token_ids: Tokens that end a hypothesis.
     """
     params = group.beam_params
-    assert params is not None, "a beam search"
+    assert params is not None, "the request is not a beam search"
     if len(group.completed) < params.beam_width:
         return False
     worst = score(group, group.completed[-1], eos_token_ids)

@@ -37,9 +37,9 @@ class AdapterSlots:
         self._slots: dict[str, int] = {}  # least recently used first
         self._loads: list[AdapterLoad] = []
         self._closed: str | None = None  # the running adapter that is closed to later requests
-        self._closed_behind: tuple[Any, int] | None = None  # order of the request after which it is closed
+        self._closed_after: tuple[Any, int] | None = None  # order of the request after which it is closed
         self._first_aside: SequenceGroup | None = None
-        self._state: Any = None  # state of the queues for which _closed_behind and _first_aside were computed
+        self._state: Any = None  # state of the queues for which _closed_after and _first_aside were computed
         # Conditions (see _conditions) under which requests that are set aside were refused.
         self._refused_under: set[tuple[Any, ...]] = set()
 
@@ -51,34 +51,34 @@ class AdapterSlots:
     def begin_step(self) -> None:
         """Makes requests that were set aside available again if they may find a slot now."""
         queues = self._queues
-        if not queues.set_aside:
-            self._closed = self._closed_behind = self._first_aside = None
+        if not queues.requests_set_aside:
+            self._closed = self._closed_after = self._first_aside = None
             self._refused_under.clear()
             return
         running = queues.running_adapters
         state = queues.num_changes_aside, set(running)
         if state != self._state:  # only then, because many requests may be set aside
             self._state = state
-            missing = [group.order for group in queues.set_aside if group.adapter not in running]
-            self._closed_behind = min(missing) if missing and running else None
-            self._first_aside = min(queues.set_aside, key=lambda group: group.order)
-        is_closed = self._closed_behind is not None
+            missing = [group.order for group in queues.requests_set_aside if group.adapter not in running]
+            self._closed_after = min(missing) if missing and running else None
+            self._first_aside = min(queues.requests_set_aside, key=lambda group: group.order)
+        is_closed = self._closed_after is not None
         self._closed = min(running, key=lambda adapter: running[adapter]) if is_closed else None
         if self._refused_under != {self._conditions()} or self._may_preempt():
-            queues.bring_back()
+            queues.restore_set_aside()
             self._refused_under.clear()
             self._first_aside = None
 
     def set_aside(self, group: SequenceGroup) -> None:
         """Sets the first waiting request aside because no slot is available for it."""
-        self._queues.put_aside(group)
+        self._queues.set_aside(group)
         if self._first_aside is None or group.order < self._first_aside.order:
             self._first_aside = group
         self._refused_under.add(self._conditions())
 
     def _conditions(self) -> tuple[Any, ...]:
         """Returns everything that `has_room` depends on, except the request."""
-        return frozenset(self._queues.running_adapters), self._closed, self._closed_behind
+        return frozenset(self._queues.running_adapters), self._closed, self._closed_after
 
     def _may_preempt(self) -> bool:
         """Returns whether preempting requests with higher keys gives the first request set aside a slot.
@@ -87,7 +87,7 @@ class AdapterSlots:
         step.
         """
         first = self._first_aside
-        assert first is not None, "a request is set aside"
+        assert first is not None, "no request is set aside"
         last = self._queues.last_running()
         if last is None or last.key <= first.key:
             return False
@@ -109,13 +109,13 @@ class AdapterSlots:
             if other.adapter:
                 running[other.adapter] -= 1
         if running.get(adapter, 0) > 0:
-            behind = self._closed_behind if adapter == self._closed else None
-            return behind is None or group.order < behind
+            last = self._closed_after if adapter == self._closed else None
+            return last is None or group.order < last
         first = self._first_aside
-        is_behind = first is not None and first.order < group.order
-        return not is_behind and sum(count > 0 for count in running.values()) < self.num_slots
+        is_after_first = first is not None and first.order < group.order
+        return not is_after_first and sum(count > 0 for count in running.values()) < self.num_slots
 
-    def place(self, adapter: str) -> int:
+    def assign_slot(self, adapter: str) -> int:
         """Returns the slot of an adapter that a running request uses. Assigns one if it has none."""
         slot = self._slots.pop(adapter, None)
         if slot is None:
@@ -124,7 +124,7 @@ class AdapterSlots:
             else:
                 running = self._queues.running_adapters
                 unused = next((other for other in self._slots if other not in running), None)
-                assert unused is not None, "more adapters run than there are slots"
+                assert unused is not None, "running requests use more adapters than there are slots"
                 slot = self._slots.pop(unused)
             self._loads.append(AdapterLoad(slot, adapter))
         self._slots[adapter] = slot
@@ -132,7 +132,7 @@ class AdapterSlots:
 
     def slot_of(self, request: Request) -> int:
         """Returns the slot of the adapter of a running request; 0 without an adapter."""
-        return self.place(request.adapter) if request.adapter else 0
+        return self.assign_slot(request.adapter) if request.adapter else 0
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:
         """Returns the adapters that received a slot since the last call, to be loaded in this step."""

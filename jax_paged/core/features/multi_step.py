@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jax_paged.core.batch_slots import BatchSlot, PlannedRows, Row
+from jax_paged.core.batch_slots import BatchSlot, PlannedSequence, PlannedStep
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.model_runner_output import NO_TOKEN, ModelRunnerOutput
 from jax_paged.core.request import SequenceGroup, SequenceStatus
 from jax_paged.core.request_queues import RequestQueues
-from jax_paged.core.result_updater import DrawnTokens
+from jax_paged.core.result_updater import StepTokens
 from jax_paged.core.scheduler_output import MAX_END_TOKENS, SchedulerOutput
 from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED, NON_FINITE, StopConditions
@@ -71,12 +71,12 @@ class MultiStepPlanner:
         queues, stop_conditions, tables = self._queues, self._stop_conditions, self._manager.block_tables
         if queues.waiting or queues.swapped:
             return False
-        rows: list[Row] = []
+        rows: list[PlannedSequence] = []
         for group in queues.running.values():
             for seq in group.unfinished:
                 num_left = stop_conditions.num_left(group, seq)
                 if num_left <= 0:
-                    continue  # it ends with the tokens that are being drawn
+                    continue  # it ends with the tokens that are being sampled
                 decodes = seq.has_output and seq.num_new_tokens == 1 and seq in tables
                 # End tokens become allowed at min_tokens, which must not happen during a multi-step.
                 has_min_tokens = seq.num_output_tokens >= group.sampling_params.min_tokens
@@ -88,8 +88,8 @@ class MultiStepPlanner:
         copies = self._manager.append_slots([(seq, num_tokens) for _, seq, num_tokens, _ in rows])
         if copies is None:
             return False
-        step.planned = PlannedRows(is_multi_step=True)
-        step.rows_of_one += rows
+        step.planned = PlannedStep(is_multi_step=True)
+        step.single_token_sequences += rows
         step.copies += copies
         step.budget -= len(rows)
         return True
@@ -101,9 +101,11 @@ class MultiStepPlanner:
         group.allows_multi_step = num_end_tokens <= MAX_END_TOKENS and not group.needs_tokens_on_host
 
 
-def drawn(output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int, BatchSlot]) -> DrawnTokens:
+def sampled_tokens(
+    output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int, BatchSlot]
+) -> StepTokens:
     """Returns the tokens that a multi-step has sampled, up to the failure if a request fails."""
-    token_ids, logprobs, num_tokens = result.token_ids, result.logprobs, list(output.burst)
+    token_ids, logprobs, num_tokens = result.token_ids, result.logprobs, list(output.num_multi_step_tokens)
     failures = _failures(output, result, slots)
     if failures:
         token_ids = list(token_ids)
@@ -114,7 +116,7 @@ def drawn(output: SchedulerOutput, result: ModelRunnerOutput, slots: Mapping[int
                 token_ids[i] = token_ids[i][: failure.num_steps + (i < failure.num_samples)]
         logprobs = [entries[: len(ids)] for ids, entries in zip(token_ids, logprobs, strict=True)]
     reasons = {group: failure.reason for group, failure in failures.items()}
-    return DrawnTokens(token_ids, logprobs, num_tokens, num_tokens, reasons)
+    return StepTokens(token_ids, logprobs, num_tokens, num_tokens, reasons)
 
 
 def _failures(
@@ -122,8 +124,8 @@ def _failures(
 ) -> dict[SequenceGroup, Failure]:
     """Returns the requests that fail in a multi-step: no token is allowed, or logits are not finite."""
     failures: dict[SequenceGroup, Failure] = {}
-    drawn = zip(output.samples, result.token_ids, result.is_finite, strict=True)
-    for i, (sample, token_ids, is_finite) in enumerate(drawn):
+    samples = zip(output.samples, result.token_ids, result.is_finite, strict=True)
+    for i, (sample, token_ids, is_finite) in enumerate(samples):
         if is_finite and (not token_ids or token_ids[-1] != NO_TOKEN):
             continue
         slot = slots.get(sample.seq_id)

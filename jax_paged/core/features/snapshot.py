@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.codec import request_of_values, values_of_request
+from jax_paged.core.codec import request_from_json, request_to_json
 from jax_paged.core.kv_cache.prefix_cache import PinnedPrefix
 from jax_paged.core.request import Request, RequestMetrics, Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import BlockTables
 
 _TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "finished_time")
-_OF_SEQUENCE = (
+_SEQUENCE_FIELDS = (
     "index",
     "seed",
     "output_token_ids",
@@ -28,28 +28,28 @@ _OF_SEQUENCE = (
 _QUEUES = ("running", "waiting", "swapped")
 
 
-def values_of_scheduler(scheduler: Scheduler) -> dict[str, Any]:
+def scheduler_to_json(scheduler: Scheduler) -> dict[str, Any]:
     """Returns the state of a scheduler except its requests."""
     manager = scheduler.block_manager
     return {
         "num_arrivals": scheduler.queues.num_arrivals,
         "pinned": {name: dataclasses.asdict(prefix) for name, prefix in manager.pinned.items()},
-        "pool": manager.pool.values(),
-        "swap_pool": manager.swap_pool.values(),
+        "pool": manager.pool.to_json(),
+        "swap_pool": manager.swap_pool.to_json(),
     }
 
 
-def values_of_group(scheduler: Scheduler, group: SequenceGroup) -> dict[str, Any]:
+def group_to_json(scheduler: Scheduler, group: SequenceGroup) -> dict[str, Any]:
     """Returns a request, its scheduling state, and the queue that it is in."""
     manager = scheduler.block_manager
     queues = ((name, getattr(scheduler.queues, name)) for name in _QUEUES)
     return {
-        "request": values_of_request(group.request),
+        "request": request_to_json(group.request),
         "queue": next((name for name, queue in queues if queue.get(group.request_id) is group), None),
         "arrival": group.arrival,
         "metrics": dataclasses.asdict(group.metrics),
-        "sequences": [_values_of_sequence(seq, manager) for seq in group.sequences],
-        "completed": [_values_of_sequence(seq, manager) for seq in group.completed],
+        "sequences": [_sequence_to_json(seq, manager) for seq in group.sequences],
+        "completed": [_sequence_to_json(seq, manager) for seq in group.completed],
     }
 
 
@@ -58,29 +58,29 @@ def restore_group(scheduler: Scheduler, values: dict[str, Any], shift_s: float) 
 
     Args:
         scheduler: A scheduler with the same settings as the one that was saved.
-        values: The result of values_of_group.
+        values: The result of group_to_json.
         shift_s: Seconds to add to all timestamps.
     """
-    request, manager = request_of_values(values["request"]), scheduler.block_manager
+    request, manager = request_from_json(values["request"]), scheduler.block_manager
     times = {name: values["metrics"][name] for name in _TIMES}
     shifted = {name: None if time is None else time + shift_s for name, time in times.items()}
     group = SequenceGroup(
         request,
-        [_sequence_of_values(request, entry, manager) for entry in values["sequences"]],
+        [_sequence_from_json(request, entry, manager) for entry in values["sequences"]],
         RequestMetrics(**(values["metrics"] | shifted)),
         arrival=values["arrival"],
-        completed=[_sequence_of_values(request, entry, manager) for entry in values["completed"]],
+        completed=[_sequence_from_json(request, entry, manager) for entry in values["completed"]],
     )
     queues = scheduler.queues
     scheduler.derive_fields(group)
-    puts = {"running": queues.run, "waiting": queues.wait, "swapped": queues.swap}
+    moves = queues.move_to_running, queues.move_to_waiting, queues.move_to_swapped
     if values["queue"] is not None:
-        puts[values["queue"]](group)
+        dict(zip(_QUEUES, moves, strict=True))[values["queue"]](group)
     return group
 
 
 def restore_scheduler(scheduler: Scheduler, values: dict[str, Any]) -> None:
-    """Restores the state saved by values_of_scheduler, after the requests have been restored."""
+    """Restores the state saved by scheduler_to_json, after the requests have been restored."""
     manager = scheduler.block_manager
     scheduler.queues.num_arrivals = values["num_arrivals"]
     manager.pinned = {name: PinnedPrefix(**fields) for name, fields in values["pinned"].items()}
@@ -104,20 +104,20 @@ def kept_blocks(scheduler: Scheduler) -> tuple[list[int], list[int]]:
     return device, host
 
 
-def _values_of_sequence(seq: Sequence, manager: BlockManager) -> dict[str, Any]:
-    return {name: getattr(seq, name) for name in _OF_SEQUENCE} | {
+def _sequence_to_json(seq: Sequence, manager: BlockManager) -> dict[str, Any]:
+    return {name: getattr(seq, name) for name in _SEQUENCE_FIELDS} | {
         "status": seq.status.name,
-        "block_places": seq.block_places,
+        "block_places": seq.kept_block_indices,
         "tables": manager.block_tables.get(seq),
         "swapped_tables": manager.swapped_tables.get(seq),
     }
 
 
-def _sequence_of_values(request: Request, values: dict[str, Any], manager: BlockManager) -> Sequence:
-    kept = {name: values[name] for name in _OF_SEQUENCE}
-    places = tuple(values["block_places"])
+def _sequence_from_json(request: Request, values: dict[str, Any], manager: BlockManager) -> Sequence:
+    kept = {name: values[name] for name in _SEQUENCE_FIELDS}
+    indices = tuple(values["block_places"])
     status = SequenceStatus[values["status"]]
-    seq = Sequence(request.prompt_token_ids, status=status, block_places=places, **kept)
+    seq = Sequence(request.prompt_token_ids, status=status, kept_block_indices=indices, **kept)
     for tables, name in ((manager.block_tables, "tables"), (manager.swapped_tables, "swapped_tables")):
         if values[name] is not None:
             tables[seq] = values[name]

@@ -103,14 +103,14 @@ class BlockPool:
             block, _ = self._held.popitem(last=False)
             self._add_free(block)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Allocates the first free block in the order of eviction, and removes its content from the cache."""
         block, _ = self._free.popitem(last=False)
-        self.forget(block)
+        self.remove_from_cache(block)
         self.ref_counts[block] = 1
         return block
 
-    def forget(self, block: int) -> None:
+    def remove_from_cache(self, block: int) -> None:
         """Removes the content of a block from the cache."""
         content = self.contents[block]
         if content is not None:
@@ -153,7 +153,7 @@ class BlockPool:
         if self.contents[block] is None:
             self._free.move_to_end(block, last=False)
 
-    def remember(self, block: int, content: BlockContent) -> None:
+    def add_to_cache(self, block: int, content: BlockContent) -> None:
         """Adds a full block to the cache, unless it already contains a block with the same hash."""
         key = content.hash, content.group
         if key not in self._cached:
@@ -161,14 +161,14 @@ class BlockPool:
             self.contents[block] = content
             self.on_cache_change(key)
 
-    def find(self, content: BlockContent) -> int | None:
+    def find_cached(self, content: BlockContent) -> int | None:
         """Returns the cached block with this content, or None. Compares the content, not only the hash."""
         block = self._cached.get((content.hash, content.group))
         return block if block is not None and self.contents[block] == content else None
 
-    def values(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Returns the state that `restore` needs, except reference counts, as JSON-compatible values."""
-        assert not self._held, "blocks wait for a step"
+        assert not self._held, "blocks are held back for a step in flight"
         cached = [(block, content) for block, content in enumerate(self.contents) if content is not None]
         contents = [[block, c.hash.hex(), c.parent.hex(), *c[2:]] for block, c in cached]
         return {"free": list(self._free), "contents": contents}
@@ -183,7 +183,7 @@ class BlockPool:
         self._free = OrderedDict.fromkeys(values["free"])
         self.ref_counts = counts
         for block, digest, parent, *rest in values["contents"]:
-            self.remember(block, BlockContent(bytes.fromhex(digest), bytes.fromhex(parent), *rest))
+            self.add_to_cache(block, BlockContent(bytes.fromhex(digest), bytes.fromhex(parent), *rest))
 
     def check_integrity(self, counts: list[int], block_size: int) -> None:
         """Asserts all invariants of the class.
@@ -192,25 +192,25 @@ class BlockPool:
             counts: Expected reference count of each block, counted from the block tables.
             block_size: Tokens per block.
         """
-        assert counts == self.ref_counts, f"counted {counts}, kept {self.ref_counts}"
+        assert counts == self.ref_counts, f"reference counts are {self.ref_counts}, expected {counts}"
         assert not counts[NULL_BLOCK], "the null block is referenced"
         assert NULL_BLOCK not in self._free, "the null block is in the free list"
         assert self.contents[NULL_BLOCK] is None, "the null block is cached"
-        assert not self._held.keys() & self._free.keys(), "a block is free and held back"
+        assert not self._held.keys() & self._free.keys(), "a block is both free and held back"
         unreferenced = {b for b in range(1, self.num_blocks) if not counts[b]}
         not_used = self._free.keys() | self._held.keys()
-        assert not_used == unreferenced, f"free or held {not_used}, unreferenced {unreferenced}"
-        assert list(self._held.values()) == sorted(self._held.values()), "steps end out of order"
-        assert self._last_step is not None or not self._held, "blocks wait for no step"
+        assert not_used == unreferenced, f"free or held-back blocks are {not_used}, expected {unreferenced}"
+        assert list(self._held.values()) == sorted(self._held.values()), "held-back blocks are out of order"
+        assert self._last_step is not None or not self._held, "blocks are held back without a step in flight"
         by_key = {(c.hash, c.group): block for block, c in enumerate(self.contents) if c is not None}
-        assert by_key == self._cached, "prefix cache and contents of the blocks disagree"
-        assert len(by_key) == sum(c is not None for c in self.contents), "two blocks of one hash"
+        assert by_key == self._cached, "the cache index differs from the contents of the blocks"
+        assert len(by_key) == sum(c is not None for c in self.contents), "two cached blocks have one hash"
         for content in self.contents:
             if content is not None:
                 assert len(content.tokens) == block_size, "a block that is not full is cached"
-                assert content.hash == block_hash(*content[1:4]), "a cached block changed"
+                assert content.hash == block_hash(*content[1:4]), "the hash of a cached block is wrong"
         is_cached = [self.contents[block] is not None for block in self._free]
-        assert is_cached == sorted(is_cached), "a cached block is evicted before one without content"
+        assert is_cached == sorted(is_cached), "a cached block precedes an uncached block in the free list"
 
 
 def move_tables(
@@ -231,7 +231,7 @@ def move_tables(
     (pool, tables_of), (new_pool, new_tables_of) = source, target
     held = {seq: tables_of[seq] for seq in seqs if seq in tables_of}
     blocks = distinct(held.values())
-    moved = {block: new_pool.take() for block in blocks} | {NULL_BLOCK: NULL_BLOCK}
+    moved = {block: new_pool.allocate() for block in blocks} | {NULL_BLOCK: NULL_BLOCK}
     for seq, tables in held.items():
         new_tables_of[seq] = [[moved[block] for block in table] for table in tables]
         for table in new_tables_of[seq]:

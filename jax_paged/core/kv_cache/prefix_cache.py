@@ -9,7 +9,7 @@ from jax_paged.core.kv_cache.state_slots import StateSlots
 from jax_paged.core.request import Sequence
 from jax_paged.core.scheduler_output import BlockTables
 
-STATE = -1  # BlockContent.group of a state checkpoint, which is in the pool of state slots
+STATE_GROUP = -1  # BlockContent.group of a state checkpoint, which is in the pool of state slots
 
 
 class CachedPrefix(NamedTuple):
@@ -47,7 +47,7 @@ class PinnedPrefix:
 
 
 @dataclasses.dataclass
-class _Walk:
+class _Lookup:
     """State of a prefix lookup, which can be continued in a later step.
 
     Block position i stands for the i-th block of the sequence.
@@ -60,7 +60,7 @@ class _Walk:
             there.
         usable: For each block position, the length in blocks of the longest prefix up to it that is cached in
             all groups.
-        places: For each content key that was looked up, the first block position of the lookup.
+        first_positions: For each content key that was looked up, the first block position of the lookup.
         num_valid: Number of leading block positions whose entries are still correct.
         result: The result of the lookup; None if the cache has changed since.
     """
@@ -70,7 +70,7 @@ class _Walk:
     found: BlockTables
     runs: list[list[int]]
     usable: list[int] = dataclasses.field(default_factory=list)
-    places: dict[tuple[bytes, int], int] = dataclasses.field(default_factory=dict)
+    first_positions: dict[tuple[bytes, int], int] = dataclasses.field(default_factory=dict)
     num_valid: int = 0
     result: CachedPrefix | None = None
 
@@ -102,7 +102,7 @@ class PrefixCache:
         self._states = states
         self._own = [g for g, group in enumerate(groups) if not group.is_cross]
         self._windows = [(g, group.window) for g, group in enumerate(groups) if group.window is not None]
-        self._walk: _Walk | None = None
+        self._lookup: _Lookup | None = None
         pool.on_cache_change = states.pool.on_cache_change = self._invalidate
 
     def longest(self, seq: Sequence, salt: str) -> CachedPrefix:
@@ -115,31 +115,31 @@ class PrefixCache:
             seq: The sequence. Its `block_hashes` are extended.
             salt: Sequences share blocks only if their salts are equal.
         """
-        walk = self._walk
-        if walk is None or walk.seq is not seq or walk.salt != salt:
-            walk = self._walk = _Walk(seq, salt, [[] for _ in self.groups], [[] for _ in self.groups])
-        if walk.result is None:
-            self._extend(walk)
-            walk.result = self._result(walk)
-        return walk.result
+        lookup = self._lookup
+        if lookup is None or lookup.seq is not seq or lookup.salt != salt:
+            lookup = self._lookup = _Lookup(seq, salt, [[] for _ in self.groups], [[] for _ in self.groups])
+        if lookup.result is None:
+            self._extend(lookup)
+            lookup.result = self._result(lookup)
+        return lookup.result
 
-    def forget_walk(self) -> None:
+    def discard_lookup(self) -> None:
         """Drops the kept lookup, after its sequence has received its blocks or no longer needs them."""
-        self._walk = None
+        self._lookup = None
 
-    def remember(self, seq: Sequence, salt: str, tables: BlockTables, start: int, stop: int) -> None:
+    def add_full_blocks(self, seq: Sequence, salt: str, tables: BlockTables, start: int, stop: int) -> None:
         """Adds to the cache the blocks that became full when tokens [start, stop) were computed."""
         for i in range(start // self.block_size, stop // self.block_size):
             content = self._content(seq, i, salt)
             for g in self._own:
                 if tables[g][i] != NULL_BLOCK:
-                    self.pool.remember(tables[g][i], content._replace(group=g))
+                    self.pool.add_to_cache(tables[g][i], content._replace(group=g))
 
-    def remember_states(self, seq: Sequence, salt: str, num_tokens: int) -> None:
+    def add_checkpoints(self, seq: Sequence, salt: str, num_tokens: int) -> None:
         """Adds the state checkpoints within the first `num_tokens` tokens of a sequence to the cache."""
         for position, slot in self._states.take_checkpoints(seq, num_tokens):
-            content = self._content(seq, position // self.block_size - 1, salt)._replace(group=STATE)
-            self._states.note_checkpoint(seq, position, slot, content)
+            content = self._content(seq, position // self.block_size - 1, salt)._replace(group=STATE_GROUP)
+            self._states.cache_checkpoint(seq, position, slot, content)
 
     def first_in_window(self, window: int, position: int) -> int:
         """Returns the index of the first block that the token at a position attends to."""
@@ -147,51 +147,51 @@ class PrefixCache:
 
     def _invalidate(self, key: tuple[bytes, int]) -> None:
         """Marks the kept lookup as invalid from the position of a content that was added or removed."""
-        walk = self._walk
-        place = None if walk is None else walk.places.get(key)
+        lookup = self._lookup
+        position = None if lookup is None else lookup.first_positions.get(key)
         # Positions from num_valid on are looked up anyway when the lookup continues.
-        if walk is not None and place is not None and place < walk.num_valid:
-            walk.num_valid, walk.result = place, None
+        if lookup is not None and position is not None and position < lookup.num_valid:
+            lookup.num_valid, lookup.result = position, None
 
-    def _extend(self, walk: _Walk) -> None:
+    def _extend(self, lookup: _Lookup) -> None:
         """Looks up blocks from the first invalid position.
 
         Stops at the first position at which a cache group without a window has no cached block.
         """
-        for column in (*walk.found, *walk.runs, walk.usable):
-            del column[walk.num_valid :]
-        for i in range(walk.num_valid, (len(walk.seq) - 1) // self.block_size):
-            content = self._content(walk.seq, i, walk.salt)
+        for column in (*lookup.found, *lookup.runs, lookup.usable):
+            del column[lookup.num_valid :]
+        for i in range(lookup.num_valid, (len(lookup.seq) - 1) // self.block_size):
+            content = self._content(lookup.seq, i, lookup.salt)
             for g in self._own:
-                walk.places.setdefault((content.hash, g), i)
-                block = self.pool.find(content if g == 0 else content._replace(group=g))
-                walk.found[g].append(NULL_BLOCK if block is None else block)
-                run = walk.runs[g]
+                lookup.first_positions.setdefault((content.hash, g), i)
+                block = self.pool.find_cached(content if g == 0 else content._replace(group=g))
+                lookup.found[g].append(NULL_BLOCK if block is None else block)
+                run = lookup.runs[g]
                 run.append(0 if block is None else (run[-1] if run else 0) + 1)
             position = (i + 1) * self.block_size
-            misses = any(not walk.runs[g][i] for g in self._own if self.groups[g].window is None)
+            misses = any(not lookup.runs[g][i] for g in self._own if self.groups[g].window is None)
             is_usable = not misses and all(
-                walk.runs[g][i] >= i + 1 - self.first_in_window(window, position)
+                lookup.runs[g][i] >= i + 1 - self.first_in_window(window, position)
                 for g, window in self._windows
             )
-            if self._states.is_used:
-                walk.places.setdefault((content.hash, STATE), i)
-                is_usable &= self._states.pool.find(content._replace(group=STATE)) is not None
-            walk.usable.append(i + 1 if is_usable else walk.usable[-1] if walk.usable else 0)
-            walk.num_valid = i + 1
+            if self._states.has_states:
+                lookup.first_positions.setdefault((content.hash, STATE_GROUP), i)
+                is_usable &= self._states.pool.find_cached(content._replace(group=STATE_GROUP)) is not None
+            lookup.usable.append(i + 1 if is_usable else lookup.usable[-1] if lookup.usable else 0)
+            lookup.num_valid = i + 1
             if misses:
                 break
 
-    def _result(self, walk: _Walk) -> CachedPrefix:
-        longest = walk.usable[-1] if walk.usable else 0
-        tables = [table[:longest] for table in walk.found]
+    def _result(self, lookup: _Lookup) -> CachedPrefix:
+        longest = lookup.usable[-1] if lookup.usable else 0
+        tables = [table[:longest] for table in lookup.found]
         for g, window in self._windows:
             dead = min(self.first_in_window(window, longest * self.block_size), longest)
             tables[g][:dead] = [NULL_BLOCK] * dead
         slot = 0
-        if longest and self._states.is_used:
-            content = self._content(walk.seq, longest - 1, walk.salt)
-            slot = self._states.pool.find(content._replace(group=STATE)) or 0
+        if longest and self._states.has_states:
+            content = self._content(lookup.seq, longest - 1, lookup.salt)
+            slot = self._states.pool.find_cached(content._replace(group=STATE_GROUP)) or 0
         return CachedPrefix(longest, tables, [b for table in tables for b in table if b != NULL_BLOCK], slot)
 
     def _content(self, seq: Sequence, i: int, salt: str) -> BlockContent:
@@ -209,9 +209,11 @@ class PrefixCache:
 
         Placeholder tokens are the same for all data, so tokens alone would not distinguish the blocks.
         """
-        return _salt_of_stand_ins(seq, i * self.block_size, self.block_size, salt) if seq.stand_ins else salt
+        if not seq.placeholder_data:
+            return salt
+        return _salt_with_digests(seq, i * self.block_size, self.block_size, salt)
 
 
-def _salt_of_stand_ins(seq: Sequence, start: int, block_size: int, salt: str) -> str:
-    own = (s for s in seq.stand_ins if s.start < start + block_size and start < s.stop)
-    return "\0".join([salt, *(f"{s.start - start} {s.digest}" for s in own)])
+def _salt_with_digests(seq: Sequence, start: int, block_size: int, salt: str) -> str:
+    in_block = (p for p in seq.placeholder_data if p.start < start + block_size and start < p.stop)
+    return "\0".join([salt, *(f"{p.start - start} {p.digest}" for p in in_block)])

@@ -10,7 +10,7 @@ from collections import Counter
 
 from jax_paged.core.kv_cache.block_pool import BlockContent, BlockPool, distinct, move_tables
 from jax_paged.core.request import Sequence
-from jax_paged.core.scheduler_output import BlockTables, StateMoves
+from jax_paged.core.scheduler_output import NO_CHECKPOINT, BlockTables, StateCheckpoint, StateMoves
 
 
 class StateSlots:
@@ -27,7 +27,7 @@ class StateSlots:
     def __init__(
         self, num_slots: int, num_swap_slots: int, block_size: int, *, keeps_checkpoints: bool
     ) -> None:
-        self.is_used = num_slots > 0
+        self.has_states = num_slots > 0
         self.pool = BlockPool(max(1, num_slots))
         self.swap_pool = BlockPool(num_swap_slots + 1)
         # Each table contains one slot, so that the functions for block tables can be used.
@@ -45,11 +45,11 @@ class StateSlots:
     @property
     def has_room(self) -> bool:
         """Whether a slot can be allocated for another sequence."""
-        return not self.is_used or self.pool.num_free > 0
+        return not self.has_states or self.pool.num_free > 0
 
     def slot_of(self, seq: Sequence) -> int:
         """Returns the slot of a sequence; 0 if no layer has recurrent states."""
-        return self.tables[seq][0][0] if self.is_used else 0
+        return self.tables[seq][0][0] if self.has_states else 0
 
     def allocate(self, seq: Sequence, checkpoint: int, num_tokens: int) -> None:
         """Gives a sequence a new slot, or shares the slot of a checkpoint. `has_room` must be True.
@@ -59,11 +59,11 @@ class StateSlots:
             checkpoint: Slot of the states after the first tokens of the sequence; 0 to begin with new states.
             num_tokens: Number of tokens before the checkpoint.
         """
-        if not self.is_used:
+        if not self.has_states:
             return
         if checkpoint:
             self.pool.share(checkpoint)
-        self.tables[seq] = [[checkpoint or self.pool.take()]]
+        self.tables[seq] = [[checkpoint or self.pool.allocate()]]
         self._positions[seq] = num_tokens
 
     def prepare(self, rows: list[tuple[Sequence, int]]) -> bool:
@@ -79,7 +79,7 @@ class StateSlots:
         Returns:
             False if there are not enough free slots; then nothing has changed.
         """
-        if not self.is_used:
+        if not self.has_states:
             return True
         pool, slots = self.pool, [self.slot_of(seq) for seq, _ in rows]
         writers = Counter(slots)
@@ -93,11 +93,11 @@ class StateSlots:
             if is_alone and pool.contents[slot] is None:
                 continue
             if is_alone and not num_spare:
-                pool.forget(slot)
+                pool.remove_from_cache(slot)
                 continue
             num_spare -= is_alone
             num_left[slot] -= 1
-            own = pool.take()
+            own = pool.allocate()
             self._moves.copies.append((slot, own))  # the copy keeps its reference to `slot` until take_moves
             self.tables[seq] = [[own]]
         return True
@@ -107,39 +107,38 @@ class StateSlots:
 
         A slot holds only the state after all tokens that have been scheduled for the sequence.
         """
-        return not self.is_used or self._positions[parent] == num_tokens
+        return not self.has_states or self._positions[parent] == num_tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Lets a sequence that continues from the same tokens share the slot of its parent."""
-        if self.is_used:
+        if self.has_states:
             self.pool.share(self.slot_of(parent))
             self.tables[child], self._positions[child] = [[self.slot_of(parent)]], self._positions[parent]
 
-    def begin_checkpoint(self, seq: Sequence, start: int, stop: int) -> tuple[int, int]:
+    def begin_checkpoint(self, seq: Sequence, start: int, stop: int) -> StateCheckpoint:
         """Reserves a slot for a checkpoint within the tokens [start, stop) that a sequence computes next.
 
         The checkpoint is made at the last block boundary. If several tokens are computed, at least one of
         them comes after the checkpoint, so that a request with the same prompt can use it.
 
         Returns:
-            The number of tokens before the checkpoint, counted from `start`, and its slot. (0, 0) if no
-            checkpoint is made.
+            The checkpoint, with its number of tokens counted from `start`; NO_CHECKPOINT if none is made.
         """
         position = (stop - (stop - start > 1)) // self._block_size * self._block_size
-        if not self.is_used or not self._keeps_checkpoints or position <= start:
-            return 0, 0
+        if not self.has_states or not self._keeps_checkpoints or position <= start:
+            return NO_CHECKPOINT
         slot, pool = 0, self.pool
         last = self._last.pop(seq, None)
         if last is not None and not pool.ref_counts[last[0]] and pool.contents[last[0]] is last[1]:
             slot = last[0]
             pool.share(slot)
-            pool.forget(slot)
+            pool.remove_from_cache(slot)
         elif pool.num_free:
-            slot = pool.take()
+            slot = pool.allocate()
         if not slot:
-            return 0, 0
+            return NO_CHECKPOINT
         self._pending.setdefault(seq, []).append((position, slot))
-        return position - start, slot
+        return StateCheckpoint(position - start, slot)
 
     def take_checkpoints(self, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
         """Removes and returns the pending checkpoints within the first `num_tokens` tokens of a sequence."""
@@ -148,21 +147,21 @@ class StateSlots:
             self._pending[seq] = late
         return [entry for entry in found if entry[0] <= num_tokens]
 
-    def note_checkpoint(self, seq: Sequence, position: int, slot: int, content: BlockContent) -> None:
+    def cache_checkpoint(self, seq: Sequence, position: int, slot: int, content: BlockContent) -> None:
         """Adds a finished checkpoint to the cache. It stays there until its slot is needed."""
-        self.pool.remember(slot, content)
+        self.pool.add_to_cache(slot, content)
         self.pool.release(slot)
         if position > len(seq.prompt_token_ids) and self.pool.contents[slot] is content:
             self._last[seq] = slot, content
 
-    def take_back(self, seq: Sequence, start: int) -> None:
+    def revert_prepare(self, seq: Sequence, start: int) -> None:
         """Reverts the preparation of a step that was edited so that it does not compute a sequence.
 
         Args:
             seq: The sequence.
             start: Position of the first token that the step would have computed.
         """
-        if self.is_used and seq in self.tables:
+        if self.has_states and seq in self.tables:
             self._positions[seq] = start
             pending = self._pending.pop(seq, [])
             if kept := [entry for entry in pending if entry[0] <= start]:
@@ -215,18 +214,18 @@ class StateSlots:
             swapped: Sequences that hold blocks in host memory.
             pinned: Slots of pinned prefixes.
         """
-        if self.is_used:
-            assert self.tables.keys() == seqs, (
-                "a sequence has blocks without a slot, or a slot without blocks"
+        if self.has_states:
+            assert self.tables.keys() == seqs, "sequences with blocks and with state slots differ"
+            assert self.swapped_tables.keys() == swapped, (
+                "swapped sequences with blocks and with slots differ"
             )
-            assert self.swapped_tables.keys() == swapped, "blocks and slots lie in different places"
-            assert self._positions.keys() == seqs | swapped, "a state without a position"
+            assert self._positions.keys() == seqs | swapped, "a state slot has no position"
         counts = Counter(s for [[s]] in self.tables.values())
         counts.update([*pinned, *(source for source, _ in self._moves.copies)])
         counts.update(slot for entries in self._pending.values() for _, slot in entries)
         for seq, [[slot]] in self.tables.items():
             is_written = self.pool.contents[slot] is not None and self._positions[seq] % self._block_size
-            assert not is_written, "a checkpoint was written to"
+            assert not is_written, "a cached checkpoint was overwritten"
         swapped_counts = Counter(s for [[s]] in self.swapped_tables.values())
         for pool, held in ((self.pool, counts), (self.swap_pool, swapped_counts)):
             pool.check_integrity([held[i] for i in range(pool.num_blocks)], self._block_size)

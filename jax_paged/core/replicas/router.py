@@ -7,7 +7,7 @@ from jax_paged.errors import check, check_int
 
 # Default of max_lag: 4 waiting requests or 16 running requests.
 MAX_LAG = 16
-_LOAD_OF_WAITING = 4
+_WAITING_LOAD = 4
 # A Mersenne prime. Products modulo a prime are distributed evenly.
 _PRIME = 2**61 - 1
 
@@ -18,7 +18,7 @@ class ReplicaRouter:
     The load of a replica is the number of its running requests plus 4 times the number of its waiting
     requests. A chosen replica immediately counts one more waiting request, so that simultaneous choices take
     each other into account. The caller then reports what happens to the request (`begin`, then `finish`; or
-    `leave`), or reports the load that a replica measures itself (`count`). The router is not thread-safe.
+    `cancel`), or reports the load that a replica measures itself (`set_load`). The router is not thread-safe.
 
     The home of a prefix is found by rendezvous hashing with a multiplicative hash: it is the replica whose
     hash, times the hash of the prefix, is largest modulo a prime. Routers therefore agree without
@@ -76,25 +76,25 @@ class ReplicaRouter:
             free = [replica_id for replica_id, load in self._loads.items() if load == least]
             # Among replicas with the lowest load, requests with the same prefix prefer the same replica.
             chosen = free[0] if prefix_key is None else self._first(free, prefix_key)
-        self._loads[chosen] += _LOAD_OF_WAITING
+        self._loads[chosen] += _WAITING_LOAD
         return chosen
 
     def begin(self, replica_id: str) -> None:
         """Counts a waiting request as running. Does nothing if the replica was removed."""
-        self._add(replica_id, 1 - _LOAD_OF_WAITING)
+        self._add(replica_id, 1 - _WAITING_LOAD)
 
     def finish(self, replica_id: str) -> None:
         """Removes a running request. Does nothing if the replica was removed."""
         self._add(replica_id, -1)
 
-    def leave(self, replica_id: str) -> None:
+    def cancel(self, replica_id: str) -> None:
         """Removes a request that was still waiting. Does nothing if the replica was removed."""
-        self._add(replica_id, -_LOAD_OF_WAITING)
+        self._add(replica_id, -_WAITING_LOAD)
 
-    def count(self, replica_id: str, num_waiting: int, num_running: int) -> None:
+    def set_load(self, replica_id: str, num_waiting: int, num_running: int) -> None:
         """Replaces the load of a replica by the load that it reports. Does nothing if it was removed."""
         if replica_id in self._loads:
-            self._loads[replica_id] = _LOAD_OF_WAITING * num_waiting + num_running
+            self._loads[replica_id] = _WAITING_LOAD * num_waiting + num_running
 
     def add_replica(self, replica_id: str) -> None:
         """Adds a replica without load.
@@ -104,8 +104,8 @@ class ReplicaRouter:
         Raises:
             ValueError: If a replica has this name.
         """
-        check(replica_id not in self._loads, "replica_id", replica_id, "a name that no replica has")
-        self._loads[replica_id], self._numbers[replica_id] = 0, _number(replica_id)
+        check(replica_id not in self._loads, "replica_id", replica_id, "unique among replicas")
+        self._loads[replica_id], self._numbers[replica_id] = 0, _hash(replica_id)
 
     def remove_replica(self, replica_id: str) -> None:
         """Removes a replica and its requests.
@@ -122,13 +122,13 @@ class ReplicaRouter:
 
     def _first(self, replica_ids: Iterable[str], prefix_key: str) -> str:
         """Returns the replica that a prefix prefers among the given ones."""
-        number, numbers = _number(prefix_key), self._numbers
+        number, numbers = _hash(prefix_key), self._numbers
         ids = list(replica_ids)
         products = [number * numbers[replica_id] % _PRIME for replica_id in ids]
         return ids[products.index(max(products))]
 
 
-def _number(name: str) -> int:
+def _hash(name: str) -> int:
     # Text from clients may contain lone surrogates.
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return int.from_bytes(digest) % (_PRIME - 1) + 1

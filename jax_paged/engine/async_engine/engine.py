@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.engine.async_engine.request_methods import RequestMethods
-from jax_paged.engine.async_engine.request_stream import Done, RequestStream, deliver, run_for
+from jax_paged.engine.async_engine.request_stream import NoOpCoroutine, RequestStream, deliver, run_for
 from jax_paged.engine.async_engine.statistics import EngineStatistics
 from jax_paged.engine.errors import EngineAsleepError, EngineDeadError, stopped_by
 from jax_paged.engine.input_processor import CheckedRequest
@@ -35,9 +35,9 @@ _LOGGER = logging.getLogger(__name__)
 # Delivering the tokens of a stream takes 30 us of CPU time in the server and the client, which the model may
 # need.
 _SECONDS_PER_STREAM = 0.0015
-_LONGEST_TURN_S = 0.1
+_MAX_DELIVERY_INTERVAL_S = 0.1
 # Interval (seconds) at which a coroutine that waits for a result checks whether the engine has stopped.
-_LOOK_S = 0.5
+_POLL_INTERVAL_S = 0.5
 
 
 class AsyncLLMEngine(RequestMethods):
@@ -68,7 +68,7 @@ class AsyncLLMEngine(RequestMethods):
         self.step_began: float | None = None  # time.monotonic() when the running step began
         self._streams: dict[str, RequestStream] = {}  # only the engine's thread changes it
         self._submitted: set[RequestStream] = set()  # not yet taken by the engine's thread
-        self._held: dict[RequestStream, RequestState] = {}  # streams with new tokens
+        self._undelivered: dict[RequestStream, RequestState] = {}  # streams with new tokens
         self._last_delivery = -math.inf
         # Level and mode of a sleep that waits for running requests, and the future that is done when the
         # engine sleeps.
@@ -82,7 +82,7 @@ class AsyncLLMEngine(RequestMethods):
         )
         self._thread.start()
         weakref.finalize(self, self._calls.put, None).atexit = False
-        self.engine.executor.when_failed(functools.partial(_fail, this))
+        self.engine.executor.on_failure(functools.partial(_fail, this))
 
     @property
     def stopped(self) -> EngineDeadError | None:
@@ -94,7 +94,7 @@ class AsyncLLMEngine(RequestMethods):
         """The error raised for requests while the engine sleeps or is about to; None while it is awake."""
         if self._falling_asleep is None and not self.engine.is_sleeping():
             return None
-        return EngineAsleepError("the engine sleeps, or is about to; it takes requests when it is woken")
+        return EngineAsleepError("the engine is asleep or about to sleep; call wake_up() first")
 
     @property
     def load(self) -> tuple[int, int]:
@@ -136,7 +136,7 @@ class AsyncLLMEngine(RequestMethods):
         """Allocates memory again after `sleep`; see LLMEngine.wake_up."""
         await self._call(lambda: self.engine.wake_up(tags))
 
-    def abort(self, request_id: str | Iterable[str]) -> Done:
+    def abort(self, request_id: str | Iterable[str]) -> NoOpCoroutine:
         """Aborts one or several requests. Their streams end with the outputs that exist so far.
 
         Returns:
@@ -145,7 +145,7 @@ class AsyncLLMEngine(RequestMethods):
         """
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             self._calls.put(lambda one=one: self._end(one))
-        return Done()
+        return NoOpCoroutine()
 
     def close(self) -> None:
         """Stops the thread after its current step, ends all requests, and frees weights and KV cache."""
@@ -170,7 +170,7 @@ class AsyncLLMEngine(RequestMethods):
     def stack(self) -> str:
         """Returns the current call stack of the engine's thread, formatted like a traceback."""
         frame = sys._current_frames().get(self._thread.ident or 0)
-        return "".join(traceback.format_stack(frame)) if frame else "no thread\n"
+        return "".join(traceback.format_stack(frame)) if frame else "the engine's thread has ended\n"
 
     async def _call[T](self, function: Callable[[], T]) -> T:
         """Runs a function in the engine's thread, between two steps, and returns its result."""
@@ -184,7 +184,7 @@ class AsyncLLMEngine(RequestMethods):
         """Waits for a result of the engine's thread. Raises EngineDeadError if the engine stops first."""
         waiting = asyncio.wrap_future(done)
         try:
-            while not (await asyncio.wait([waiting], timeout=_LOOK_S))[0] and self.error is None:
+            while not (await asyncio.wait([waiting], timeout=_POLL_INTERVAL_S))[0] and self.error is None:
                 pass
             if not waiting.done():
                 raise self._stopped()
@@ -216,17 +216,17 @@ class AsyncLLMEngine(RequestMethods):
         finally:
             self._submitted.discard(stream)
 
-    def _end(self, request_id: str, of: RequestStream | None = None) -> None:
-        """Aborts a request. If `of` is a stream, the request is only aborted if it belongs to that stream."""
-        stream = self._streams.get(request_id)
-        if stream is not None and of in (None, stream):
+    def _end(self, request_id: str, stream: RequestStream | None = None) -> None:
+        """Aborts a request. If a stream is passed, only a request that belongs to it is aborted."""
+        current = self._streams.get(request_id)
+        if current is not None and stream in (None, current):
             del self._streams[request_id]
-            self._held.pop(stream, None)
+            self._undelivered.pop(current, None)
             self.statistics.forget(request_id)
             state = self.engine.abort_request(request_id)
-            deliver([(stream, state.take_delta())] if state else [])  # None if it has just ended
+            deliver([(current, state.take_delta())] if state else [])  # None if it has just ended
 
-    def _turn(self, waited: "list[Callable[[], None] | None]") -> bool:
+    def _run_once(self, waited: "list[Callable[[], None] | None]") -> bool:
         """Executes all calls in the queue, and runs a step if there is work to do.
 
         Args:
@@ -244,7 +244,7 @@ class AsyncLLMEngine(RequestMethods):
             self.error = self.error or EngineDeadError("the engine is closed")
         except BaseException as error:  # a panic in a Rust library is not an Exception
             self.error = error
-            _LOGGER.exception("the engine has failed")
+            _LOGGER.exception("the engine has failed and runs no more requests; restart it")
         self._fall_asleep()
         deliver([(stream, self._stopped()) for stream in self._streams.values()])
         self._streams.clear()
@@ -275,7 +275,7 @@ class AsyncLLMEngine(RequestMethods):
             raise self._stopped()
         self.engine.check_sleep(level, mode)
         if self._falling_asleep is not None:
-            raise ValueError("the engine is about to sleep already: wait until it does")
+            raise ValueError("a previous sleep() is still in progress; wait until it has returned")
         if mode == "abort":
             for request_id in list(self._streams):
                 self._end(request_id)
@@ -295,7 +295,7 @@ class AsyncLLMEngine(RequestMethods):
         if self.error is not None:
             raise self._stopped()
         self.engine.sleep(level, mode)
-        self._hand_over(self.engine.take_changed(), is_turn=True)  # of steps that were in flight
+        self._hand_over(self.engine.take_changed(), flush=True)  # results of steps that were in flight
 
     def _step(self) -> None:
         self.step_began = time.monotonic()
@@ -303,7 +303,7 @@ class AsyncLLMEngine(RequestMethods):
         self.step_began, self.statistics.num_steps = None, self.statistics.num_steps + 1
         self._hand_over(states)
 
-    def _hand_over(self, states: list[RequestState], *, is_turn: bool = False) -> None:
+    def _hand_over(self, states: list[RequestState], *, flush: bool = False) -> None:
         now = time.monotonic()
         for state in states:
             request_id = state.group.request_id
@@ -312,22 +312,22 @@ class AsyncLLMEngine(RequestMethods):
                 self.statistics.forget(request_id)
             stream = self._streams.get(request_id)
             if stream is not None and (state.is_finished or not stream.whole):
-                self._held[stream] = state
-        self._deliver_held(now, is_turn=is_turn)
+                self._undelivered[stream] = state
+        self._deliver_due(now, flush=flush)
 
-    def _deliver_held(self, now: float, *, is_turn: bool = False) -> None:
+    def _deliver_due(self, now: float, *, flush: bool = False) -> None:
         """Delivers the first and the last output of a stream at once, and others at intervals."""
-        turn_s = min(_SECONDS_PER_STREAM * len(self._held), _LONGEST_TURN_S)
-        is_turn = is_turn or now - self._last_delivery >= turn_s
+        interval_s = min(_SECONDS_PER_STREAM * len(self._undelivered), _MAX_DELIVERY_INTERVAL_S)
+        flush = flush or now - self._last_delivery >= interval_s
         outputs = []
-        for stream, state in list(self._held.items()):
-            if is_turn or state.is_finished or not stream.has_begun:
-                del self._held[stream]
+        for stream, state in list(self._undelivered.items()):
+            if flush or state.is_finished or not stream.has_begun:
+                del self._undelivered[stream]
                 stream.has_begun = True
                 outputs.append((stream, state.take_delta()))
                 if state.is_finished:
                     del self._streams[stream.request_id]
-        if is_turn:
+        if flush:
             self._last_delivery = now
         deliver(outputs)
 
@@ -336,11 +336,12 @@ def _run(this: "weakref.ref[AsyncLLMEngine]", calls: "queue.SimpleQueue[Callable
     """Steps an engine until it is closed, or until nothing else refers to it.
 
     Args:
-        this: Weak reference to the engine. The thread has no other reference to it between two turns.
+        this: Weak reference to the engine. The thread has no other reference to it between two calls of
+            _run_once.
         calls: The queue of calls for the engine's thread. None ends the engine.
     """
     waited: list[Callable[[], None] | None] = []
-    while (engine := this()) is not None and engine._turn(waited):
+    while (engine := this()) is not None and engine._run_once(waited):
         is_idle = not engine._has_work()
         del engine
         waited = [calls.get()] if is_idle else []

@@ -143,7 +143,7 @@ class RequestMethods(abc.ABC):
             EngineDeadError: If the engine has failed or is closed.
         """
         pooling = self.engine.input_processor.pooling
-        params = pooling.resolved(pooling_params)
+        params = pooling.resolve(pooling_params)
         stream = await self.submit(prompt, params, request_id, priority=priority, whole=True)
         try:
             async for output in stream:

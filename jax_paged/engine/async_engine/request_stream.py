@@ -70,7 +70,7 @@ class RequestStream:
         output, self._output = self._output, None
         if output is None:
             self._ended = True
-            assert self._error is not None, "ready without an output"
+            assert self._error is not None, "the stream is ready but has neither an output nor an error"
             raise self._error
         if self._error is None:
             self._ready.clear()
@@ -119,7 +119,7 @@ class CumulativeOutputs:
         return self._whole.snapshot()
 
 
-class Done(Coroutine[Any, Any, None]):
+class NoOpCoroutine(Coroutine[Any, Any, None]):
     """Finished coroutine, which (unlike an `async def`) causes no warning if it is never awaited."""
 
     def send(self, value: Any) -> NoReturn:

@@ -9,7 +9,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.config.launch import Launch
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
@@ -60,8 +61,8 @@ class MultiprocessExecutor:
         self._team = beside._team if beside else WorkerTeam(args.num_engines)
         if beside is None:
             self._team.begin(self._start(args))
-        self._team.join(engine)
-        weakref.finalize(self, self._team.leave, engine).atexit = False
+        self._team.add_engine(engine)
+        weakref.finalize(self, self._team.remove_engine, engine).atexit = False
         try:
             self._config, self._buckets = self._reply(None)
         except BaseException:
@@ -112,9 +113,9 @@ class MultiprocessExecutor:
         self._send("wait_until_compiled")
         self._reply(None)
 
-    def when_failed(self, note: Callable[[str], None]) -> None:
+    def on_failure(self, callback: Callable[[str], None]) -> None:
         """Registers a function that is called with the reason, in any thread, when a worker is lost."""
-        self._team.when_failed(self._engine, note)
+        self._team.on_failure(self._engine, callback)
 
     def check_weights(self) -> None:
         """Does nothing, because callers can't change the weights of worker processes."""
@@ -125,14 +126,14 @@ class MultiprocessExecutor:
     fingerprint = _rejected("to save or load a state")
     read_kv = _rejected("to read keys and values")
     inspect = _rejected("to inspect requests")
-    update_weights = _rejected("to exchange weights")
+    update_weights = _rejected("to update weights")
     free_memory = _rejected("to sleep")
     restore_weights = _rejected("to wake up")
     restore_pool = _rejected("to wake up")
 
     def close(self) -> None:
         """Ends the workers as soon as the executors of all engines that share them are closed."""
-        self._team.leave(self._engine)
+        self._team.remove_engine(self._engine)
 
     def _start(self, args: EngineArgs) -> Sequence[StartedWorker]:
         """Starts the workers of this process. Returns them in the order of their ranks."""
@@ -163,7 +164,7 @@ class MultiprocessExecutor:
         try:
             self._team.send(self._engine, name, args)
         except BlockingIOError:
-            self._hang()
+            self._raise_timeout()
         except OSError:
             self._reply(self._limit_s)  # raises the error that explains why
 
@@ -171,13 +172,13 @@ class MultiprocessExecutor:
         try:
             value = self._team.replies[self._engine].get(timeout=limit_s)
         except queue.Empty:
-            self._hang()
+            self._raise_timeout()
         if isinstance(value, Exception):
             raise value
         return value
 
-    def _hang(self) -> NoReturn:
-        reason = f"the workers hang: a step takes more than {self._limit_s:g} s (distributed_timeout_seconds)"
+    def _raise_timeout(self) -> NoReturn:
+        reason = f"the workers have not responded for {self._limit_s:g} s (distributed_timeout_seconds)"
         self._team.fail(reason)
         raise EngineDeadError(reason)
 
@@ -229,7 +230,7 @@ def follow(args: EngineArgs, launch: Launch) -> NoReturn:
         raise pickle.loads(arrays[0].data)
     except TimeoutError as error:
         worker.close(until=0)
-        raise EngineDeadError(f"worker {launch.rank} has stalled: {error}") from error
+        raise EngineDeadError(f"worker {launch.rank} does not respond: {error}") from error
     except OSError:
         sys.exit(worker.wait())
     finally:

@@ -59,8 +59,9 @@ class RayExecutor(MultiprocessExecutor):
         try:
             limit_s = args.distributed_timeout_seconds
             size = args.tensor_parallel_size
-            allowed = f"at most what the cluster has free within {limit_s:g} s, which is less than {bundles}"
-            check(group.wait(limit_s), "tensor_parallel_size", size, allowed)
+            allowed = "at most the number of devices that are free in the Ray cluster"
+            remedy = f". Ray could not reserve {bundles} within {limit_s:g} s (distributed_timeout_seconds)"
+            check(group.wait(limit_s), "tensor_parallel_size", size, allowed, remedy=remedy)
             actors = [_actor(group, place, bundle) for place, bundle in enumerate(bundles)]
             addresses = ray.get([actor.address.remote() for actor in actors], timeout=limit_s)
             secret = secrets.token_hex()
@@ -70,22 +71,22 @@ class RayExecutor(MultiprocessExecutor):
             ]
             for rank, worker in enumerate(workers):
                 begin(worker.channel, args, Launch(rank, len(workers), *addresses[0]), None)
-                worker.work.future().add_done_callback(self._noting(rank))
+                worker.work.future().add_done_callback(self._failure_callback(rank))
             return workers
         except BaseException as error:
             remove_placement_group(group)
             if isinstance(error, RayError | OSError):
-                allowed = "another backend because Ray starts no actors here"
+                allowed = "another backend because Ray could not start the actors"
                 name, remedy = "distributed_executor_backend", f": {error}"
                 raise ArgumentError(name, "ray", allowed, remedy=remedy) from error
             raise
 
-    def _noting(self, rank: int) -> Callable[[Any], None]:
+    def _failure_callback(self, rank: int) -> Callable[[Any], None]:
         """Returns a function that Ray calls when an actor is lost.
 
         Ray calls it in a thread that must not wait for Ray, so it starts another thread.
         """
-        reason = f"worker {rank} has ended, or its host"
+        reason = f"worker {rank} has ended, or its host is unreachable"
 
         def note(_: Any) -> None:
             timer = threading.Timer(_REASON_S, self._team.fail, args=(reason,))
@@ -171,7 +172,7 @@ def _bundles(size: int, nodes: list[dict[str, Any]]) -> list[dict[str, float]]:
     resources = [node["Resources"] for node in nodes if node["Alive"]]
     kind = "GPU" if any(of.get("GPU") for of in resources) else "CPU"
     counts = [int(of.get(kind, 0)) for of in resources]
-    allowed = f"at most {sum(counts)}, the number of {kind}s of Ray's cluster"
+    allowed = f"at most {sum(counts)}, the number of {kind}s in the Ray cluster"
     check(size <= sum(counts), "tensor_parallel_size", size, allowed)
     if kind == "CPU":
         return [{"CPU": 1.0}] * size

@@ -119,8 +119,8 @@ class WorkerTeam:
         self.replies: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(num_engines)]
         self.progress = 0, 0
         self.failure: str | None = None
-        self._noters: list[list[Callable[[str], None]]] = [[] for _ in range(num_engines)]
-        self._present: set[int] = set()
+        self._callbacks: list[list[Callable[[str], None]]] = [[] for _ in range(num_engines)]
+        self._engines: set[int] = set()
         self._failing = threading.Lock()
 
     def begin(self, workers: Sequence[StartedWorker]) -> None:
@@ -128,9 +128,9 @@ class WorkerTeam:
         self.workers = workers
         threading.Thread(target=self._read, args=(workers[0].channel,), daemon=True).start()
 
-    def join(self, engine: int) -> None:
+    def add_engine(self, engine: int) -> None:
         """Adds an engine. The workers run until every engine has left."""
-        self._present.add(engine)
+        self._engines.add(engine)
 
     def send(self, engine: int, name: str, args: tuple[Any, ...]) -> None:
         """Sends a call of a method of an engine's executor to the first worker.
@@ -148,14 +148,14 @@ class WorkerTeam:
             raise EngineDeadError(self.failure)
         self.workers[0].channel.send([engine, name], [packed(args)])
 
-    def when_failed(self, engine: int, note: Callable[[str], None]) -> None:
+    def on_failure(self, engine: int, callback: Callable[[str], None]) -> None:
         """Registers a function that is called with the reason, in any thread, when a worker is lost.
 
         If a worker is already lost, the function is called at once.
         """
-        self._noters[engine].append(note)
+        self._callbacks[engine].append(callback)
         if self.failure is not None:
-            note(self.failure)
+            callback(self.failure)
 
     def fail(self, reason: str, *, until: float = 0) -> None:
         """Ends all workers and sends the reason to all engines. Only the first call has an effect.
@@ -174,14 +174,14 @@ class WorkerTeam:
             worker.stop()
         for worker in self.workers:
             worker.close(until=until)
-        for note in [note for noters in self._noters for note in noters]:
+        for note in [note for noters in self._callbacks for note in noters]:
             note(reason)
 
-    def leave(self, engine: int) -> None:
+    def remove_engine(self, engine: int) -> None:
         """Removes an engine. Ends the workers if no engine is left."""
-        self._noters[engine].clear()
-        self._present.discard(engine)
-        if not self._present:
+        self._callbacks[engine].clear()
+        self._engines.discard(engine)
+        if not self._engines:
             self.fail("the engine is closed", until=time.monotonic() + CLOSING_S)
             for worker in self.workers:
                 # Another thread may still be in `fail`; this waits until the worker has ended.
@@ -200,7 +200,7 @@ class WorkerTeam:
                         return self.fail(str(value))
                     self.replies[engine].put(value)
         except TimeoutError as error:
-            self.fail(f"worker 0 has stalled, or its host is gone: {error}")
+            self.fail(f"worker 0 does not respond, or its host is unreachable: {error}")
         except OSError:
             self.fail("worker 0 has ended")
 

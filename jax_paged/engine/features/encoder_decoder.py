@@ -9,7 +9,7 @@ from jax_paged.errors import ArgumentError, check
 _NAMES = {"encoder_prompt", "decoder_prompt"}
 
 
-def read_pair(
+def read_encoder_decoder_prompt(
     prompt: Any, tokenize: Callable[[Any], TokenizedPrompt], start_token_id: int | None
 ) -> tuple[TokenizedPrompt | None, TokenizedPrompt]:
     """Returns the prompt of the encoder (None for a decoder-only model) and the prompt of the decoder.
@@ -25,9 +25,9 @@ def read_pair(
     if isinstance(prompt, dict) and prompt.keys() & _NAMES:
         if prompt.get("mm_processor_kwargs", 0) in (None, {}):  # vLLM's helper functions add this key
             prompt = {name: value for name, value in prompt.items() if name != "mm_processor_kwargs"}
-        check(prompt.keys() == _NAMES, "prompt", prompt, f"a dict with the keys {sorted(_NAMES)} alone")
+        check(prompt.keys() == _NAMES, "prompt", prompt, f"a dict with exactly the keys {sorted(_NAMES)}")
         if start_token_id is None:
-            raise ArgumentError("prompt", prompt, "a prompt without encoder_prompt for this model")
+            raise ArgumentError("prompt", prompt, "a prompt for a decoder-only model (no encoder_prompt)")
         encoder = tokenize(prompt["encoder_prompt"])
         if prompt["decoder_prompt"] is None:
             return encoder, TokenizedPrompt(None, [start_token_id])

@@ -24,7 +24,7 @@ class PinnedPrefixes(EngineFeature):
             ValueError: If the prefix does not fit into the KV cache, or prefix caching is disabled.
             RuntimeError: If requests are running.
         """
-        self._core.check_open()
+        self._core.check_can_run()
         return self._pin(prompt, cache_salt, self._core.new_name("prefix"))
 
     def unpin_prefix(self, name: str) -> None:
@@ -41,21 +41,19 @@ class PinnedPrefixes(EngineFeature):
     def _pin(self, prompt: Prompt, cache_salt: str, name: str) -> str:
         """Computes a prefix, pins it under the given name, and returns the name."""
         if not self._core.drain():
-            raise RuntimeError("requests are running; pin prefixes before them")
+            raise RuntimeError("requests are running; pin prefixes before or after them")
         manager = self._core.scheduler.block_manager
         if not manager.enable_prefix_caching:
-            raise ArgumentError("enable_prefix_caching", False, "True for pinned prefixes")
+            raise ArgumentError("enable_prefix_caching", False, "True to pin prefixes")
         if self._core.config.decoder_start_token_id is not None:
-            raise ValueError(
-                "an encoder-decoder model has no prefixes to pin: each encoder output is one request's"
-            )
+            raise ValueError("prefixes of encoder-decoder models can't be pinned because they are not shared")
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         checked = self.input_processor.check(prompt, params, cache_salt)
         request = checked.request
         if request.prompt_embeds is not None:
-            raise ArgumentError("prompt", "prompt_embeds", "tokens because embeddings are not pinned")
-        if request.stand_ins:
-            raise ArgumentError("prompt", "multi_modal_data", "text alone because images are not pinned")
+            raise ArgumentError("prompt", "prompt_embeds", "tokens because embeddings can't be pinned")
+        if request.placeholder_data:
+            raise ArgumentError("prompt", "multi_modal_data", "tokens because images can't be pinned")
         if len(request.prompt_token_ids) < manager.block_size:
             allowed = f"at least {manager.block_size} (block_size) because only full blocks are shared"
             num_tokens, aspect = len(request.prompt_token_ids), "the number of tokens of"
@@ -65,13 +63,13 @@ class PinnedPrefixes(EngineFeature):
         if not seq.output_token_ids or seq.status is SequenceStatus.FINISHED_ABORTED:
             num_free, num_usable = manager.num_free_blocks, manager.num_usable_blocks
             raise ValueError(
-                f"the prefix was not computed: {seq.stop_reason or 'it was aborted'}. It needs finite logits "
-                f"and must fit into the {num_free} free blocks of {num_usable}"
+                f"the prefix could not be computed: {seq.stop_reason or 'it was aborted'}. Its logits must "
+                f"be finite, and it must fit into the free KV blocks ({num_free} of {num_usable})"
             )
         if not manager.pin(name, request.prompt_token_ids, cache_salt):
             manager.unpin(name)
             num_tokens, aspect = len(request.prompt_token_ids), "the number of tokens of"
-            allowed = f"more than {manager.block_size} (block_size), while a slot for states is free"
+            allowed = f"more than {manager.block_size} (block_size), and a recurrent state slot must be free"
             raise ArgumentError("prompt", num_tokens, allowed, aspect=aspect)
         return name
 
@@ -94,7 +92,7 @@ class PinnedPrefixes(EngineFeature):
             try:
                 self._pin(prefix.token_ids, prefix.salt, name)
             except ValueError as error:
-                problems.append(f"{name} is pinned no more: {error}")
+                problems.append(f"prefix {name!r} is no longer pinned: {error}")
         core.changed |= dict.fromkeys(changed)
         if problems:
             raise ValueError("\n".join(problems))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jax_paged.arguments.shown_values import one_of
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.engine.prompt_reader import as_prompts
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, check
@@ -32,7 +32,7 @@ class PoolingRequests:
 
     @property
     def _spec(self) -> PoolingSpec:
-        assert self._config.pooling is not None, "the parameters were resolved"
+        assert self._config.pooling is not None, "the model does not support pooling"
         return self._config.pooling
 
     @property
@@ -44,7 +44,7 @@ class PoolingRequests:
         limit = self._config.pooling.text.max_seq_length if self._config.pooling else None
         return limit is not None and limit <= self._config.max_model_len
 
-    def resolved(self, params: PoolingParams, task: PoolingTask | None = None) -> PoolingParams:
+    def resolve(self, params: PoolingParams, task: PoolingTask | None = None) -> PoolingParams:
         """Checks parameters against the model, and returns a copy with the task filled in.
 
         Args:
@@ -57,11 +57,11 @@ class PoolingRequests:
         check(isinstance(params, PoolingParams), "pooling_params", params, "PoolingParams")
         spec = self._config.pooling
         if spec is None:
-            remedy = ". Pass runner='pooling' to pool with a model that generates"
+            remedy = ". Pass runner='pooling' to use a generative model for pooling"
             raise ArgumentError("model", self._config.model_name, "a pooling model", remedy=remedy)
         tasks = _tasks_of(spec)
         wanted = task or params.task or tasks[0]
-        allowed = f"{one_of(tasks)}, the tasks of {self._config.architecture}"
+        allowed = f"{one_of(tasks)}, the tasks that {self._config.architecture} supports"
         check(wanted in tasks, "task", wanted, allowed)
         check(params.task in (None, wanted), "pooling_params.task", params.task, f"None or {wanted!r}")
         if params.dimensions is not None:
@@ -69,13 +69,12 @@ class PoolingRequests:
             sizes = " or ".join(map(str, known or ())) or "None"
             most = f"at most {spec.embedding_size}" if known is None else sizes
             ok = not spec.labels and (known is None or params.dimensions in known)
-            why = "" if known != () else " because the model is not known to support it (is_matryoshka)"
-            check(
-                ok and params.dimensions <= spec.embedding_size, "dimensions", params.dimensions, most + why
-            )
+            if known == ():
+                most += " because the model does not declare support for it (is_matryoshka)"
+            check(ok and params.dimensions <= spec.embedding_size, "dimensions", params.dimensions, most)
         return dataclasses.replace(params, task=wanted)
 
-    def prepared(self, prompt: Any, params: PoolingParams) -> tuple[Any, bool]:
+    def prepare(self, prompt: Any, params: PoolingParams) -> tuple[Any, bool]:
         """Returns a prompt with the model's default prompt added, and whether it is truncated if too long."""
         default = self._config.pooling.text.prompt if self._config.pooling else ""
         if default and isinstance(prompt, str) and prompt:
@@ -96,7 +95,7 @@ class PoolingRequests:
             ValueError: If the model does not support the parameters, or the prefix cache can't be used as
                 requested.
         """
-        params = self.resolved(params)
+        params = self.resolve(params)
         kind = "ALL" if params.task == "token_embed" else self._spec.type
         skips = params.skip_reading_prefix_cache
         allowed = "None or True unless the last token is pooled, because cached tokens have no hidden states"
@@ -120,13 +119,15 @@ class PoolingRequests:
             num_tokens: truncate_prompt_tokens of the request.
         """
         text, most = self._spec.text, self._config.max_model_len
-        frame = self._tokenizer.frame if self._tokenizer else ([], [])
+        added = self._tokenizer.special_tokens_around if self._tokenizer else ([], [])
         if num_tokens in (None, -1) and self._has_text_limit:
-            token_ids[:] = truncated(token_ids, text.max_seq_length or most, text.truncation_side, frame)
+            token_ids[:] = truncate_tokens(
+                token_ids, text.max_seq_length or most, text.truncation_side, added
+            )
         elif num_tokens is not None:
             num_tokens = most if num_tokens == -1 else num_tokens
             if self._spec.is_encoder:
-                token_ids[:] = truncated(token_ids, num_tokens, "right", frame)
+                token_ids[:] = truncate_tokens(token_ids, num_tokens, "right", added)
             else:
                 del token_ids[:-num_tokens]
 
@@ -159,18 +160,18 @@ class PoolingRequests:
 
         Args:
             output: The engine's output for the finished request.
-            params: Parameters as returned by `resolved`.
+            params: Parameters as returned by `resolve`.
 
         Raises:
             ValueError: If the engine could not compute the result.
         """
         spec, (completion,) = self._spec, output.outputs
         if completion.finish_reason != "length":
-            raise ValueError(f"a text was not pooled: {completion.stop_reason}")
+            raise ValueError(f"pooling failed: {completion.stop_reason}")
         captured = completion.captured
         data = captured["hidden" if params.task == "token_embed" else "pooled"]
         if not np.isfinite(data).all():
-            raise ValueError("a text was not pooled: its hidden states are not finite")
+            raise ValueError("pooling failed: the hidden states are not finite")
         activates = params.use_activation if params.normalize is None else params.normalize
         if spec.labels:
             return data if activates is False else _SCORES[spec.activation](data)
@@ -191,8 +192,8 @@ def _tasks_of(spec: PoolingSpec) -> tuple[PoolingTask, ...]:
     return ("classify", "score") if len(spec.labels) == 1 else ("classify",)
 
 
-def truncated(
-    token_ids: list[int], num_tokens: int, side: Literal["left", "right"], frame: tuple[list[int], list[int]]
+def truncate_tokens(
+    token_ids: list[int], num_tokens: int, side: Literal["left", "right"], added: tuple[list[int], list[int]]
 ) -> list[int]:
     """Truncates a text to at most `num_tokens` tokens, in the same way as transformers.
 
@@ -200,11 +201,12 @@ def truncated(
         token_ids: Tokens of the text.
         num_tokens: Maximum number of tokens.
         side: The end of the text that is cut off.
-        frame: The special tokens before and after a text, which are kept (see Tokenizer.frame).
+        added: The special tokens before and after a text, which are kept; see
+            Tokenizer.special_tokens_around.
     """
     if len(token_ids) <= num_tokens:
         return token_ids
-    before, after = frame
+    before, after = added
     num_before = len(before) if token_ids[: len(before)] == before else 0
     end = len(token_ids) - len(after)
     end = end if token_ids[end:] == after else len(token_ids)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.request import PromptEmbeds
 from jax_paged.engine.prompt_reader import PLACEHOLDER, TokenizedPrompt
 from jax_paged.errors import ArgumentError, TooLongError, check
@@ -20,7 +20,7 @@ def read_embeds(prompt: dict[str, Any], config: EngineConfig) -> TokenizedPrompt
     Raises:
         ValueError: If the prompt is malformed or too long, or if the engine does not accept embeddings.
     """
-    size = config.embed_size
+    size = config.prompt_embed_size
     check(
         prompt.keys() <= {"prompt_embeds", "cache_salt"},
         "prompt",
@@ -40,7 +40,7 @@ def read_embeds(prompt: dict[str, Any], config: EngineConfig) -> TokenizedPrompt
         raise ArgumentError("prompt_embeds", given, f"an array of numbers ({error})") from error
     is_number = array.dtype.kind in "fiu" or array.dtype.name == "bfloat16"
     shape, allowed = array.shape, f"[tokens, {size}] with at least one token"
-    check(is_number, "prompt_embeds", str(array.dtype), "a type of numbers", aspect="the dtype of")
+    check(is_number, "prompt_embeds", str(array.dtype), "a numeric dtype", aspect="the dtype of")
     ok = len(shape) == 2 and shape[0] > 0 and shape[1] == size
     check(ok, "prompt_embeds", shape, allowed, aspect="the shape of")
     if not np.isfinite(rows).all():

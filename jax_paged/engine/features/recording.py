@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.codec import check_format
 from jax_paged.engine.engine_core import EngineCore
 from jax_paged.engine.feature import EngineFeature
@@ -32,7 +32,7 @@ class Recordings(EngineFeature):
             ValueError: If the engine has a custom scheduler, whose decisions can't be replayed.
             RuntimeError: If requests are running or prefixes are pinned.
         """
-        self._core.check_open()
+        self._core.check_can_run()
         _check_idle(self._core)
         from jax_paged.lab.recording import RecordedScheduler
 
@@ -56,7 +56,7 @@ class Recordings(EngineFeature):
             RuntimeError: If requests are running, prefixes are pinned, or the engine is being recorded.
         """
         core = self._core
-        core.check_open()
+        core.check_can_run()
         _check_idle(core)
         check_not_recorded(core)
         from jax_paged.lab.recording import replay_events
@@ -77,17 +77,17 @@ class Recordings(EngineFeature):
 def _check_idle(core: EngineCore) -> None:
     """Raises RuntimeError if requests are running or prefixes are pinned."""
     if not core.drain() or core.scheduler.block_manager.pinned:
-        raise RuntimeError("requests are running or prefixes pinned; record and replay before them")
+        raise RuntimeError("requests are running or prefixes are pinned; end and unpin all of them first")
 
 
 def _check_replayable(request: dict) -> None:
     """Raises ValueError if a recorded request used a LoRA adapter or structured output."""
     features, grammar = request["features"], request["sampling_params"]["structured_outputs"]
     adapter = features and features["adapter"]
-    allowed = "None because adapters are not recorded"
+    allowed = "None because recordings do not contain adapters"
     check(not adapter, "lines", adapter, allowed, aspect="each adapter in")
-    allowed, aspect = "None because masks are not recorded", "structured_outputs of each request in"
-    check(grammar is None, "lines", grammar, allowed, aspect=aspect)
+    allowed = "None because recordings do not contain token masks"
+    check(grammar is None, "lines", grammar, allowed, aspect="structured_outputs of each request in")
 
 
 def check_not_recorded(core: EngineCore) -> None:
@@ -100,7 +100,7 @@ def check_not_recorded(core: EngineCore) -> None:
 
     if isinstance(core.scheduler, RecordedScheduler):
         raise RuntimeError(
-            "this engine is being recorded, which a new scheduler would end; end it with record(None)"
+            "this engine is being recorded, and the call would replace its scheduler; call record(None) first"
         )
 
 
@@ -120,15 +120,15 @@ def _check_fits(start: dict, config: EngineConfig) -> None:
         ("block_size", manager["block_size"], config.block_size),
         ("groups", manager["groups"], groups),
     ):
-        check(value == ours, "lines", value, f"that of the engine, {ours}", aspect=f"{name} in")
+        check(value == ours, "lines", value, f"{ours} as in this engine", aspect=f"{name} in")
     drafts, own = scheduler.get("speculation"), config.speculation
     is_same = drafts is None or (own is not None and drafts == dataclasses.asdict(own))
-    check(is_same, "lines", drafts, f"None or that of the engine, {own}", aspect="speculation in")
+    check(is_same, "lines", drafts, f"None or {own} as in this engine", aspect="speculation in")
     for name, value, most in (
         ("num_blocks", manager["num_blocks"], config.num_blocks),
         ("num_swap_blocks", manager["num_swap_blocks"], config.num_swap_blocks),
-        ("num_state_slots", manager.get("num_state_slots", 0), config.state_slots[0]),
-        ("num_swap_state_slots", manager.get("num_swap_state_slots", 0), config.state_slots[1]),
+        ("num_state_slots", manager.get("num_state_slots", 0), config.num_state_slots),
+        ("num_swap_state_slots", manager.get("num_swap_state_slots", 0), config.num_swap_state_slots),
         ("max_num_seqs", scheduler["max_num_seqs"], config.max_num_seqs),
         ("max_num_batched_tokens", scheduler["max_num_batched_tokens"], config.max_num_batched_tokens),
         ("max_model_len", scheduler["max_model_len"], config.max_model_len),

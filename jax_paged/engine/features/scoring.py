@@ -40,7 +40,7 @@ class Scoring(EngineFeature):
                 scored.
             RuntimeError: If requests are running.
         """
-        self._core.check_open()
+        self._core.check_can_run()
         if not self._core.drain():
             raise RuntimeError("requests are running; score texts before or after them")
         number = plain(num_prompt_tokens)
@@ -81,6 +81,6 @@ def _logprobs(output: CompletionOutput) -> list[float]:
         ValueError: If the request ended before all tokens were generated.
     """
     if output.finish_reason != "length":
-        raise ValueError(f"a text was not scored: {output.stop_reason}")
-    assert output.logprobs is not None, "they were asked for"
+        raise ValueError(f"scoring failed: {output.stop_reason}")
+    assert output.logprobs is not None, "the output has no log-probabilities"
     return [entry[t].logprob for t, entry in zip(output.token_ids, output.logprobs, strict=True)]

@@ -15,11 +15,11 @@ from safetensors.numpy import load_file, save_file
 
 from jax_paged.core.codec import FORMAT, check_format
 from jax_paged.core.features.snapshot import (
+    group_to_json,
     kept_blocks,
     restore_group,
     restore_scheduler,
-    values_of_group,
-    values_of_scheduler,
+    scheduler_to_json,
 )
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.engine.engine_core import EngineCore
@@ -91,7 +91,7 @@ class EngineState:
             check_format("path", values.get("format"))
             return cls(values, load_file(file.parent / values.pop("arrays")))
         except (OSError, KeyError, json.JSONDecodeError) as error:
-            raise ValueError(f"{file} is not the state of an engine: {error!r}") from error
+            raise ValueError(f"{file} is not a valid engine state: {error!r}") from error
 
 
 class Snapshots(EngineFeature):
@@ -109,14 +109,14 @@ class Snapshots(EngineFeature):
             RuntimeError: If a planned step has not run.
         """
         core, config = self._core, self._core.config
-        core.check_open()
+        core.check_can_run()
         core.settle()
         if core.planned is not None:
-            raise RuntimeError("a plan of schedule() has not run; run it, or step(), before state()")
+            raise RuntimeError("the plan of schedule() has not run; call run() or step() before state()")
         scheduler = core.scheduler
         states = list(dict.fromkeys([*core.requests.values(), *core.changed]))
         _check_fits(core, states)
-        requests = [values_of_group(scheduler, s.group) | {"text": s.values()} for s in states]
+        requests = [group_to_json(scheduler, s.group) | {"text": s.values()} for s in states]
         fingerprint, packing = core.executor.fingerprint()
         values = {
             "format": FORMAT,
@@ -127,7 +127,7 @@ class Snapshots(EngineFeature):
             "seeds": core.seeds.getstate(),
             "num_names": core.num_names,
             "weight_version": [core.weight_version, core.num_weight_updates],
-            "scheduler": values_of_scheduler(scheduler),
+            "scheduler": scheduler_to_json(scheduler),
             "requests": requests,
             "changed": [i for i, state in enumerate(states) if state in core.changed],
         }
@@ -147,18 +147,18 @@ class Snapshots(EngineFeature):
             RuntimeError: If requests are running, prefixes are pinned, or the engine is being recorded.
         """
         core = self._core
-        core.check_open()
+        core.check_can_run()
         state = EngineState.of(state)
         values = state.values
         check_format("state", values.get("format"))
         check_not_recorded(core)
         if core.has_unfinished or core.scheduler.block_manager.pinned:
-            raise RuntimeError("requests are running or prefixes pinned; load a state before them")
+            raise RuntimeError("requests are running or prefixes are pinned; end and unpin all of them first")
         scheduler = core.make_scheduler()
         ours = _settings(core, scheduler)
         for name, value in values["settings"].items():
             if value != ours[name]:
-                allowed = f"that of the engine, {ours[name]!r}"
+                allowed = f"{ours[name]!r} as in this engine"
                 raise ArgumentError("state", value, allowed, aspect=f"{name} in")
         _check_weights(values["weights"], *core.executor.fingerprint())
         # Copied because restored values are modified, and the state may be loaded again.
@@ -168,13 +168,13 @@ class Snapshots(EngineFeature):
         try:
             restore_scheduler(scheduler, values["scheduler"])
         except AssertionError as error:
-            raise ValueError(f"the state contradicts itself: {error}") from error
+            raise ValueError(f"the state is inconsistent: {error}") from error
         blocks = kept_blocks(scheduler)
         core.executor.write_memory(*blocks, state.arrays, with_weights=values["weights"]["by_value"])
         texts = zip(groups, values["requests"], strict=True)
         grammar_of = self.input_processor.grammar_of
         states = [
-            RequestState.of_values(group, entry["text"], core.tokenizer, grammar_of(group.sampling_params))
+            RequestState.from_values(group, entry["text"], core.tokenizer, grammar_of(group.sampling_params))
             for group, entry in texts
         ]
         version, internal, gauss = values["seeds"]
@@ -190,18 +190,18 @@ def _check_fits(core: EngineCore, states: list[RequestState]) -> None:
     """Raises ValueError if a request or the model uses a feature that a state can't hold."""
     config = core.config
     names = [name for state in states for name in state.group.sampling_params.hook_args or ()]
-    found = sorted(config.capturing & set(names))
-    allowed = "none because an engine state does not hold them"
+    found = sorted(config.capturing_hooks & set(names))
+    allowed = "none because an engine state does not include them"
     check(not found, "hook_args", found, allowed, aspect="the capturing hooks in")
     names = [name for state in states for name in state.group.sampling_params.extra_args or ()]
-    found = sorted(config.stateful & set(names))
+    found = sorted(config.stateful_processors & set(names))
     check(not found, "extra_args", found, allowed, aspect="the stateful logits processors in")
     found = [s.group.request_id for s in states if s.group.adapter or s.group.request.prompt_embeds]
     aspect = "the running requests with"
     check(not found, "lora_request", found, allowed, aspect=f"{aspect} `prompt_embeds` or")
-    why = "an engine state does not hold them"
+    why = "an engine state does not include recurrent states"
     core.check_not_recurrent("state()", why)
-    found = [s.group.request_id for s in states if s.group.request.stand_ins]
+    found = [s.group.request_id for s in states if s.group.request.placeholder_data]
     check(not found, "multi_modal_data", found, allowed, aspect=aspect)
 
 
@@ -220,12 +220,12 @@ def _check_weights(kept: dict[str, Any], fingerprint: str, packing: str) -> None
     """Raises ValueError if a state has other weights than this engine and they can't be loaded into it."""
     if kept["packing"] != packing and (kept["by_value"] or kept["fingerprint"] != fingerprint):
         raise ValueError(
-            "the weights in `state` are packed for another processor. Take the state on this one, or from an "
-            'engine with matmul_backend="xla", which does not pack weights'
+            "the weights in `state` are packed for another processor. Take the state on this machine, or "
+            'from an engine with matmul_backend="xla", which does not pack weights'
         )
     if not kept["by_value"] and kept["fingerprint"] != fingerprint:
-        remedy = ". Restore with the model whose state it is, or take the state with weights=True"
-        found, allowed = kept["fingerprint"][:16], f"that of the engine, {fingerprint[:16]}"
+        remedy = ". Load the state into an engine with the same weights, or take it with weights=True"
+        found, allowed = kept["fingerprint"][:16], f"{fingerprint[:16]} as in this engine"
         raise ArgumentError(
             "state", found, allowed, aspect="the fingerprint of the weights in", remedy=remedy
         )

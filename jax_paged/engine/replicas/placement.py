@@ -24,8 +24,8 @@ def make_replicas[E: _Closable](num: int, make: Callable[[int], E]) -> tuple[E, 
     """
     with contextlib.ExitStack() as stack:
         engines: list[E] = []
-        for place in range(num):
-            engines.append(make(place))
+        for index in range(num):
+            engines.append(make(index))
             stack.callback(engines[-1].close)
         stack.pop_all()
     return tuple(engines)
@@ -61,14 +61,14 @@ class Placement:
             loads: The numbers of waiting and running requests, per replica.
         """
         for replica, (num_waiting, num_running) in enumerate(loads):
-            self._router.count(str(replica), num_waiting, num_running)
+            self._router.set_load(str(replica), num_waiting, num_running)
         return [(self._replica_of(request), self._with_seed(request)) for request in requests]
 
     def _replica_of(self, checked: CheckedRequest) -> int:
         request, adapter = checked.request, checked.adapter.key if checked.adapter else ""
         tokens = request.encoder_token_ids or request.prompt_token_ids
         # Placeholders are equal in all prompts, so they do not identify a conversation.
-        if request.prompt_embeds or request.stand_ins:
+        if request.prompt_embeds or request.placeholder_data:
             tokens = []
         return int(
             self._router.choose(self._conversations.key_of(tokens, f"{request.cache_salt}\0{adapter}"))

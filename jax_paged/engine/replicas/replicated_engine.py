@@ -9,9 +9,9 @@ from jax_paged.config.engine_args import EngineArgs
 from jax_paged.core.replicas.router import MAX_LAG
 from jax_paged.engine.async_engine.engine import AsyncLLMEngine
 from jax_paged.engine.async_engine.request_methods import RequestMethods
-from jax_paged.engine.async_engine.request_stream import Done, RequestStream
+from jax_paged.engine.async_engine.request_stream import NoOpCoroutine, RequestStream
 from jax_paged.engine.errors import EngineDeadError, stopped_by
-from jax_paged.engine.executors import Executors, check_alone
+from jax_paged.engine.executors import Executors, check_single_engine
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.replicas.placement import Placement, make_replicas
 
@@ -89,8 +89,8 @@ class ReplicatedEngine(RequestMethods):
         with self._placing:
             [(replica, request)] = self._placement.place([request], [r.load for r in self.replicas])
         # If an unfinished request has the same id, its engine gets this request and reports the error.
-        taken = (i for i, engine in enumerate(self.replicas) if engine.has(request_id))
-        return self.replicas[next(taken, replica)].start(request, request_id, whole=whole)
+        same_id = (i for i, engine in enumerate(self.replicas) if engine.has(request_id))
+        return self.replicas[next(same_id, replica)].start(request, request_id, whole=whole)
 
     async def update_weights(
         self, weights: "NewWeights", *, running: "Running" = "error", weight_version: str | None = None
@@ -106,12 +106,12 @@ class ReplicatedEngine(RequestMethods):
         """Raises ValueError, because these engines never sleep."""
         self._refuse("wake up")
 
-    def abort(self, request_id: str | Iterable[str]) -> Done:
+    def abort(self, request_id: str | Iterable[str]) -> NoOpCoroutine:
         """Aborts one or several requests; see AsyncLLMEngine.abort."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         for replica in self.replicas:
             replica.abort(ids)
-        return Done()
+        return NoOpCoroutine()
 
     def close(self) -> None:
         """Ends all requests. Frees the weights and the KV caches."""
@@ -131,7 +131,7 @@ class ReplicatedEngine(RequestMethods):
         return f"{len(self.replicas)} engines, each {self.engine!r}"
 
     def _refuse(self, what: str) -> None:
-        check_alone(self.engine.args, f"1 to {what}")
+        check_single_engine(self.engine.args, f"1 to {what}")
 
 
 # The engine that the server runs requests on.

@@ -37,9 +37,9 @@ class ControlTokens:
         # Matches the first character of a control token. The character class comes first because it skips
         # other text quickly.
         starts = "".join(sorted({re.escape(text[0]) for text in texts}))
-        pattern = f"[{starts}](?<=(?={_any_of(texts)}).)" if texts else "(?!)"
-        self._begin = re.compile(pattern, re.DOTALL)
-        self._beginnings = tuple({text[:k] for text in texts for k in range(1, len(text))})
+        pattern = f"[{starts}](?<=(?={_trie_regex(texts)}).)" if texts else "(?!)"
+        self._control_token_regex = re.compile(pattern, re.DOTALL)
+        self._prefixes = tuple({text[:k] for text in texts for k in range(1, len(text))})
 
     @functools.cached_property
     def text_backend(self) -> tokenizers.Tokenizer:
@@ -68,11 +68,11 @@ class ControlTokens:
             ValueError: If the texts contain all characters that may be marks.
         """
         texts = list(_texts(value))
-        if not any(text.endswith(self._beginnings) or self._begin.search(text) for text in texts):
+        if not any(text.endswith(self._prefixes) or self._control_token_regex.search(text) for text in texts):
             return value, ""
         mark = next((m for m in _MARKS if not any(m in text for text in texts)), None)
         if mark is None:
-            allowed = "texts without at least one of the characters U+F0000 to U+F00FF"
+            allowed = "texts that do not contain all characters from U+F0000 to U+F00FF"
             raise ArgumentError("messages", value, allowed)
         return self._with_marks(value, mark), mark
 
@@ -86,8 +86,8 @@ class ControlTokens:
         clean = text.replace(mark, "")
         # Unlike encode, encode_batch lets other Python threads run meanwhile.
         whole, marked = self._backend.encode_batch([clean, text], add_special_tokens=False)
-        own = self._found(text, marked)
-        if [i for i, *_ in own] == [i for i, *_ in self._found(clean, whole)]:
+        own = self._control_tokens_in(text, marked)
+        if [i for i, *_ in own] == [i for i, *_ in self._control_tokens_in(clean, whole)]:
             return whole.ids  # removing the marks creates no control tokens
         ids, end_of_last = [], 0
         for token_id, begin, end in own:
@@ -104,7 +104,7 @@ class ControlTokens:
         parts = [self.text_backend.encode(part, add_special_tokens=False).ids for part in text.split(mark)]
         return [token_id for part in parts for token_id in part]
 
-    def _found(self, text: str, encoding: tokenizers.Encoding) -> list[tuple[int, int, int]]:
+    def _control_tokens_in(self, text: str, encoding: tokenizers.Encoding) -> list[tuple[int, int, int]]:
         """Returns (id, begin, end) of each control token that the text contains.
 
         The range includes spaces that the tokenizer strips around the control token.
@@ -118,8 +118,8 @@ class ControlTokens:
 
     def _with_marks(self, value: Any, mark: str) -> Any:
         if isinstance(value, str):
-            text = self._begin.sub(lambda found: found.group() + mark, value)
-            return text + mark if text.endswith(self._beginnings) else text
+            text = self._control_token_regex.sub(lambda found: found.group() + mark, value)
+            return text + mark if text.endswith(self._prefixes) else text
         if isinstance(value, dict):
             return {self._with_marks(k, mark): self._with_marks(v, mark) for k, v in value.items()}
         if isinstance(value, list | tuple):
@@ -128,7 +128,7 @@ class ControlTokens:
         return value
 
 
-def _any_of(texts: list[str]) -> str:
+def _trie_regex(texts: list[str]) -> str:
     """Returns a regular expression that matches the texts and examines each character only once.
 
     If one of the texts is the beginning of another, the expression only matches the shorter one.
@@ -138,7 +138,7 @@ def _any_of(texts: list[str]) -> str:
         if not text:
             return ""
         by_first.setdefault(text[0], []).append(text[1:])
-    choices = [re.escape(first) + _any_of(rest) for first, rest in by_first.items()]
+    choices = [re.escape(first) + _trie_regex(rest) for first, rest in by_first.items()]
     return choices[0] if len(choices) == 1 else f"(?:{'|'.join(choices)})"
 
 

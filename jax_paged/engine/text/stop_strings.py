@@ -87,7 +87,7 @@ class StopStrings:
     def _build(self) -> None:
         children: list[list[tuple[str, int]]] = [[]]
         for index, stop in enumerate(self._stops):
-            assert stop, "an empty stop string"
+            assert stop, "a stop string is empty"
             state = _ROOT
             for character in stop:
                 after = self._next.get((state, character))

@@ -66,7 +66,7 @@ class TextCodec:
         """Returns the text of one token, with its leading space; U+FFFD for a part of a character."""
         text = self._token_texts.get(token_id)
         if text is None:
-            anchor, start = self._anchor
+            anchor, start = self._decode_prefix
             text = self.decode([*anchor, token_id], skip_special_tokens=False)[start:]
             self._token_texts[token_id] = text
         return text
@@ -77,7 +77,7 @@ class TextCodec:
         Unlike `token_text`, it returns the exact bytes of a token that is a part of a character.
         """
         text = self.token_text(token_id)
-        own = self._vocabulary.incomplete_bytes(token_id) if "\ufffd" in text else None
+        own = self._vocabulary.raw_bytes(token_id) if "\ufffd" in text else None
         return text.encode() if own is None else own
 
     def token_id(self, text: str) -> int | None:
@@ -142,7 +142,7 @@ class TextCodec:
                 raise TooLongError(Text(f"at least {least}"), max_model_len)
 
     @functools.cached_property
-    def frame(self) -> tuple[list[int], list[int]]:
+    def special_tokens_around(self) -> tuple[list[int], list[int]]:
         """The special tokens that the tokenizer adds before and after a text."""
         encoding = self._backend.encode("a")
         mask = encoding.special_tokens_mask
@@ -150,7 +150,7 @@ class TextCodec:
         num_after = mask[::-1].index(0) if 0 in mask else 0
         return encoding.ids[:num_before], encoding.ids[len(mask) - num_after :]
 
-    def lower_texts(self) -> None:
+    def lowercase_input(self) -> None:
         """Makes the tokenizer convert text to lower case, except for special tokens in the text.
 
         Must be called before the tokenizer is used.
@@ -164,7 +164,7 @@ class TextCodec:
         return self._backend.to_str()
 
     @functools.cached_property
-    def _anchor(self) -> tuple[list[int], int]:
+    def _decode_prefix(self) -> tuple[list[int], int]:
         """Token ids that precede a single token when it is decoded, and the length of their text.
 
         Some decoders strip the first space of a text, so a token must not be decoded alone.

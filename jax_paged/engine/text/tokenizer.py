@@ -35,7 +35,7 @@ _SENTENCEPIECE_PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": 
 # Matches chat templates that take a message's content as a list of parts: they name the part type "image".
 _ABOUT_IMAGES = re.compile("""["']image["']""")
 # Arguments of transformers' apply_chat_template that change the type or the format of its result.
-_FORM_SETTINGS = (
+_TEMPLATE_CALL_ARGS = (
     "conversation",
     "max_length",
     "padding",
@@ -72,8 +72,8 @@ class Tokenizer(TextCodec):
         folder = Path(self.name)
         if folder.is_dir() and not any(any(folder.glob(name)) for name in _TOKENIZER_FILES):
             raise ValueError(
-                f"tokenizer {self.name!r} can't be loaded: the folder holds none; a model folder holds "
-                "config.json, *.safetensors and tokenizer.json"
+                f"tokenizer {self.name!r} can't be loaded: the folder contains no tokenizer files. A model "
+                "folder contains config.json, *.safetensors and tokenizer.json"
             )
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no advice to install torch
         with warnings.catch_warnings():
@@ -90,7 +90,7 @@ class Tokenizer(TextCodec):
         if self._chat_template is not None:
             loaded.chat_template = self._chat_template
         elif not loaded.chat_template:
-            loaded.chat_template = _processor_template(folder)
+            loaded.chat_template = _legacy_chat_template(folder)
         return loaded
 
     @functools.cached_property
@@ -157,11 +157,11 @@ class Tokenizer(TextCodec):
             content_format = "openai" if source and _ABOUT_IMAGES.search(source) else "string"
         as_parts = content_format == "openai"
         plain = [_plain_message(i, message, as_parts=as_parts) for i, message in enumerate(messages)]
-        check(bool(plain), "messages", plain, "at least one message")
+        check(bool(plain), "messages", plain, "a list of at least one message")
         template = chat_template or self.hf.chat_template
         if not template:
-            remedy = ". Use completions instead"
-            raise ArgumentError("tokenizer", self.name, "one with a chat template", remedy=remedy)
+            remedy = ". Pass a chat template, or use completions instead"
+            raise ArgumentError("tokenizer", self.name, "a tokenizer with a chat template", remedy=remedy)
         if tools and isinstance(template, str) and "tools" not in template:
             raise ArgumentError("tools", tools, "None because the chat template does not use tools")
         (marked, values), mark = self._control.marked((plain, values))
@@ -221,7 +221,7 @@ class Tokenizer(TextCodec):
                 return tokenizers.Tokenizer.from_file(str(file))
         backend = getattr(self.hf, "backend_tokenizer", None)
         if backend is None:
-            raise ValueError(f"tokenizer {self.name!r} has no form that the tokenizers library can run")
+            raise ValueError(f"tokenizer {self.name!r} has no fast version for the tokenizers library")
         return copy.deepcopy(backend)  # transformers modifies its tokenizer in each call
 
 
@@ -234,13 +234,13 @@ def _checked_variables(template_kwargs: dict[str, Any] | None) -> dict[str, Any]
     values = {} if template_kwargs is None else template_kwargs
     ok = isinstance(values, dict)
     check(ok, "chat_template_kwargs", values, "None or a dict of the template's variables")
-    for name in _FORM_SETTINGS:
-        allowed = "unset because it is no variable of the template"
+    for name in _TEMPLATE_CALL_ARGS:
+        allowed = "unset because it is an argument of apply_chat_template and not a template variable"
         check(name not in values, f"chat_template_kwargs[{name!r}]", values.get(name), allowed)
     return values
 
 
-def _processor_template(folder: Path) -> Any:
+def _legacy_chat_template(folder: Path) -> Any:
     """Returns the template in chat_template.json (older multimodal models); None without the file."""
     file = folder / "chat_template.json"
     return json.loads(file.read_text(encoding="utf-8"))["chat_template"] if file.is_file() else None
@@ -254,16 +254,16 @@ def _missing_packages(name: str) -> str | None:
     """
     if _local_file(name, "tokenizer.json") is not None:
         return None
-    found = next((f for n in _SENTENCEPIECE_FILES if (f := _local_file(name, n)) is not None), None)
+    file = next((f for n in _SENTENCEPIECE_FILES if (f := _local_file(name, n)) is not None), None)
     missing = [p for module, p in _SENTENCEPIECE_PACKAGES.items() if not _is_installed(module)]
-    if not missing or found is None:
+    if not missing or file is None:
         return None
-    with found.open("rb") as file:
-        if file.read(1) != _SENTENCEPIECE_START:
+    with file.open("rb") as stream:
+        if stream.read(1) != _SENTENCEPIECE_START:
             return None
     return (
-        f"{found.name} is a SentencePiece model, and what transformers reads it with is not installed: "
-        f"pip install {' '.join(missing)}; or make a tokenizer.json where they are, with "
+        f"{file.name} is a SentencePiece model, and packages that transformers needs to read it are missing. "
+        f"Run pip install {' '.join(missing)}, or create a tokenizer.json on a machine that has them with "
         "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     )
 
@@ -298,7 +298,7 @@ def _plain_message(index: int, message: Any, *, as_parts: bool) -> dict[str, Any
     """Returns a checked message. Its content is a list of parts if `as_parts`, else a string."""
     name = f"messages[{index}]"
     ok = isinstance(message, dict) and isinstance(message.get("role"), str)
-    check(ok, name, message, "a dict with a role")
+    check(ok, name, message, 'a dict with the string "role"')
     content = message.get("content")
     if content is None and (message["role"] == "assistant" or message.get("tool_calls")):
         content = ""  # the message may contain only tool calls or reasoning

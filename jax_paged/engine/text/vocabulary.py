@@ -27,7 +27,7 @@ class Vocabulary:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
 
-    def incomplete_bytes(self, token_id: int) -> bytes | None:
+    def raw_bytes(self, token_id: int) -> bytes | None:
         """Returns the bytes of a token that may be a part of a character.
 
         Args:

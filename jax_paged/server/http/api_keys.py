@@ -9,7 +9,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jax_paged.errors import ArgumentError
-from jax_paged.server.http.limits import refuse
+from jax_paged.server.http.limits import send_error
 from jax_paged.server.http.paths import route_path
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.responses import ApiError
@@ -41,19 +41,19 @@ def _read(name: str) -> list[str]:
     try:
         lines = Path(name).read_text(encoding="ascii").splitlines()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-        raise ArgumentError("api_key_file", name, f"a file that can be read ({reason})") from error
+        reason = error.strerror if isinstance(error, OSError) else "not ASCII text"
+        raise ArgumentError("api_key_file", name, f"a readable file ({reason})") from error
     keys = [_checked(line.strip(), f"a line of {name!r}") for line in lines if line.strip()]
     if not keys:
-        raise ArgumentError("api_key_file", name, "a file with a key per line", remedy=", which is empty")
+        raise ArgumentError("api_key_file", name, "a file with API keys", remedy=", which is empty")
     return keys
 
 
 def _checked(key: str, name: str) -> str:
     if not (key.isascii() and key.isprintable() and " " not in key and 0 < len(key) <= 1024):
         raise ValueError(
-            f"{name} must be 1 to 1024 printable ASCII characters without spaces, got {len(key)} "
-            "characters that are not"
+            f"{name} must be 1 to 1024 printable ASCII characters without spaces, got an "
+            f"invalid key of {len(key)} characters"
         )
     return key
 
@@ -79,12 +79,12 @@ class KeyCheck:
             number = self._number(scope["headers"]) if self._digests else None
             if self._digests and number is None and route_path(scope) not in OPEN_PATHS:
                 error = ApiError(
-                    "the API key is missing or wrong: send one header Authorization: Bearer KEY",
+                    "the API key is missing or invalid: send one header 'Authorization: Bearer KEY'",
                     status=401,
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-                await refuse(error, scope, receive, send)
+                await send_error(error, scope, receive, send)
                 return
             scope.setdefault("state", {})["client"] = "" if number is None else f"key {number}"
         await self._app(scope, receive, send)

@@ -12,13 +12,13 @@ from starlette.types import Receive, Scope, Send
 from jax_paged.server.http.http_protocol import BODY_WRITER, BodyWriter
 
 
-async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+async def response_unless_disconnected(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
     """Awaits a response, and cancels it when the client disconnects."""
     # The client has disconnected and does not read it.
-    return await until_gone(request.receive, answer) or Response(status_code=499)
+    return await result_unless_disconnected(request.receive, answer) or Response(status_code=499)
 
 
-async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+async def result_unless_disconnected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """Returns the result of a coroutine. Cancels it and returns None if the client disconnects first."""
 
     async def gone() -> None:
@@ -63,7 +63,7 @@ class EventStream(StreamingResponse):
         """Sends the events until they end or the client disconnects."""
         writer = scope.get("extensions", {}).get(BODY_WRITER)
         async with contextlib.aclosing(self._rest):
-            await until_gone(receive, self._send(send, writer))
+            await result_unless_disconnected(receive, self._send(send, writer))
 
     async def _send(self, send: Send, writer: BodyWriter | None) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

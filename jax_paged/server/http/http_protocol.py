@@ -30,10 +30,10 @@ BODY_WRITER = "jax_paged.body_writer"
 
 def limited_protocol(options: ServerOptions) -> Callable[..., asyncio.Protocol]:
     """Returns a factory of connection protocols for uvicorn's `http` setting."""
-    return functools.partial(_LimitedProtocol, options, _Writes())
+    return functools.partial(_LimitedProtocol, options, _WriteBatch())
 
 
-class _Writes:
+class _WriteBatch:
     """Batch of the writes of all connections in one iteration of the event loop.
 
     Each write wakes the client, which may take a CPU core from the engine. If a client reads several streams,
@@ -69,7 +69,7 @@ class BodyWriter:
         on_resume: Callback for when the client reads again after `is_paused` was True; None for no callback.
     """
 
-    def __init__(self, cycle: RequestResponseCycle, writes: _Writes) -> None:
+    def __init__(self, cycle: RequestResponseCycle, writes: _WriteBatch) -> None:
         self.on_resume: Callable[[], None] | None = None
         self._cycle = cycle
         self._writes = writes
@@ -85,7 +85,7 @@ class BodyWriter:
             self._writes.add(self._cycle.transport, b"%x\r\n%b\r\n" % (len(part), part))
 
 
-class _Refusal(Exception):
+class _RejectedRequestError(Exception):
     """Exception with which a callback of the parser rejects the request."""
 
     def __init__(self, error: ApiError) -> None:
@@ -94,16 +94,16 @@ class _Refusal(Exception):
 
 
 class _LimitedProtocol(HttpToolsProtocol):
-    def __init__(self, options: ServerOptions, writes: _Writes, **uvicorns: Any) -> None:
+    def __init__(self, options: ServerOptions, writes: _WriteBatch, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._options = options
         self._writes = writes
         self._body_writer: BodyWriter | None = None
-        self._is_refused = False
+        self._is_rejected = False
         self._in_head = True
         self._num_head_bytes = 0  # bytes of complete headers, trailers and the first line
         # Bytes received since the start of the headers or since the parser last reported a part of the body.
-        self._num_silent_bytes = 0
+        self._num_unreported_bytes = 0
         self._has_received = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -114,7 +114,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         """Starts the timeout for the first request, or closes the connection if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self._options.max_connections:
-            self._refuse("the server has too many connections; try again later", 503, linger_s=0)
+            self._send_error("the server has too many open connections; try again later", 503, linger_s=0)
         else:
             self._start_head_timer()
 
@@ -130,7 +130,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         The connection is then closed after the response. HTTP allows a server to answer only the first of
         several pipelined requests.
         """
-        if self._is_refused:
+        if self._is_rejected:
             return
         self._has_received = True
         if self._is_answering():
@@ -139,24 +139,24 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._in_head and self._head_timer is None:
             self._start_head_timer()
-        self._num_silent_bytes += len(data)
+        self._num_unreported_bytes += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._read_without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             self._on_parser_error(error)
-        if self._num_silent_bytes > self._options.max_header_bytes and not self._is_refused:
-            self._refuse(self._too_long(), 431)
+        if self._num_unreported_bytes > self._options.max_header_bytes and not self._is_rejected:
+            self._send_error(self._too_long(), 431)
 
     def _on_parser_error(self, error: httptools.HttpParserError) -> None:
         cause = error.__context__  # the exception that a callback of the parser has raised
-        if isinstance(cause, _Refusal):
-            self._refuse(str(cause), cause.error.status)
+        if isinstance(cause, _RejectedRequestError):
+            self._send_error(str(cause), cause.error.status)
         elif self._is_answering():  # A pipelined request follows in the same data.
             self.cycle.keep_alive = False
         else:
-            self._refuse(f"this is not HTTP/1.1: {cause or error}", 400)
+            self._send_error(f"the request is not valid HTTP/1.1: {cause or error}", 400)
 
     def _is_answering(self) -> bool:
         """True if a request has been received completely and its response has not been sent completely."""
@@ -168,7 +168,7 @@ class _LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Starts a new request, or stops the parser if the previous request is still being answered."""
         if self._is_answering():
-            raise RuntimeError("a pipeline")
+            raise RuntimeError("a pipelined request has started")
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -180,15 +180,15 @@ class _LimitedProtocol(HttpToolsProtocol):
         """Adds a header. Trailers, which follow the body, are dropped."""
         self._count_head(len(name) + len(value) + 4)  # plus ": " and the line break
         if not self._in_head:
-            self._num_silent_bytes = 0
+            self._num_unreported_bytes = 0
             return
         super().on_header(name, value)
         if len(self.headers) > (limit := self._options.max_headers):
-            _bad(f"the request must have at most {limit} headers", 431)
+            _reject(f"the request must have at most {limit} headers", 431)
 
     def on_headers_complete(self) -> None:
         """Checks the headers and starts the application."""
-        self._num_silent_bytes = 0
+        self._num_unreported_bytes = 0
         self._check_headers()
         if not self.parser.should_upgrade():
             self._stop_head_timer()
@@ -199,7 +199,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Adds a part of the body."""
-        self._num_silent_bytes = 0
+        self._num_unreported_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -210,7 +210,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             not self.parser.should_upgrade()
         ):  # The response was sent before the body ended, so the connection is idle from now on.
             self.cycle.more_body = False
-            self._num_head_bytes = self._num_silent_bytes = 0
+            self._num_head_bytes = self._num_unreported_bytes = 0
             self._stop_head_timer()
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -220,25 +220,25 @@ class _LimitedProtocol(HttpToolsProtocol):
     def _count_head(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > self._options.max_header_bytes:
-            _bad(self._too_long(), 431)
+            _reject(self._too_long(), 431)
 
     def _too_long(self) -> str:
-        return f"the headers must have at most {self._options.max_header_bytes} bytes"
+        return f"the request line and headers must have at most {self._options.max_header_bytes} bytes"
 
     def _check_headers(self) -> None:
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
-            _bad(f"the version of HTTP must be 1.1, got {version}", 505)
+            _reject(f"the HTTP version must be 1.0 or 1.1, got {version}", 505)
         if self.parser.get_method() == b"CONNECT":
-            _bad("the method is CONNECT, and this server is no proxy", 405)
+            _reject("the method CONNECT is not supported because this server is not a proxy", 405)
         values = {name: [v for n, v in self.headers if n == name] for name in (b"host", b"transfer-encoding")}
         num_hosts, encodings = len(values[b"host"]), values[b"transfer-encoding"]
         if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
-            _bad(f"the request must have one Host header, got {num_hosts}")
+            _reject(f"the request must have exactly one Host header, got {num_hosts}")
         # The parser itself rejects Content-Length next to Transfer-Encoding, but accepts a list of encodings
         # that ends with chunked.
         if encodings and (version == "1.0" or [e.strip().lower() for e in encodings] != [b"chunked"]):
-            _bad("Transfer-Encoding must be chunked, in HTTP/1.1")
+            _reject("Transfer-Encoding must be chunked, and needs HTTP/1.1")
 
     def _read_without_upgrade(self, rest: bytes) -> None:
         """Parses a request again without its Upgrade header, and then the data that follows the request.
@@ -258,7 +258,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if not self.parser.should_keep_alive():
             lines.append(b"connection: close")
         self.parser = httptools.HttpRequestParser(self)
-        self._num_head_bytes = self._num_silent_bytes = 0
+        self._num_head_bytes = self._num_unreported_bytes = 0
         self.data_received(b"\r\n".join([*lines, b"", b""]) + rest)
 
     # Timeouts.
@@ -276,7 +276,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         # The response may be complete before the body.
         is_answered = self.cycle is not None and self.cycle.more_body
         if self._has_received and not is_answered:
-            self._refuse(f"the headers were not complete after {self._options.head_timeout:g} s", 408)
+            self._send_error(f"the headers were not complete after {self._options.head_timeout:g} s", 408)
         else:  # Browsers open spare connections that they may never use.
             self.transport.close()
 
@@ -296,7 +296,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         """Prepares for the next request."""
         super().on_response_complete()
         self._in_head = True
-        self._num_head_bytes = self._num_silent_bytes = 0
+        self._num_head_bytes = self._num_unreported_bytes = 0
         # The write timeout also applies to a connection that is about to be closed.
         if self.transport.get_write_buffer_size() > 0:
             self._watch_writes()
@@ -321,7 +321,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     # Rejected requests.
 
-    def _refuse(self, message: str, status: int, *, linger_s: float = LINGER_S) -> None:
+    def _send_error(self, message: str, status: int, *, linger_s: float = LINGER_S) -> None:
         """Closes the connection, after an error response if no response has been started.
 
         Args:
@@ -330,7 +330,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             linger_s: Time (seconds) for which further input is read and dropped before the connection is
                 closed.
         """
-        self._is_refused = True
+        self._is_rejected = True
         self._stop_head_timer()
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
@@ -345,8 +345,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         self.loop.call_later(linger_s, self.transport.close)
 
 
-def _bad(message: str, status: int = 400) -> NoReturn:
-    raise _Refusal(ApiError(message, status=status))
+def _reject(message: str, status: int = 400) -> NoReturn:
+    raise _RejectedRequestError(ApiError(message, status=status))
 
 
 def _answer(error: ApiError) -> bytes:

@@ -17,7 +17,7 @@ from jax_paged.errors import ArgumentError, check_int
 from jax_paged.server.http.http_protocol import LINGER_S
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.responses import ApiError
-from jax_paged.server.text_reader import LONG_BODY, Lane
+from jax_paged.server.text_reader import LONG_BODY, ThrottledLock
 
 # Change of the nesting depth at each structural byte of JSON, as an int8. 0 marks a quotation mark, which
 # starts or ends a string.
@@ -32,7 +32,7 @@ _SMALL_BYTES = 64 * 1024
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Sends an error response in place of the application's response.
 
     If the request has a body, which may not have been read, the connection is closed after the response.
@@ -70,13 +70,13 @@ class BodyLimits:
     Args:
         app: The next ASGI application.
         options: The limits.
-        lane: Queue in which long bodies wait before they are parsed.
+        cpu_lock: Lock that long bodies must acquire before they are parsed.
     """
 
-    def __init__(self, app: ASGIApp, options: ServerOptions, lane: Lane) -> None:
+    def __init__(self, app: ASGIApp, options: ServerOptions, cpu_lock: ThrottledLock) -> None:
         self._app = app
         self._options = options
-        self._lane = lane
+        self._lock = cpu_lock
         self._num_buffered = 0  # bytes of bodies that are being received or wait to be parsed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,12 +87,12 @@ class BodyLimits:
         try:
             body = await self._read(scope, receive)
         except ApiError as error:
-            await refuse(error, scope, receive, send)
+            await send_error(error, scope, receive, send)
             return
         if body is None:  # the client has disconnected
             return
         try:
-            if len(body) > LONG_BODY and not await _is_first(self._lane.body_turn(len(body)), receive()):
+            if len(body) > LONG_BODY and not await _done_first(self._lock.body_turn(len(body)), receive()):
                 return  # The client has disconnected while the body waited.
         finally:
             self._num_buffered -= len(body)
@@ -122,10 +122,10 @@ class BodyLimits:
                     num_bytes += len(part)
                     self._num_buffered += len(part)
                     if num_bytes > limit:
-                        raise _too_large("more", limit)
+                        raise _too_large(f"more than {limit} bytes", limit)
                     if self._num_buffered > self._options.max_buffered_bytes:
                         raise ApiError(
-                            "the server receives too much at the same time; try again later",
+                            "the server is receiving too many bytes (--max-buffered-bytes); try again later",
                             status=503,
                             headers={"Retry-After": "1"},
                         )
@@ -139,7 +139,7 @@ class BodyLimits:
                 self._num_buffered -= num_bytes
 
 
-async def _is_first(wanted: Awaitable[object], other: Awaitable[object]) -> bool:
+async def _done_first(wanted: Awaitable[object], other: Awaitable[object]) -> bool:
     """Waits for the first of two awaitables, cancels the other one, and returns whether `wanted` is done."""
     tasks = [asyncio.ensure_future(wanted), asyncio.ensure_future(other)]
     try:
@@ -239,7 +239,7 @@ def _check_nesting(body: bytes, limits: ServerOptions) -> None:
     steps = np.frombuffer(marks, np.int8)
     steps = steps * (np.cumsum(steps == 0) % 2 == 0)
     if steps.cumsum(dtype=np.int32).max(initial=0) > limits.max_json_depth:
-        _not_json(f"it must have at most {limits.max_json_depth} nested levels")
+        _not_json(f"it must have at most {limits.max_json_depth} levels of nesting")
     if (steps == 1).sum() > limits.max_json_containers:
         _not_json(f"it must have at most {limits.max_json_containers} arrays and objects")
 
@@ -254,12 +254,12 @@ def _check_surrogates(body: bytes) -> None:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        _not_json("an object has a key twice")
+        _not_json("an object has a duplicate key")
     return found
 
 
 def _no_constant(name: str) -> NoReturn:
-    _not_json(f"{name} is no number of JSON's")
+    _not_json(f"{name} is not a JSON number")
 
 
 def _not_json(problem: str) -> NoReturn:

@@ -57,14 +57,14 @@ def check_tls(options: ServerOptions) -> None:
         context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password=lambda: "")
     except (OSError, ValueError) as error:
         allowed = (
-            f"a certificate with its unencrypted key, ssl_keyfile {options.ssl_keyfile!r}, in PEM ({error})"
+            f"a PEM certificate with its unencrypted key in ssl_keyfile, {options.ssl_keyfile!r} ({error})"
         )
         raise ArgumentError("ssl_certfile", options.ssl_certfile, allowed) from error
     if options.ssl_ca_certs is not None:
         try:
             context.load_verify_locations(options.ssl_ca_certs)
         except OSError as error:
-            allowed = f"certificates in PEM ({error})"
+            allowed = f"a PEM file with CA certificates ({error})"
             raise ArgumentError("ssl_ca_certs", options.ssl_ca_certs, allowed) from error
 
 
@@ -82,8 +82,8 @@ def check_exposure(listener: socket, options: ServerOptions) -> None:
     address = listener.getsockname()[0]
     if options.api_key or options.allow_unauthenticated or ipaddress.ip_address(address).is_loopback:
         return
-    allowed = "a loopback address such as 127.0.0.1 without an API key"
-    remedy = ", which others can reach. Set JAX_PAGED_API_KEY or --api-key-file, or --allow-unauthenticated"
+    allowed = "a loopback address such as 127.0.0.1 if the server has no API key"
+    remedy = ", which others can reach. Set JAX_PAGED_API_KEY, --api-key-file or --allow-unauthenticated"
     raise ArgumentError("host", options.host, allowed, remedy=remedy)
 
 

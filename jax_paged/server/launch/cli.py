@@ -21,7 +21,7 @@ _USAGE = (
     "jax-paged serve [MODEL] [options]\n       jax-paged [--model MODEL] [options]\n"
     "       jax-paged run-batch -i FILE -o FILE [options]\n"
     "       jax-paged check-kernels [--model MODEL] [options]\n"
-    "       jax-paged health [--pid N | options of the server]"
+    "       jax-paged health [--pid N | server options] [--timeout SECONDS]"
 )
 
 
@@ -69,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def make_parser() -> Parser:
     """Returns a parser with an option for every field of ServerOptions and EngineArgs."""
-    parser = Parser(prog="jax-paged", usage=_USAGE, description="Serves a model with the OpenAI API.")
+    parser = Parser(prog="jax-paged", usage=_USAGE, description="Serve a model with the OpenAI API.")
     parser.add_argument(
-        "model_after_serve", metavar="MODEL", nargs="?", help="the model to serve, as --model MODEL"
+        "model_after_serve", metavar="MODEL", nargs="?", help="model to serve, same as --model MODEL"
     )
     add_options(parser.add_argument_group("server"), ServerOptions)
     add_options(parser.add_argument_group("engine"), EngineArgs)
@@ -82,12 +82,12 @@ def make_batch_parser() -> Parser:
     """Returns a parser with an option for every field of BatchOptions and EngineArgs."""
     parser = Parser(
         prog="jax-paged run-batch",
-        description="Answers a file of requests in the format of OpenAI's Batch API.",
+        description="Run a file of requests in the format of OpenAI's Batch API.",
     )
     group = parser.add_argument_group("batch")
-    text = "requests, one per line"
+    text = "file with one request per line"
     group.add_argument("-i", "--input-file", type=Path, required=True, metavar="FILE", help=text)
-    text = "takes the answers, one per line; what it names already is not run again"
+    text = "file to which one result per line is appended; requests whose result it has are skipped"
     group.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help=text)
     add_options(group, BatchOptions)
     add_options(parser.add_argument_group("engine"), EngineArgs)
@@ -114,9 +114,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if model is None:
         return args
     if not has_command:
-        parser.error(f"the command must be serve, or no command with --model MODEL, got {model!r}")
+        parser.error(f"the command must be serve, or omitted if --model MODEL is given, got {model!r}")
     if getattr(args, "model", model) != model:
-        parser.error(f"MODEL must be equal to --model {args.model!r}, or one of them left out, got {model!r}")
+        parser.error(f"MODEL must be omitted or equal to --model ({args.model!r}), got {model!r}")
     args.model = model
     return args
 
@@ -124,11 +124,13 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def _run_batch(argv: Sequence[str]) -> NoReturn:
     args = make_batch_parser().parse_args(argv)
     try:
-        from jax_paged.llm import NUM_SCHEDULER_STEPS  # Imported late because the import takes seconds.
+        from jax_paged.llm import (
+            DEFAULT_NUM_SCHEDULER_STEPS,
+        )  # Imported late because the import takes seconds.
         from jax_paged.server.run_batch import run_batch
 
         # The same default as in LLM: the output is written as a whole, so multi-step decoding delays nothing.
-        vars(args).setdefault("num_scheduler_steps", NUM_SCHEDULER_STEPS)
+        vars(args).setdefault("num_scheduler_steps", DEFAULT_NUM_SCHEDULER_STEPS)
         try:
             options, settings = BatchOptions.from_cli_args(args), EngineArgs.from_cli_args(args)
         except ValueError as error:
@@ -139,7 +141,7 @@ def _run_batch(argv: Sequence[str]) -> NoReturn:
 
 
 def _check_kernels(argv: Sequence[str]) -> NoReturn:
-    text = "Checks the kernels of --attention-backend (auto: pallas) on this machine, with a model's shapes."
+    text = "Check the kernels of --attention-backend (auto: pallas) on this machine, with a model's shapes."
     parser = Parser("jax-paged check-kernels", description=text)
     add_options(parser, EngineArgs)
     args = parser.parse_args(argv)
@@ -159,11 +161,11 @@ def _check_kernels(argv: Sequence[str]) -> NoReturn:
 def _check_health(argv: Sequence[str]) -> NoReturn:
     from jax_paged.server.launch.health import check_health, options_of_process
 
-    text = "Checks that a server on this machine answers at the address that its options name."
-    usage = "jax-paged health [--pid N | options of the server] [--timeout SECONDS]"
+    text = "Check that a server on this machine responds at the address in its options."
+    usage = "jax-paged health [--pid N | server options] [--timeout SECONDS]"
     parser = Parser("jax-paged health", usage=usage, description=text)
-    parser.add_argument("--pid", type=int, help="the process of the server, whose options are used")
-    parser.add_argument("--timeout", type=float, default=4.0, help="maximum time (seconds; default: 4)")
+    parser.add_argument("--pid", type=int, help="process id of the server, whose options are used")
+    parser.add_argument("--timeout", type=float, default=4.0, help="timeout in seconds (default: 4)")
     own, words = parser.parse_known_args(argv)
     try:
         args = parse_args(words if own.pid is None else options_of_process(own.pid))

@@ -35,12 +35,12 @@ def check_health(options: ServerOptions, timeout_s: float) -> None:
         status = connection.getresponse().status
     except http.client.HTTPException as error:
         raise OSError(
-            f"the server on {host}, port {options.port}, does not answer in HTTP: {error!r}"
+            f"the server on {host}, port {options.port}, has not sent a valid HTTP response: {error!r}"
         ) from error
     finally:
         connection.close()
     if status != 200:
-        raise OSError(f"the server on {host}, port {options.port}, answers with status {status}")
+        raise OSError(f"the server on {host}, port {options.port}, has responded with status {status}")
 
 
 def options_of_process(process_id: int) -> Sequence[str]:
@@ -70,6 +70,6 @@ def _tls_context(options: ServerOptions) -> ssl.SSLContext:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if options.ssl_ca_certs is not None:
         # The server requires client certificates, and its own certificate is the only one available here.
-        assert options.ssl_certfile is not None, "checked by ServerOptions"
+        assert options.ssl_certfile is not None, "ssl_ca_certs is set without ssl_certfile"
         context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
     return context

@@ -180,22 +180,22 @@ class ServerOptions:
         for name, low in _LOWEST.items():
             check_int(name, getattr(self, name), low, _HIGHEST.get(name))
         if self.max_buffered_bytes < self.max_body_bytes:
-            allowed = f"at least max_body_bytes, which is {self.max_body_bytes}"
+            allowed = f"at least max_body_bytes ({self.max_body_bytes})"
             raise ArgumentError("max_buffered_bytes", self.max_buffered_bytes, allowed)
         for name in ("head_timeout", "body_timeout", "write_timeout", "keep_alive_timeout"):
             check_number(name, getattr(self, name), 0, 86400, low_open=True)
         root = self.root_path
         ok = not root or (root.startswith("/") and not root.endswith("/") and root.isascii())
-        check(ok, "root_path", root, "empty or a path such as /llm")
+        check(ok, "root_path", root, "empty or a path such as /llm without a trailing slash")
         for origin in self.allowed_origins:
             scheme, _, host = origin.partition("://")
             ok = origin == "*" or (scheme in ("http", "https") and bool(host) and "/" not in host)
             check(ok, "allowed_origins", origin, "* or an origin such as https://chat.example.org")
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             ok = self.ssl_certfile is not None or getattr(self, name) is None
-            check(ok, name, getattr(self, name), "unset without ssl_certfile")
+            check(ok, name, getattr(self, name), "unset unless ssl_certfile is set")
         ok = self.ssl_certfile is None or self.ssl_keyfile is not None
-        check(ok, "ssl_keyfile", self.ssl_keyfile, "the file of the key with ssl_certfile")
+        check(ok, "ssl_keyfile", self.ssl_keyfile, "the file of the private key if ssl_certfile is set")
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
@@ -243,7 +243,7 @@ class BatchOptions:
     def __post_init__(self) -> None:
         check_parsers(self)
         is_other = self.input_file.resolve() != self.output_file.resolve()
-        check(is_other, "output_file", str(self.output_file), "another file than input_file")
+        check(is_other, "output_file", str(self.output_file), "a different file from input_file")
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:

@@ -29,7 +29,7 @@ from jax_paged.server.observability.logs import configure, log_statistics
 
 _LOGGER = logging.getLogger(__name__)
 # Time (seconds) that uvicorn waits for clients to read the end of their responses at shutdown.
-_CLOSING_S = 2
+_GRACEFUL_SHUTDOWN_S = 2
 _BACKLOG = 2048
 _OBJECTS_PER_COLLECTION = 50_000
 
@@ -49,21 +49,21 @@ def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
         KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
     """
     configure(options.log_level, options.log_format)
-    with one_line_errors():
+    with exit_on_value_error():
         options = with_all_keys(options, api_key_of_environment())
         check_tls(options)
-    config = uvicorn_config("", options, log_level="warning", timeout_graceful_shutdown=_CLOSING_S)
+    config = uvicorn_config("", options, log_level="warning", timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S)
     if args.distributed_executor_backend == "external_launcher":
-        with one_line_errors():
+        with exit_on_value_error():
             launch = launch_of_environment()
             if launch.rank > 0:
                 follow(args, launch)
     # Binds the port first, so that a port in use is reported before the model is loaded.
     listener = _listener(options)
-    with one_line_errors():
+    with exit_on_value_error():
         check_exposure(listener, options)
         allow_open_files(options.max_connections)
-    with one_line_errors():
+    with exit_on_value_error():
         engine = load_engine(args, options)
         openai = OpenAIServer(engine, options.served_model_name or args.model, options)
     config.app = openai.app()
@@ -84,8 +84,8 @@ def _listener(options: ServerOptions) -> socket.socket:
         return socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
     except OSError as error:
         sys.exit(
-            f"jax-paged: can't listen on {options.host}, port {options.port}: {error.strerror}; --host must "
-            "be an address of this machine, and --port a free port (0 takes one)"
+            f"jax-paged: cannot listen on {options.host}, port {options.port}: {error.strerror}; --host must "
+            "be an address of this machine, and --port a free port (0 selects one)"
         )
 
 
@@ -112,7 +112,7 @@ def load_engine(args: EngineArgs, options: ServerOptions) -> ServingEngine:
     # garbage repeatedly takes about half a second.
     gc.disable()
     start = time.monotonic()
-    _LOGGER.info("loading %s", args.model)
+    _LOGGER.info("loading model %s", args.model)
     try:
         template = None if options.chat_template is None else _template(options.chat_template)
         engine = serving_engine(args)
@@ -123,12 +123,12 @@ def load_engine(args: EngineArgs, options: ServerOptions) -> ServingEngine:
             engine.engine.tokenizer.prepare_chat()
     finally:
         gc.enable()
-    _LOGGER.info("loaded %s in %.1f s", args.model, time.monotonic() - start)
+    _LOGGER.info("loaded model %s in %.1f s", args.model, time.monotonic() - start)
     return engine
 
 
 @contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
+def exit_on_value_error() -> Iterator[None]:
     """Ends the program with a one-line message if a ValueError is raised within the context."""
     try:
         yield
@@ -143,7 +143,7 @@ def _template(value: str) -> str:
     try:
         return Path(value).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        allowed = f"a template or the name of a file with one ({error})"
+        allowed = f"a chat template or the path of a file with one ({error})"
         raise ArgumentError("chat_template", value, allowed) from error
 
 

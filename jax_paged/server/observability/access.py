@@ -17,7 +17,7 @@ from jax_paged.server.protocol.responses import num_prompt_tokens
 _LOGGER = logging.getLogger(__name__)
 # Routes that monitoring systems and the status page poll. They are logged at the level "debug".
 _POLLED = ("/health", "/metrics", "/ready", "/ping", "/ui/state")
-_CLIENT_LEFT = 499
+_CLIENT_DISCONNECTED = 499
 
 
 class RequestRecord:
@@ -52,7 +52,7 @@ class RequestRecord:
         self.num_requests += 1
         self._num_open += 1
 
-    def observe(self, output: RequestOutput, num_tokens: list[int]) -> None:
+    def record_result(self, output: RequestOutput, num_tokens: list[int]) -> None:
         """Records the final state of an engine request.
 
         Args:
@@ -102,7 +102,7 @@ class AccessLog:
         inner: Scope = {**scope, "state": dict(scope.get("state", {}))}
         inner.pop("route", None)
         start = time.monotonic()
-        status = _CLIENT_LEFT  # until a response starts
+        status = _CLIENT_DISCONNECTED  # until a response starts
 
         async def noted_send(message: Message) -> None:
             nonlocal status
@@ -159,7 +159,7 @@ class AccessLog:
             cached = f" ({record.num_cached_tokens} cached)" if record.num_cached_tokens else ""
             parts.append(f"prompt {record.num_prompt_tokens}{cached}, output {record.num_output_tokens}")
             parts.append(f"queue {_seconds(record.queue_s)}, first token {_seconds(record.first_token_s)}")
-            parts.append(fields["finish_reason"] or "no end")
+            parts.append(fields["finish_reason"] or "no finish reason")
         parts.append(f"id {fields['request_id']}")
         _LOGGER.log(level, "%s", "; ".join(parts), extra={"fields": fields})
 

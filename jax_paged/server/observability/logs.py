@@ -87,9 +87,10 @@ async def log_statistics(
             "cached_prompt_tokens": round(cached / prompt, 4) if prompt else None,
             "generated_tokens_total": now[2],
         }
-        hits = f", {cached / prompt:.0%} of the prompts cached" if prompt else ""
+        hits = f", prefix cache hit rate {cached / prompt:.0%}" if prompt else ""
         _LOGGER.info(
-            "%d running, %d waiting; prompts %.0f tokens/s, outputs %.0f tokens/s; pool %.1f %% in use%s",
+            "%d running, %d waiting; prompt throughput %.0f tokens/s, generation throughput %.0f tokens/s; "
+            "KV cache usage %.1f %%%s",
             fields["running"],
             fields["waiting"] + fields["swapped"],
             prompt / seconds,

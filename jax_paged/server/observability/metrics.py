@@ -28,18 +28,18 @@ _FINISH_REASONS = ("stop", "length", "abort", "error")
 _NUM_RECENT = 100
 # vLLM's histograms of tokens and times (seconds) of requests that have ended.
 _TOKENS = {
-    "request_prompt_tokens": "its prompt",
-    "request_generation_tokens": "its outputs",
-    "request_max_num_generation_tokens": "its longest output",
+    "request_prompt_tokens": "Number of prompt tokens of a finished request.",
+    "request_generation_tokens": "Number of generated tokens of all outputs of a finished request.",
+    "request_max_num_generation_tokens": "Number of tokens of the longest output of a finished request.",
 }
 _TIMES = {
-    "time_to_first_token": "from its arrival to its first token",
-    "e2e_request_latency": "from arrival to end",
-    "request_queue_time": "until it first ran",
-    "request_inference_time": "once it ran",
-    "request_prefill_time": "from when it first ran to its first token",
-    "request_decode_time": "from its first token to its last",
-    "request_time_per_output_token": "between two tokens, on average",
+    "time_to_first_token": "Time from the arrival of a request to its first token (seconds).",
+    "e2e_request_latency": "Time from the arrival of a request to its end (seconds).",
+    "request_queue_time": "Time from the arrival of a request until it is first scheduled (seconds).",
+    "request_inference_time": "Time from when a request is first scheduled to its end (seconds).",
+    "request_prefill_time": "Time from when a request is first scheduled to its first token (seconds).",
+    "request_decode_time": "Time from the first token of a request to its end (seconds).",
+    "request_time_per_output_token": "Mean time per output token of a request except the first (seconds).",
 }
 
 
@@ -61,43 +61,37 @@ class Metrics:
     Args:
         engine: The engine. Only numbers are read, from any thread.
         model_name: Value of the label "model_name".
-        num_in_front: Returns the number of requests that wait in the server for the engine.
+        num_queued: Returns the number of requests that wait in the server for the engine.
 
     Attributes:
         recent: Latencies of the most recent requests that produced a token.
         num_ended: Number of requests that have ended, by finish reason.
     """
 
-    def __init__(self, engine: ServingEngine, model_name: str, num_in_front: Callable[[], int]) -> None:
+    def __init__(self, engine: ServingEngine, model_name: str, num_queued: Callable[[], int]) -> None:
         self._engine = engine
-        self._num_in_front = num_in_front
+        self._num_queued = num_queued
         self.recent: collections.deque[Latency] = collections.deque(maxlen=_NUM_RECENT)
         self.num_ended: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
         self._registry = CollectorRegistry()
         self._labels = [(model_name, str(replica)) for replica in range(len(engine.replicas))]
-        self._registry.register(_EngineCollector(engine, model_name, num_in_front))
+        self._registry.register(_EngineCollector(engine, model_name, num_queued))
         # The metrics of requests are lists with one entry per engine.
-        ended = self._counter("vllm:request_success", "Requests that ended.", "finished_reason")
+        ended = self._counter("vllm:request_success", "Number of finished requests.", "finished_reason")
         self._ended = [{r: ended.labels(*labels, r) for r in _FINISH_REASONS} for labels in self._labels]
-        preempted = "How often requests that ended had lost their blocks."
+        preempted = "Number of preemptions of finished requests."
         preemptions = self._counter("vllm:num_preemptions", preempted)
         self._preemptions = [preemptions.labels(*labels) for labels in self._labels]
         self._responses = Counter(
             "jax_paged_http_responses",
-            "Answers per route and status, refused requests included; 499 if the client had left.",
+            "HTTP responses by route and status, including rejections; 499 if the client disconnected first.",
             ["route", "status"],
             registry=self._registry,
         )
         bounds = self._lengths(engine.engine.config.max_model_len)
         self._histograms = {
-            **{
-                n: self._histogram(n, f"Tokens per ended request: {text}.", bounds)
-                for n, text in _TOKENS.items()
-            },
-            **{
-                n: self._histogram(f"{n}_seconds", f"Seconds per ended request, {text}.")
-                for n, text in _TIMES.items()
-            },
+            **{n: self._histogram(n, text, bounds) for n, text in _TOKENS.items()},
+            **{n: self._histogram(f"{n}_seconds", text) for n, text in _TIMES.items()},
         }
 
     def observe(self, output: RequestOutput, num_tokens: list[int], replica: int = 0) -> None:
@@ -135,7 +129,7 @@ class Metrics:
     def num_waiting(self) -> int:
         """Returns the number of waiting requests, in the server and in the engines."""
         waiting = (len(replica.engine.scheduler.queues.waiting) for replica in self._engine.replicas)
-        return self._num_in_front() + sum(waiting)
+        return self._num_queued() + sum(waiting)
 
     def observe_response(self, route: str, status: int) -> None:
         """Counts an HTTP response.
@@ -171,10 +165,10 @@ class _EngineCollector(Collector):
     It looks up an engine's scheduler each time, because LLMEngine.record() replaces it.
     """
 
-    def __init__(self, engine: ServingEngine, model_name: str, num_in_front: Callable[[], int]) -> None:
+    def __init__(self, engine: ServingEngine, model_name: str, num_queued: Callable[[], int]) -> None:
         self._replicas = engine.replicas
         self._model_name = model_name
-        self._num_in_front = num_in_front
+        self._num_queued = num_queued
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics of the engines."""
@@ -182,8 +176,8 @@ class _EngineCollector(Collector):
         yield from self._counters()
         yield from self._speculation()
         for name, text in (
-            ("inter_token_latency", "Seconds between two tokens of a sequence."),
-            ("time_per_output_token", "inter_token_latency_seconds, under the name that older boards use."),
+            ("inter_token_latency", "Time between two tokens of a sequence (seconds)."),
+            ("time_per_output_token", "Deprecated name of inter_token_latency_seconds."),
         ):
             histogram = HistogramMetricFamily(f"vllm:{name}_seconds", text, labels=_LABELS)
             for labels, replica in self._each():
@@ -192,8 +186,8 @@ class _EngineCollector(Collector):
                 bounds = [*(str(float(bound)) for bound in values.bounds), "+Inf"]
                 histogram.add_metric(labels, list(zip(bounds, counts, strict=True)), values.total)
             yield histogram
-        yield from self._facts()
-        yield from self._sums()
+        yield from self._config_metrics()
+        yield from self._total_metrics()
 
     def _each(self) -> Iterator[tuple[list[str], AsyncLLMEngine]]:
         """Yields each engine with its labels."""
@@ -201,26 +195,26 @@ class _EngineCollector(Collector):
             yield [self._model_name, str(place)], replica
 
     def _gauges(self) -> Iterator[Metric]:
-        running = self._gauge("vllm:num_requests_running", "Requests that are running.")
-        waiting = self._gauge("vllm:num_requests_waiting", "Requests that are waiting.")
-        usage = "Share of the pool's blocks that requests hold."
-        used = self._gauge("vllm:kv_cache_usage_perc", f"{usage} 1 means all.")
-        older = self._gauge("vllm:gpu_cache_usage_perc", f"{usage} The name that older boards use.")
+        running = self._gauge("vllm:num_requests_running", "Number of running requests.")
+        waiting = self._gauge("vllm:num_requests_waiting", "Number of waiting requests.")
+        usage = "Fraction of the KV cache blocks that are in use; 1 means all blocks."
+        used = self._gauge("vllm:kv_cache_usage_perc", usage)
+        older = self._gauge("vllm:gpu_cache_usage_perc", "Deprecated name of kv_cache_usage_perc.")
         is_one = len(self._replicas) == 1
         for labels, replica in self._each():
             queues, manager = replica.engine.scheduler.queues, replica.engine.scheduler.block_manager
             running.add_metric(labels, len(queues.running))
-            waiting.add_metric(labels, len(queues.waiting) + (self._num_in_front() if is_one else 0))
+            waiting.add_metric(labels, len(queues.waiting) + (self._num_queued() if is_one else 0))
             for family in (used, older):
                 family.add_metric(labels, 1 - manager.num_free_blocks / manager.num_usable_blocks)
         if not is_one:
-            waiting.add_metric([self._model_name, _ANY_ENGINE], self._num_in_front())
+            waiting.add_metric([self._model_name, _ANY_ENGINE], self._num_queued())
         yield from (running, waiting, used, older)
 
     def _counters(self) -> Iterator[Metric]:
         for name, text, attribute in (
-            ("prompt_tokens", "Prompt tokens of requests that got their first token.", "num_prompt_tokens"),
-            ("generation_tokens", "Generated tokens.", "num_generated_tokens"),
+            ("prompt_tokens", "Number of prompt tokens of requests with a first token.", "num_prompt_tokens"),
+            ("generation_tokens", "Number of generated tokens.", "num_generated_tokens"),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "num_prompt_tokens"),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "num_cached_tokens"),
         ):
@@ -236,9 +230,9 @@ class _EngineCollector(Collector):
         if not drafts:
             return
         for name, text, value_of in (
-            ("num_drafts", "Rows of a sequence with drafts that were verified.", lambda d: d.num_rows),
-            ("num_draft_tokens", "Drafts that were verified.", lambda d: d.num_drafts),
-            ("num_accepted_tokens", "Drafts that were drawn.", lambda d: sum(d.num_accepted)),
+            ("num_drafts", "Number of verified drafts: one per sequence and step.", lambda d: d.num_rows),
+            ("num_draft_tokens", "Number of verified draft tokens.", lambda d: d.num_drafts),
+            ("num_accepted_tokens", "Number of accepted draft tokens.", lambda d: sum(d.num_accepted)),
         ):
             counter = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=_LABELS)
             for labels, of_engine in drafts:
@@ -246,7 +240,7 @@ class _EngineCollector(Collector):
             yield counter
         by_place = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that were drawn, by their place behind the last token.",
+            "Number of accepted draft tokens by their position in the draft.",
             labels=[*_LABELS, "position"],
         )
         for labels, of_engine in drafts:
@@ -254,11 +248,11 @@ class _EngineCollector(Collector):
                 by_place.add_metric([*labels, str(position)], value)
         yield by_place
 
-    def _facts(self) -> Iterator[Metric]:
+    def _config_metrics(self) -> Iterator[Metric]:
         """Yields the cache configuration and the sleep state of the engines."""
         names = ["block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "engine"]
-        info = GaugeMetricFamily("vllm:cache_config_info", "How the pool is made.", labels=names)
-        states = "What sleeps: awake is 0 while anything does; then the level, 1 or 2, says which is 1."
+        info = GaugeMetricFamily("vllm:cache_config_info", "Configuration of the KV cache.", labels=names)
+        states = "1 for the current sleep state, else 0; weights_offloaded is level 1, discard_all level 2."
         asleep = GaugeMetricFamily("vllm:engine_sleep_state", states, labels=[*_LABELS, "sleep_state"])
         for labels, replica in self._each():
             config = replica.engine.config
@@ -269,24 +263,24 @@ class _EngineCollector(Collector):
                 asleep.add_metric([*labels, state], int(replica.engine.sleep_level == i))
         yield from (info, asleep)
 
-    def _sums(self) -> Iterator[Metric]:
+    def _total_metrics(self) -> Iterator[Metric]:
         """Yields metrics that vLLM does not have. They are sums over all engines, without labels."""
         engines = [replica.engine for replica in self._replicas]
         version = GaugeMetricFamily(
-            "jax_paged_weight_version_info", "The weights.", labels=["weight_version"]
+            "jax_paged_weight_version_info", "Name of the current weights.", labels=["weight_version"]
         )
         version.add_metric([engines[0].weight_version], 1)
         yield version
         progress = [engine.executor.compile_progress for engine in engines]
         num_compiled, num_programs = map(sum, zip(*progress, strict=True))
         num_swapped = sum(len(engine.scheduler.queues.swapped) for engine in engines)
-        swapped = "Requests whose blocks are in host memory."
+        swapped = "Number of requests whose KV cache blocks are swapped out to host memory."
         yield GaugeMetricFamily("jax_paged_num_requests_swapped", swapped, value=num_swapped)
-        yield GaugeMetricFamily("jax_paged_programs", "Programs to compile.", value=num_programs)
-        yield GaugeMetricFamily("jax_paged_programs_compiled", "Those that are.", value=num_compiled)
+        yield GaugeMetricFamily("jax_paged_programs", "XLA programs to compile.", value=num_programs)
+        yield GaugeMetricFamily("jax_paged_programs_compiled", "Compiled XLA programs.", value=num_compiled)
         num_steps = sum(replica.statistics.num_steps for replica in self._replicas)
-        yield CounterMetricFamily("jax_paged_steps", "Steps of the engine.", value=num_steps)
-        shared = "Tokens that steps read once for several sequences, each of these after the first counted."
+        yield CounterMetricFamily("jax_paged_steps", "Number of engine steps.", value=num_steps)
+        shared = "Number of KV cache token reads that cascade attention has saved."
         num_shared = sum(engine.num_shared_tokens for engine in engines)
         yield CounterMetricFamily("jax_paged_shared_tokens", shared, value=num_shared)
 

@@ -77,7 +77,7 @@ class State:
             "about": {
                 "architecture": config.architecture,
                 "dtype": config.dtype,
-                "attention": config.backend,
+                "attention": config.attention_backend,
                 "products": config.matmul_backend,
                 "max_model_len": config.max_model_len,
                 "num_engines": len(replicas),

@@ -37,7 +37,7 @@ def with_known_fields[B: Body](
         unknown = body.unknown_fields()
         if unknown and strict:
             name = shortened(unknown[0])
-            raise ApiError(f"`{name}` is not a field that this server knows", param=name.partition(".")[0])
+            raise ApiError(f"`{name}` is an unknown field (--strict)", param=name.partition(".")[0])
         response = await handler(body, request)
         if unknown:
             # The name comes from the client and may contain any character, such as line breaks.

@@ -21,7 +21,7 @@ class TokenBytes:
     tokenizer: Tokenizer | None
     skip_special_tokens: bool
 
-    def of(self, token_id: int, logprob: Logprob) -> bytes:
+    def bytes_of(self, token_id: int, logprob: Logprob) -> bytes:
         """Returns the bytes that a token adds to the text; empty if the text omits the token."""
         text, tokenizer = logprob.decoded_token or "", self.tokenizer
         if tokenizer is None:
@@ -93,7 +93,7 @@ class Echo:
         The request must have prompt_logprobs.
         """
         entries = output.prompt_logprobs
-        assert entries is not None, "echo with logprobs asks for prompt_logprobs"
+        assert entries is not None, "output of a request with echo and logprobs has no prompt_logprobs"
         text = self.text(output)
         return {
             "tokens": [self.tokenizer.token_text(token_id) for token_id in output.prompt_token_ids],
@@ -134,7 +134,7 @@ def completion_logprobs(
         "tokens": [x.decoded_token or "" for _, x in sampled],
         "token_logprobs": [x.logprob for _, x in sampled],
         "top_logprobs": [_by_text(entry) for entry in logprobs],
-        "text_offset": [offsets.take(token_bytes.of(*pair)) for pair in sampled],
+        "text_offset": [offsets.take(token_bytes.bytes_of(*pair)) for pair in sampled],
     }
 
 
@@ -158,7 +158,7 @@ def chat_logprobs(
         return None
 
     def described(token_id: int, logprob: Logprob) -> dict[str, Any]:
-        data = list(token_bytes.of(token_id, logprob))
+        data = list(token_bytes.bytes_of(token_id, logprob))
         return {"token": logprob.decoded_token or "", "logprob": logprob.logprob, "bytes": data}
 
     content = []

@@ -66,10 +66,10 @@ def _with_objects(name: str, message: dict[str, Any]) -> dict[str, Any]:
         check(isinstance(call, dict), own, call, "an object")
         function = call.get("function")
         ok = isinstance(function, dict) and isinstance(function.get("name"), str)
-        check(ok, f"{own}.function", function, "an object with a name")
+        check(ok, f"{own}.function", function, "an object with the name of the function")
         arguments = function.get("arguments")
         arguments = {} if arguments is None else arguments
-        check(isinstance(arguments, str | dict), f"{own}.function.arguments", arguments, "a string of JSON")
+        check(isinstance(arguments, str | dict), f"{own}.function.arguments", arguments, "a JSON string")
         new.append({**call, "function": {**function, "arguments": _object(arguments)}})
     return {**rest, "tool_calls": new} if new else rest
 
@@ -132,7 +132,7 @@ def _message(name: str, item: dict[str, Any]) -> dict[str, Any]:
 def _reasoning(name: str, item: dict[str, Any]) -> str:
     """Returns the text of a reasoning item, or its summary if it has no text."""
     encrypted = item.get("encrypted_content")
-    allowed = "null because this server can't decrypt what another one has encrypted"
+    allowed = "null because this server cannot decrypt reasoning"
     check(encrypted is None, f"{name}.encrypted_content", encrypted, allowed)
     for field, part in (("content", "reasoning_text"), ("summary", "summary_text")):
         parts = [] if item.get(field) is None else item[field]

@@ -6,24 +6,24 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
 
-from jax_paged.server.protocol.schemas import ErrorAnswer
+from jax_paged.server.protocol.schemas import ErrorResponse
 
 _DESCRIPTION = (
-    "OpenAI's API, and vLLM's additions to it. Fields that the server does not know are ignored, and the "
-    "header X-Ignored-Fields of the answer names them; with --strict they are errors."
+    "OpenAI-compatible API with vLLM's extensions. Unknown fields of a request are ignored and listed in the "
+    "response header X-Ignored-Fields; with --strict they are rejected."
 )
 # Description of each error status, and the HTTP methods whose routes may return it.
 _ERRORS = {
-    400: ("The request is wrong; `param` names the field, where it is one.", ("post",)),
-    401: ("The API key is missing or wrong.", ("get", "post")),
-    403: ("Pages of this origin may not send this.", ()),
-    404: ("There is no such model.", ("post",)),
-    408: ("The request came too slowly.", ("get", "post")),
+    400: ("The request is invalid; `param` is the invalid field, if it is a single one.", ("post",)),
+    401: ("The API key is missing or invalid.", ("get", "post")),
+    403: ("Web pages of this origin are not allowed to send this request.", ()),
+    404: ("The model does not exist.", ("post",)),
+    408: ("The request was not received in time.", ("get", "post")),
     413: ("The body is too large.", ("post",)),
-    429: ("Too many requests are waiting; the header Retry-After says when to come back.", ("post",)),
+    429: ("Too many requests are waiting. Retry-After has the seconds to wait.", ("post",)),
     431: ("The headers are too large.", ("get", "post")),
-    500: ("The server has failed.", ("get", "post")),
-    503: ("The server does not take requests now: it ends, or has no room for this one.", ("get", "post")),
+    500: ("The server failed to process the request.", ("get", "post")),
+    503: ("The server is shutting down, sleeping, overloaded or has failed.", ("get", "post")),
 }
 # Schema of a server-sent event. The data are a string here; their content is described by OpenAI's API.
 _EVENT = {
@@ -32,32 +32,33 @@ _EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
 }
 _CHUNKS = (
-    "The answer, or with `stream` its parts, each an event; the last is [DONE]. If the request fails on the "
-    "way, the last event has the error, and there is no [DONE]."
+    "The response. If `stream` is true, a stream of server-sent events: each contains a chunk of the "
+    "response, and the last one is [DONE]. If the request fails after the stream has started, the last event "
+    "contains the error, and there is no [DONE]."
 )
 # Descriptions of the responses that can be streamed.
 _STREAMED = {
     "/v1/completions": _CHUNKS,
     "/v1/chat/completions": _CHUNKS,
     "/v1/responses": (
-        "The response, or with `stream` typed events; the last is response.completed, response.incomplete or "
-        "response.failed."
+        "The response. If `stream` is true, a stream of typed server-sent events, of which the last one is "
+        "response.completed, response.incomplete or response.failed."
     ),
 }
 
 
-def answers(form: Any, *more: int) -> dict[str, Any]:
+def response_docs(model: Any, *more: int) -> dict[str, Any]:
     """Returns keyword arguments for a FastAPI route that describe its responses.
 
     Args:
-        form: Type of the response body.
+        model: Type of the response body.
         more: Additional error statuses.
     """
-    described = {status: {"description": _ERRORS[status][0], "model": ErrorAnswer} for status in more}
-    return {"responses": {200: {"description": "The answer.", "model": form}, **described}}
+    described = {status: {"description": _ERRORS[status][0], "model": ErrorResponse} for status in more}
+    return {"responses": {200: {"description": "The response.", "model": model}, **described}}
 
 
-def describe(app: FastAPI, version: str) -> None:
+def install_document(app: FastAPI, version: str) -> None:
     """Replaces an application's OpenAPI document by one that describes its error responses.
 
     Args:
@@ -79,8 +80,8 @@ def _document(app: FastAPI, version: str) -> dict[str, Any]:
     # FastAPI's own error schemas, which this server does not use.
     for name in ("HTTPValidationError", "ValidationError"):
         components.pop(name, None)
-    schema = TypeAdapter(ErrorAnswer).json_schema(ref_template="#/components/schemas/{model}")
-    components |= {**schema.pop("$defs"), "ErrorAnswer": schema}
+    schema = TypeAdapter(ErrorResponse).json_schema(ref_template="#/components/schemas/{model}")
+    components |= {**schema.pop("$defs"), "ErrorResponse": schema}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             operation["responses"].pop("422", None)
@@ -94,5 +95,5 @@ def _document(app: FastAPI, version: str) -> dict[str, Any]:
 
 
 def _error(text: str) -> dict[str, Any]:
-    form = {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}
-    return {"description": text, "content": {"application/json": form}}
+    content = {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}
+    return {"description": text, "content": {"application/json": content}}

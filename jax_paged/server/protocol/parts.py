@@ -32,10 +32,10 @@ class StreamOptions(Part):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = Field(None, description="true is an error.")
+    include_obfuscation: bool | None = Field(None, description="true is not supported.")
 
     @property
-    def asks_for_anything(self) -> bool:
+    def has_any(self) -> bool:
         """Whether any option is set to true."""
         return bool(self.include_usage or self.continuous_usage_stats or self.include_obfuscation)
 
@@ -45,7 +45,7 @@ class Function(Part):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object.")
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
     strict: bool | None = None
 
 

@@ -21,7 +21,7 @@ from jax_paged.server.protocol.parts import (
     Tool,
     as_integers,
 )
-from jax_paged.server.protocol.response_format import ResponseFormat, form_of, ignored_guided
+from jax_paged.server.protocol.response_format import ResponseFormat, constraint_of, ignored_guided
 from jax_paged.server.protocol.responses import ApiError
 
 _SAMPLING_FIELDS = tuple(
@@ -35,7 +35,7 @@ _BEAM_FIELDS = ("temperature", "ignore_eos", "n", "seed")
 
 # Fields of OpenAI's and vLLM's APIs that are not supported and would change the output or its format. They
 # are rejected, not ignored like unknown fields, because the client would receive a wrong response.
-_NOT_BUILT = (
+_UNSUPPORTED = (
     "audio",
     "background",
     "best_of",
@@ -66,7 +66,7 @@ _PROMPTS = [
     {"type": "array", "items": _TEXT, "minItems": 1},
     _TOKEN_IDS,
     {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
-    {"type": "object", "description": "A prompt as LLM.generate takes it."},
+    {"type": "object", "description": "A prompt as a dictionary in the format of LLM.generate."},
 ]
 _TEXT_PART = {
     "type": "object",
@@ -110,7 +110,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     prompt_field: ClassVar[str] = "prompt"
-    unsupported: ClassVar[Ignored] = {**dict.fromkeys(_NOT_BUILT, OFF), **UNSUPPORTED_BY_REQUESTS}
+    unsupported: ClassVar[Ignored] = {**dict.fromkeys(_UNSUPPORTED, OFF), **UNSUPPORTED_BY_REQUESTS}
 
     model: str | None = None
 
@@ -138,7 +138,7 @@ class Body(BaseModel):
         for name, value in (self.model_extra or {}).items():
             choices = refused(value, self.unsupported.get(name, ANY))
             if choices is not None and not self.is_neutral(name, value):
-                allowed = f"{choices} because this server does not support it"
+                allowed = f"{choices} because other values are not supported"
                 raise ApiError(str(ArgumentError(name, value, allowed)), param=name)
 
     def has_field(self, name: str) -> bool:
@@ -146,7 +146,7 @@ class Body(BaseModel):
         return name in type(self).model_fields or name in (self.model_extra or ())
 
 
-def within(minimum: float, maximum: float | None = None, **more: float) -> Any:
+def ranged_field(minimum: float, maximum: float | None = None, **more: float) -> Any:
     """Returns an optional field whose range is part of the OpenAPI document.
 
     The range is not validated here but by the engine, whose error messages name the value and the range.
@@ -173,24 +173,24 @@ class Generation(Body, abc.ABC):
     }
 
     stream: bool | None = None
-    stream_options: StreamOptions | None = Field(None, description="Allowed with stream alone.")
-    temperature: float | None = within(0, 1e6)
-    top_p: float | None = within(0, 1, exclusiveMinimum=0)
-    presence_penalty: float | None = within(-2, 2)
-    frequency_penalty: float | None = within(-2, 2)
-    seed: Integer | None = within(-1, 2**63 - 1)
+    stream_options: StreamOptions | None = Field(None, description="Allowed only if stream is true.")
+    temperature: float | None = ranged_field(0, 1e6)
+    top_p: float | None = ranged_field(0, 1, exclusiveMinimum=0)
+    presence_penalty: float | None = ranged_field(-2, 2)
+    frequency_penalty: float | None = ranged_field(-2, 2)
+    seed: Integer | None = ranged_field(-1, 2**63 - 1)
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
     # Additional fields of vLLM's API.
-    top_k: Integer | None = within(-1, 2**31 - 1)
-    min_p: float | None = within(0, 1)
-    repetition_penalty: float | None = within(1e-6, 1e6)
+    top_k: Integer | None = ranged_field(-1, 2**31 - 1)
+    min_p: float | None = ranged_field(0, 1)
+    repetition_penalty: float | None = ranged_field(1e-6, 1e6)
     stop_token_ids: Integers | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: Integers | None = Field(None, json_schema_extra={"minItems": 1})
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: Integer | None = within(0)
+    min_tokens: Integer | None = ranged_field(0)
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Integer | None = None
     priority: Integer | None = None
@@ -214,7 +214,7 @@ class Generation(Body, abc.ABC):
         return 1
 
     @property
-    def limits_output(self) -> bool:
+    def sets_max_tokens(self) -> bool:
         """Whether the request sets the maximum number of output tokens. If not, a default applies."""
         return True
 
@@ -241,7 +241,7 @@ class Generation(Body, abc.ABC):
     def warnings(self) -> list[str]:
         """Returns a sentence for each deprecated field that is ignored because structured_outputs is set."""
         ignored = ignored_guided(self.structured_outputs, self._guided)
-        return [f"{name} is ignored, as structured_outputs is given" for name in ignored]
+        return [f"{name} is ignored because structured_outputs is set" for name in ignored]
 
     @abc.abstractmethod
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
@@ -260,36 +260,36 @@ class Generation(Body, abc.ABC):
         neutral = {"best_of": (1, self.num_outputs), "function_call": ("none", "auto")}
         return super().is_neutral(name, value) or value in neutral.get(name, ())
 
-    def _given(self, logprobs: int | None) -> dict[str, Any]:
+    def _explicit_params(self, logprobs: int | None) -> dict[str, Any]:
         """Returns the sampling parameters that the request sets, by name.
 
         Args:
             logprobs: Value of the parameter logprobs.
         """
-        if self.stream_options is not None and self.stream_options.asks_for_anything and not self.stream:
-            raise ArgumentError("stream_options", Text("some"), "unset unless stream is true")
+        if self.stream_options is not None and self.stream_options.has_any and not self.stream:
+            raise ArgumentError("stream_options", Text("a value"), "unset unless stream is true")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise ArgumentError("stream_options.include_obfuscation", True, "False")
         fields = type(self).model_fields  # excludes additional fields of this request
         values = {name: getattr(self, name) for name in _SAMPLING_FIELDS if name in fields}
         values |= {"logit_bias": _int_keys(self.logit_bias), "logprobs": logprobs}
-        values["structured_outputs"] = form_of(self._format, self.structured_outputs, self._guided)
+        values["structured_outputs"] = constraint_of(self._format, self.structured_outputs, self._guided)
         return {k: v for k, v in values.items() if v is not None}
 
 
 class _Request(Generation):
     """Fields that completion and chat requests have in common."""
 
-    max_tokens: Integer | None = within(0)
-    n: Integer | None = within(1)
-    prompt_logprobs: Integer | None = within(-1)
+    max_tokens: Integer | None = ranged_field(0)
+    n: Integer | None = ranged_field(1)
+    prompt_logprobs: Integer | None = ranged_field(-1)
     response_format: ResponseFormat | None = None
     use_beam_search: bool | None = None
     return_token_ids: bool | None = Field(
-        None, description="Whether the answer has the token ids of the prompt and of the outputs."
+        None, description="Whether the response contains the token ids of the prompt and of the outputs."
     )
-    beam_width: Integer | None = within(1)
-    length_penalty: float | None = within(-10, 10)
+    beam_width: Integer | None = ranged_field(1)
+    length_penalty: float | None = ranged_field(-10, 10)
 
     @property
     def _format(self) -> ResponseFormat | None:
@@ -298,7 +298,7 @@ class _Request(Generation):
     def _params(
         self, defaults: dict[str, Any], max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams | BeamSearchParams:
-        given = self._given(logprobs)
+        given = self._explicit_params(logprobs)
         if self.use_beam_search:
             return self._beam_params(given, max_tokens)
         for name, neutral in (("beam_width", (None, 1, self.num_outputs)), ("length_penalty", (None, 1))):
@@ -306,10 +306,10 @@ class _Request(Generation):
                 raise ArgumentError(name, getattr(self, name), "unset unless use_beam_search is true")
         params = SamplingParams(**{**defaults, **given, "max_tokens": max_tokens})
         if self.stream and params.best_of is not None and params.best_of > params.n:
-            allowed = f"{params.n} (n) with stream because the best outputs are known only at the end"
+            allowed = f"{params.n} (n) if stream is true because the best outputs are known only at the end"
             raise ArgumentError("best_of", params.best_of, allowed)
         if self.stream and self.prompt_logprobs is not None:
-            raise ArgumentError("prompt_logprobs", self.prompt_logprobs, "unset with stream")
+            raise ArgumentError("prompt_logprobs", self.prompt_logprobs, "unset if stream is true")
         return params
 
     def _beam_params(self, given: dict[str, Any], max_tokens: int | None) -> BeamSearchParams:
@@ -331,7 +331,7 @@ class _Request(Generation):
         params = BeamSearchParams(**{k: v for k, v in values.items() if v is not None})
         check_int("n", self.num_outputs, 1, params.beam_width, condition="(beam_width)")
         if self.stream:
-            allowed = "False with stream because the best outputs are known only at the end"
+            allowed = "False if stream is true because the best outputs are known only at the end"
             raise ArgumentError("use_beam_search", True, allowed)
         return params
 
@@ -345,16 +345,16 @@ class CompletionRequest(_Request):
     """Body of POST /v1/completions, with fields of OpenAI's and vLLM's APIs."""
 
     prompt: Prompts = Field(
-        description="Text, a list of texts, a list of token ids, or a list of such lists.",
+        description="A string, a list of strings, a list of token ids, or a list of lists of token ids.",
         examples=["def fibonacci(n):"],
     )
-    logprobs: Integer | None = within(-1)
-    best_of: Integer | None = within(1)
+    logprobs: Integer | None = ranged_field(-1)
+    best_of: Integer | None = ranged_field(1)
     echo: bool | None = Field(
-        None, description="Whether the text and its log-probabilities begin with the prompt."
+        None, description="Whether the prompt is included in front of the output text and its logprobs."
     )
     suffix: Literal[""] | None = None
-    add_special_tokens: bool | None = Field(None, description="false is an error.")
+    add_special_tokens: bool | None = Field(None, description="false is not supported.")
 
     @property
     def only_prompt(self) -> bool:
@@ -377,8 +377,8 @@ class CompletionRequest(_Request):
             max_tokens = 1  # The engine always samples a token, which the response omits.
         return self._params(defaults, max_tokens, self.logprobs)
 
-    def _given(self, logprobs: int | None) -> dict[str, Any]:
-        given = super()._given(logprobs)
+    def _explicit_params(self, logprobs: int | None) -> dict[str, Any]:
+        given = super()._explicit_params(logprobs)
         if self.echo and logprobs is not None and given.setdefault("prompt_logprobs", logprobs) != logprobs:
             raise ArgumentError("prompt_logprobs", self.prompt_logprobs, f"{logprobs} (logprobs) with echo")
         return given
@@ -390,20 +390,20 @@ class ChatRequest(_Request):
     prompt_field = "messages"
 
     messages: Messages
-    max_completion_tokens: Integer | None = within(1)
+    max_completion_tokens: Integer | None = ranged_field(1)
     logprobs: bool | None = None
-    top_logprobs: Integer | None = within(-1)
+    top_logprobs: Integer | None = ranged_field(-1)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = Field(None, description="false: an output has one call at most.")
+    parallel_tool_calls: bool | None = Field(None, description="false allows only one tool call.")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template, such as enable_thinking."
     )
-    add_generation_prompt: bool | None = Field(None, description="false is an error.")
-    add_special_tokens: bool | None = Field(None, description="true is an error: the template adds them.")
+    add_generation_prompt: bool | None = Field(None, description="false is not supported.")
+    add_special_tokens: bool | None = Field(None, description="true is not supported.")
 
     @property
-    def limits_output(self) -> bool:
+    def sets_max_tokens(self) -> bool:
         """Whether the request sets the maximum number of output tokens. If not, a default applies."""
         return self.max_tokens is not None or self.max_completion_tokens is not None
 
@@ -423,8 +423,8 @@ class ChatRequest(_Request):
         if self.add_special_tokens:
             raise ArgumentError("add_special_tokens", True, "False because the chat template adds them")
         for name in _TEMPLATE_ARGUMENTS & (self.chat_template_kwargs or {}).keys():
-            allowed = "unset because it is no variable of the template"
-            raise ArgumentError(f"chat_template_kwargs[{name!r}]", Text("some"), allowed)
+            allowed = "unset because the server sets it"
+            raise ArgumentError(f"chat_template_kwargs[{name!r}]", Text("a value"), allowed)
         limits = [x for x in (self.max_tokens, self.max_completion_tokens) if x is not None]
         max_tokens = min(limits, default=defaults.get("max_tokens"))
         if self.use_beam_search and max_tokens is None:

@@ -15,10 +15,10 @@ class ResponseFormat(BaseModel):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = Field(
-        None, description='With the type "json_schema": {"name": ..., "schema": {...}}.'
+        None, description='For the type "json_schema": {"name": ..., "schema": {...}}.'
     )
 
-    def form(self) -> dict[str, Any]:
+    def constraint_args(self) -> dict[str, Any]:
         """Returns the keyword arguments of StructuredOutputsParams; an empty dict for plain text."""
         match self.type:
             case "text":
@@ -42,15 +42,15 @@ class TextFormat(ResponseFormat):
     name: str | None = None
     strict: bool | None = None
 
-    def form(self) -> dict[str, Any]:
+    def constraint_args(self) -> dict[str, Any]:
         """Returns the keyword arguments of StructuredOutputsParams; an empty dict for plain text."""
         if self.type == "json_schema":
             check(self.schema_ is not None, "text.format.schema", None, "a JSON schema")
             return {"json": self.schema_}
-        return super().form()
+        return super().constraint_args()
 
 
-def form_of(
+def constraint_of(
     response_format: ResponseFormat | None, structured_outputs: dict[str, Any] | None, guided: dict[str, Any]
 ) -> StructuredOutputsParams | None:
     """Returns the constraint on the output that a request asks for; None if there is none.
@@ -65,31 +65,31 @@ def form_of(
         ValueError: If more than one field is set, or the value is invalid.
     """
     fields = {
-        "response_format": response_format.form() if response_format else {},
-        "structured_outputs": _given(structured_outputs),
+        "response_format": response_format.constraint_args() if response_format else {},
+        "structured_outputs": _non_null_fields(structured_outputs),
     }
     if not fields["structured_outputs"]:
         fields |= {f"guided_{name}": {name: value} for name, value in guided.items() if value is not None}
-    given = {name: form for name, form in fields.items() if form}
-    if len(given) > 1:
-        raise ValueError(f"a request must have one field for the form of its outputs, got {list(given)}")
-    if not given:
+    constraints = {name: args for name, args in fields.items() if args}
+    if len(constraints) > 1:
+        raise ValueError(f"a request must set at most one structured output field, got {list(constraints)}")
+    if not constraints:
         return None
-    ((name, form),) = given.items()
+    ((name, args),) = constraints.items()
     try:
-        return StructuredOutputsParams(**form)
+        return StructuredOutputsParams(**args)
     except TypeError as error:
-        raise ArgumentError(name, form, "an object with fields of StructuredOutputsParams") from error
+        raise ArgumentError(name, args, "an object with the fields of StructuredOutputsParams") from error
 
 
 def ignored_guided(structured_outputs: dict[str, Any] | None, guided: dict[str, Any]) -> list[str]:
-    """Returns the names of the deprecated fields that `form_of` ignores because structured_outputs is set."""
-    if not _given(structured_outputs):
+    """Returns the names of the deprecated fields that `constraint_of` ignores."""
+    if not _non_null_fields(structured_outputs):
         return []
     return [f"guided_{name}" for name, value in guided.items() if value is not None]
 
 
-def _given(structured_outputs: dict[str, Any] | None) -> dict[str, Any]:
+def _non_null_fields(structured_outputs: dict[str, Any] | None) -> dict[str, Any]:
     """Returns the fields of structured_outputs without those that are null or a json_object of false."""
     fields = (structured_outputs or {}).items()
     return {k: v for k, v in fields if v is not None and (k, v) != ("json_object", False)}

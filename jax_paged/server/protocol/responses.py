@@ -108,15 +108,15 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
     """
     kind, location = errors[0]["type"], [str(part) for part in errors[0]["loc"][1:]]
     if kind == "json_invalid":
-        return ApiError(f"the body is not JSON: {errors[0]['ctx']['error']}")
+        return ApiError(f"the body is not valid JSON: {errors[0]['ctx']['error']}")
     if not location:
         # FastAPI parses JSON only if the header says that it is JSON.
         if isinstance(errors[0]["input"], bytes):
-            return ApiError("the body must be JSON, with the header Content-Type: application/json")
-        return ApiError("the body is not a JSON object")
+            return ApiError("the body must be JSON, and its header must be Content-Type: application/json")
+        return ApiError("the body must be a JSON object")
     param = location[0]
     if kind == "extra_forbidden":
-        return ApiError(f"`{'.'.join(location)}` is not a field that this server knows", param=param)
+        return ApiError(f"`{'.'.join(location)}` is an unknown field", param=param)
     if kind == "missing":
         return ApiError(f"`{'.'.join(location)}` is missing", param=param)
     # A field with a union type has one error for each type.
@@ -132,18 +132,18 @@ def request_error(output: RequestOutput) -> ApiError | None:
         reason = completion.stop_reason
         text = reason if completion.finish_reason == "abort" and isinstance(reason, str) else ""
         if text.startswith(f"{NO_TOKEN_ALLOWED}: "):
-            return ApiError(f"the form of the output can't be followed any further: {shortened(text, 300)}")
+            return ApiError(f"the structured output cannot be continued: {shortened(text, 300)}")
         if text == NO_TOKEN_ALLOWED:
             return ApiError(
-                "the request leaves no token: allowed_token_ids, bad_words, min_tokens and the form of the "
-                "output exclude all"
+                "no token is allowed: allowed_token_ids, bad_words, min_tokens and the structured output "
+                "together exclude all tokens"
             )
         if completion.finish_reason == "abort":
-            return ApiError(f"the request was aborted: {reason or 'by the server'}", status=500)
+            return ApiError(f"the request was aborted: {reason or 'no reason given'}", status=500)
         if completion.finish_reason == "error":
             return ApiError(
-                f"the request never ran: {reason}. Shorten the prompt, ask for fewer outputs, or start the "
-                "server with fewer pinned prefixes or a larger pool (--kv-cache-memory-bytes, "
+                f"the request could not be scheduled: {reason}. Shorten the prompt, reduce n, or start the "
+                "server with fewer pinned prefixes or a larger KV cache (--kv-cache-memory-bytes, "
                 "--num-gpu-blocks-override)",
                 status=503,
             )

@@ -23,7 +23,7 @@ class ErrorInfo(TypedDict):
     code: str | None
 
 
-class ErrorAnswer(TypedDict):
+class ErrorResponse(TypedDict):
     """An error in OpenAI's format."""
 
     error: ErrorInfo
@@ -64,7 +64,7 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class Answer(TypedDict):
+class ResponseBase(TypedDict):
     """Fields that the responses with token counts have in common."""
 
     id: str
@@ -94,7 +94,7 @@ class CompletionChoice(Choice):
     prompt_token_ids: NotRequired[list[int]]
 
 
-class CompletionAnswer(Answer):
+class CompletionResponse(ResponseBase):
     """Response of POST /v1/completions."""
 
     object: Literal["text_completion"]
@@ -158,7 +158,7 @@ class ChatChoice(Choice):
     finish_reason: ChatFinishReason
 
 
-class ChatAnswer(Answer):
+class ChatCompletionResponse(ResponseBase):
     """Response of POST /v1/chat/completions."""
 
     object: Literal["chat.completion"]
@@ -224,7 +224,7 @@ class IncompleteDetails(TypedDict):
     reason: Literal["max_output_tokens"]
 
 
-class ResponseFormatAnswer(TypedDict):
+class OutputTextFormat(TypedDict):
     """Format of the output text, as requested."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -234,13 +234,13 @@ class ResponseFormatAnswer(TypedDict):
     description: NotRequired[str]
 
 
-class ResponseTextAnswer(TypedDict):
+class OutputTextOptions(TypedDict):
     """Options of the output text."""
 
-    format: ResponseFormatAnswer
+    format: OutputTextFormat
 
 
-class ResponseAnswer(TypedDict):
+class ResponsesResponse(TypedDict):
     """Response of POST /v1/responses. Responses are not stored."""
 
     id: str
@@ -257,7 +257,7 @@ class ResponseAnswer(TypedDict):
     temperature: float
     top_p: float
     top_logprobs: int
-    text: ResponseTextAnswer
+    text: OutputTextOptions
     tools: list[Any]
     tool_choice: Literal["none", "auto"]
     parallel_tool_calls: bool
@@ -270,7 +270,7 @@ class ResponseAnswer(TypedDict):
     usage: ResponseUsage
 
 
-class PoolingHead(Answer):
+class PoolingResponseBase(ResponseBase):
     """Fields that the responses of pooling routes have in common."""
 
     object: Literal["list"]
@@ -284,7 +284,7 @@ class Embedding(TypedDict):
     embedding: list[float] | str
 
 
-class EmbeddingAnswer(PoolingHead):
+class EmbeddingResponse(PoolingResponseBase):
     """Response of POST /v1/embeddings."""
 
     data: list[Embedding]
@@ -298,7 +298,7 @@ class Pooled(TypedDict):
     data: list[float] | list[list[float]] | str
 
 
-class PoolingAnswer(PoolingHead):
+class PoolingResponse(PoolingResponseBase):
     """Response of POST /pooling."""
 
     data: list[Pooled]
@@ -313,7 +313,7 @@ class Classified(TypedDict):
     num_classes: int
 
 
-class ClassifyAnswer(PoolingHead):
+class ClassificationResponse(PoolingResponseBase):
     """Response of POST /classify."""
 
     data: list[Classified]
@@ -327,7 +327,7 @@ class Score(TypedDict):
     score: float
 
 
-class ScoreAnswer(PoolingHead):
+class ScoreResponse(PoolingResponseBase):
     """Response of POST /score."""
 
     data: list[Score]
@@ -354,7 +354,7 @@ class RerankUsage(TypedDict):
     total_tokens: int
 
 
-class RerankAnswer(TypedDict):
+class RerankResponse(TypedDict):
     """Response of POST /rerank. The results are sorted by relevance, the best first."""
 
     id: str
@@ -381,25 +381,25 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
-class VersionAnswer(TypedDict):
+class VersionResponse(TypedDict):
     """Response of GET /version: the version of jax-paged."""
 
     version: str
 
 
-class SleepAnswer(TypedDict):
+class SleepResponse(TypedDict):
     """Sleep state of the engine: whether any part of its memory is released."""
 
     is_sleeping: bool
 
 
-class WeightVersionAnswer(TypedDict):
+class WeightVersionResponse(TypedDict):
     """Name of the weights that are being served."""
 
     weight_version: str
 
 
-class TokenizeAnswer(TypedDict):
+class TokenizeResponse(TypedDict):
     """Response of POST /tokenize. `token_strs` are the tokens as strings, if requested."""
 
     count: int
@@ -408,13 +408,13 @@ class TokenizeAnswer(TypedDict):
     token_strs: list[str | None] | None
 
 
-class DetokenizeAnswer(TypedDict):
+class DetokenizeResponse(TypedDict):
     """Response of POST /detokenize: the text of the tokens."""
 
     prompt: str
 
 
-class HealthAnswer(TypedDict):
+class HealthResponse(TypedDict):
     """Response of the health routes."""
 
     status: str

@@ -19,7 +19,7 @@ from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.launch.server import load_engine
 from jax_paged.server.observability.logs import configure
 from jax_paged.server.ray_serve.continuation import ReplicaCall, ReplicaLostError, ResponsePart, ResponseStart
-from jax_paged.server.ray_serve.ingress import Answering, Ingress
+from jax_paged.server.ray_serve.ingress import Ingress, ResponseStream
 from jax_paged.server.ray_serve.replica import Replica
 
 try:
@@ -30,7 +30,7 @@ try:
 
     from jax_paged.server.ray_serve.router import PrefixRouter
 except ModuleNotFoundError as error:
-    raise ImportError(f"{error}; Ray Serve comes with: pip install 'jax-paged[ray]'") from error
+    raise ImportError(f"{error}; install Ray Serve with: pip install 'jax-paged[ray]'") from error
 
 # Time (seconds) in which a replica must accept a request. Its response may take longer.
 _ACCEPT_S = 5.0
@@ -39,8 +39,8 @@ _HEALTH_PERIOD_S = 1.0
 _HEALTH_TIMEOUT_S = 5.0
 # Ray Serve does not limit requests. They wait in the replicas, where clients take turns and excess requests
 # are rejected.
-_NO_LIMIT = 1_000_000
-_NUM_SEATS = 64
+_MAX_ONGOING = 1_000_000
+_NUM_SLOTS = 64
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -62,7 +62,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     values = argparse.Namespace(**args)
     options = with_all_keys(ServerOptions.from_cli_args(values), api_key_of_environment())
     if not (options.api_key or options.allow_unauthenticated):
-        allowed = "a file of keys without allow_unauthenticated and JAX_PAGED_API_KEY"
+        allowed = "a file of API keys unless JAX_PAGED_API_KEY or allow_unauthenticated is set"
         raise ArgumentError("api_key_file", None, allowed)
     return application(EngineArgs.from_cli_args(values), options)
 
@@ -80,17 +80,17 @@ def application(args: EngineArgs, options: ServerOptions, num_gpus: int = 0) -> 
     """
     for name in ("developer_routes", "allow_runtime_lora_updating"):
         if getattr(options, name):
-            raise ArgumentError(name, True, "False with Ray because a call reaches one replica only")
+            raise ArgumentError(name, True, "False with Ray because a call reaches only one replica")
     # The status page shows only one engine.
     options = dataclasses.replace(options, ui=False)
     router: dict[str, Any] = {
         "request_router_class": PrefixRouter,
-        "request_router_kwargs": {"num_seats": args.max_num_seqs or _NUM_SEATS},
+        "request_router_kwargs": {"num_slots": args.max_num_seqs or _NUM_SLOTS},
     }
     replicas = serve.deployment(
         name="Replica",
         num_replicas=options.ray or 1,
-        max_ongoing_requests=_NO_LIMIT,
+        max_ongoing_requests=_MAX_ONGOING,
         graceful_shutdown_timeout_s=options.shutdown_timeout,
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
@@ -99,7 +99,7 @@ def application(args: EngineArgs, options: ServerOptions, num_gpus: int = 0) -> 
     )(_Replica)
     ingress = serve.deployment(
         name="Ingress",
-        max_ongoing_requests=_NO_LIMIT,
+        max_ongoing_requests=_MAX_ONGOING,
         graceful_shutdown_timeout_s=options.shutdown_timeout,
         ray_actor_options={"num_cpus": 0},
     )(_Ingress)
@@ -150,7 +150,7 @@ class _Ingress:
         del response.headers["x-request-id"]  # Ray Serve adds the same header.
         return response
 
-    async def _send(self, call: ReplicaCall) -> Answering:
+    async def _send(self, call: ReplicaCall) -> ResponseStream:
         parts = self._replicas.answer.remote(call)
         try:
             async with asyncio.timeout(_ACCEPT_S):
@@ -158,7 +158,7 @@ class _Ingress:
             async for part in parts:
                 yield part
         except TimeoutError as error:
-            raise ReplicaLostError(f"no replica has taken the request within {_ACCEPT_S:g} s") from error
+            raise ReplicaLostError(f"no replica accepted the request within {_ACCEPT_S:g} s") from error
         except ReplicaLostError as error:  # The replica has raised it; Ray adds a traceback to its text.
             raise ReplicaLostError(str(getattr(error, "cause", error))) from error
         except RayTaskError:

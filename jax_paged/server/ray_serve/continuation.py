@@ -65,7 +65,7 @@ class Progress:
         num_events: Number of server-sent events that the client has received.
         outputs: Received deltas of each choice, by its index.
         is_whole: Whether the client has received the last part.
-        asked: Names of the replicas that have been tried. The router adds them.
+        tried_replicas: Names of the replicas that have been tried. The router adds them.
     """
 
     answer_id: str
@@ -74,7 +74,7 @@ class Progress:
     num_events: int = 0
     outputs: dict[int, list[PriorOutput]] = dataclasses.field(default_factory=dict)
     is_whole: bool = False
-    asked: list[str] = dataclasses.field(default_factory=list)
+    tried_replicas: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
     def begin(cls) -> Self:
@@ -129,7 +129,7 @@ class Journal:
         outputs, self._new = tuple(self._new), []
         return ResponsePart(body, outputs, self._is_last)
 
-    def begun(self, i: int, num_outputs: int, request: CheckedRequest) -> CheckedRequest:
+    def with_prior_output(self, i: int, num_outputs: int, request: CheckedRequest) -> CheckedRequest:
         """Returns a request with a seed and with the output that the client already has as prior output.
 
         Args:
@@ -139,15 +139,15 @@ class Journal:
         """
         outputs = self.progress.outputs
         indices = range(i * num_outputs, (i + 1) * num_outputs)
-        given = tuple(joined(outputs.get(index, ())) for index in indices)
+        prior = tuple(joined(outputs.get(index, ())) for index in indices)
         params = copy.copy(request.params)  # dataclasses.replace would validate all values again
         if params.seed is None:
             digest = hashlib.sha256(f"{self.progress.seed} prompt {i}".encode()).digest()
             params.seed = int.from_bytes(digest[:8]) >> 1
-        if not any(output.token_ids for output in given):
+        if not any(output.token_ids for output in prior):
             return request.with_params(params)
         params.prompt_logprobs = None  # They were in the first event.
-        return dataclasses.replace(request.with_params(params), prior_outputs=given)
+        return dataclasses.replace(request.with_params(params), prior_outputs=prior)
 
 
 @dataclasses.dataclass(frozen=True)

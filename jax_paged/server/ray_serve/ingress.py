@@ -23,13 +23,13 @@ from jax_paged.server.ray_serve.continuation import (
 
 # Maximum number of replicas that are tried for a request, because the request itself may be the cause of the
 # failures.
-_MOST_REPLICAS = 3
+_MAX_ATTEMPTS = 3
 # Plain prompts are routed by their first characters or tokens, up to this number.
 _PREFIX_LENGTH = 256
 _HEALTH_PATHS = ("/health", "/ping", "/ready")
 _LOGGER = logging.getLogger(__name__)
 
-Answering = AsyncGenerator[ResponseStart | ResponsePart]
+ResponseStream = AsyncGenerator[ResponseStart | ResponsePart]
 
 
 class Ingress:
@@ -47,7 +47,7 @@ class Ingress:
 
     def __init__(
         self,
-        send: Callable[[ReplicaCall], Answering],
+        send: Callable[[ReplicaCall], ResponseStream],
         count: Callable[[], Awaitable[tuple[int, int]]],
         max_body_bytes: int,
     ) -> None:
@@ -64,7 +64,7 @@ class Ingress:
                 return await self._metrics(_call(request, b""))
             parts = self._parts(_call(request, await self._body(request)))
             begin = await anext(parts)
-            assert isinstance(begin, ResponseStart), "it comes first"
+            assert isinstance(begin, ResponseStart), "a response does not begin with its ResponseStart"
             bodies = _bodies(parts)
             if not begin.is_stream:
                 return _response(begin, b"".join([body async for body in bodies]))
@@ -78,7 +78,7 @@ class Ingress:
         num_running, num_wanted = await self._count()
         counts = {"running": num_running, "wanted": num_wanted}
         if not num_running:
-            raise _unavailable(f"no replica runs, of {num_wanted}")
+            raise _unavailable(f"0 of {num_wanted} replicas are running")
         return json_response({"status": "ok", "replicas": counts})
 
     async def _metrics(self, call: ReplicaCall) -> Response:
@@ -91,13 +91,13 @@ class Ingress:
         for _ in range(num_running):
             with contextlib.suppress(ReplicaLostError):
                 begin, *parts = [part async for part in self._send(call)]
-                assert isinstance(begin, ResponseStart), "it comes first"
+                assert isinstance(begin, ResponseStart), "a response does not begin with its ResponseStart"
                 body = b"".join(part.body for part in parts if isinstance(part, ResponsePart))
                 if begin.status != 200:
                     return _response(begin, body)
-                texts[call.progress.asked[-1]] = body.decode()
+                texts[call.progress.tried_replicas[-1]] = body.decode()
         if not texts:
-            raise _unavailable("no replica has answered")
+            raise _unavailable("no replica has responded")
         return Response(with_replicas(texts), media_type="text/plain; version=0.0.4")
 
     async def _body(self, request: Request) -> bytes:
@@ -108,7 +108,7 @@ class Ingress:
                 raise ApiError(f"the body must have at most {limit} bytes", status=413)
         return bytes(body)
 
-    async def _parts(self, call: ReplicaCall) -> Answering:
+    async def _parts(self, call: ReplicaCall) -> ResponseStream:
         """Yields the start and the parts of a response, from several replicas in turn if some of them fail.
 
         Raises:
@@ -117,8 +117,8 @@ class Ingress:
         """
         progress = call.progress
         first: ResponseStart | None = None  # start of the stream, if it has begun
-        failure = _unavailable("no replica was asked")
-        for _ in range(_MOST_REPLICAS):
+        failure = _unavailable("the request was not sent to any replica")
+        for _ in range(_MAX_ATTEMPTS):
             begin, held = None, []
             try:
                 async with contextlib.aclosing(self._send(call)) as parts:
@@ -129,7 +129,7 @@ class Ingress:
                                 first = begin
                                 yield begin
                             elif first is not None and begin.version != first.version:
-                                raise _unavailable("the replicas that are left have other settings")
+                                raise _unavailable("the remaining replicas have other settings")
                         elif begin is not None and begin.is_stream:
                             progress.add(part)
                             yield part
@@ -138,20 +138,20 @@ class Ingress:
             except ReplicaLostError as error:
                 if progress.is_whole:
                     return
-                _LOGGER.warning("%s %s: a replica is lost: %s", call.method, call.path, error)
-                failure = _unavailable(f"{_MOST_REPLICAS} replicas were lost, the last one so: {error}")
+                _LOGGER.warning("%s %s: a replica was lost: %s", call.method, call.path, error)
+                failure = _unavailable(f"{_MAX_ATTEMPTS} replicas were lost; last error: {error}")
                 continue
             except ApiError as error:
                 failure = error
                 break
             except Exception:
                 _LOGGER.exception("%s %s: a replica has failed", call.method, call.path)
-                failure = ApiError("a replica has failed; the log has the reason", status=500)
+                failure = ApiError("a replica has failed; see the log of the server", status=500)
                 break
             if first is not None and held:  # The other replica has rejected the request.
                 yield ResponsePart(_error_event(call, orjson.loads(b"".join(part.body for part in held))))
             elif first is None:
-                assert begin is not None, "a replica answers"
+                assert begin is not None, "a replica has sent no ResponseStart"
                 yield begin
                 for part in held:
                     yield part
@@ -161,10 +161,10 @@ class Ingress:
         yield ResponsePart(_error_event(call, failure.body()))
 
 
-async def _bodies(parts: Answering) -> AsyncGenerator[bytes, object]:
+async def _bodies(parts: ResponseStream) -> AsyncGenerator[bytes, object]:
     async with contextlib.aclosing(parts):
         async for part in parts:
-            assert isinstance(part, ResponsePart), "an answer begins once"
+            assert isinstance(part, ResponsePart), "a response has a second ResponseStart"
             yield part.body
 
 

@@ -11,7 +11,7 @@ from jax_paged.errors import ArgumentError
 from jax_paged.server.http.api_keys import with_all_keys
 from jax_paged.server.http.listening import check_tls
 from jax_paged.server.launch.options import ServerOptions
-from jax_paged.server.launch.server import free_address, one_line_errors
+from jax_paged.server.launch.server import exit_on_value_error, free_address
 from jax_paged.server.observability.logs import configure
 
 _LOGGER = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def serve_with_ray(args: EngineArgs, options: ServerOptions) -> None:
         KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
     """
     configure(options.log_level, options.log_format)
-    with one_line_errors():
+    with exit_on_value_error():
         options = with_all_keys(options, api_key_of_environment())
         check_tls(options)
         host, port = free_address(options)
@@ -47,7 +47,7 @@ def serve_with_ray(args: EngineArgs, options: ServerOptions) -> None:
 
     ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES)
     try:
-        with one_line_errors():
+        with exit_on_value_error():
             num_gpus = _check_room(args, options, ray.cluster_resources())
         if args.distributed_executor_backend == "ray":  # The engines' workers reserve the GPUs.
             num_gpus = 0
@@ -65,14 +65,14 @@ def serve_with_ray(args: EngineArgs, options: ServerOptions) -> None:
         scheme = "http" if options.ssl_certfile is None else "https"
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         print(
-            f"Serving the OpenAI API at {scheme}://{address}/v1 by {options.ray} replicas. "
+            f"Serving the OpenAI API at {scheme}://{address}/v1 with {options.ray} replicas. "
             "Press Ctrl-C to stop.",
             flush=True,
         )
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # replaces Ray's handler
         with contextlib.suppress(KeyboardInterrupt):
             signal.pause()
-        _LOGGER.warning("shutting down: running requests have %g s to end", options.shutdown_timeout)
+        _LOGGER.warning("shutting down: waiting at most %g s for running requests", options.shutdown_timeout)
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -89,6 +89,6 @@ def _check_room(args: EngineArgs, options: ServerOptions, resources: Mapping[str
     each = args.num_engines * args.tensor_parallel_size if kind == "GPU" else 1
     num = int(resources.get(kind, 0))
     if (options.ray or 0) > num // each:
-        allowed = f"at most {num // each} because there are {num} {kind}s and each replica takes {each}"
+        allowed = f"at most {num // each} because there are {num} {kind}s and each replica needs {each}"
         raise ArgumentError("ray", options.ray, allowed)
     return each if kind == "GPU" else 0

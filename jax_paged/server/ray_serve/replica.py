@@ -89,7 +89,7 @@ class Replica:
                 yield part
             if not is_complete:
                 self.check()
-                raise RuntimeError("the answer has broken off")
+                raise RuntimeError("the response has ended before it was complete")
         finally:
             task.cancel()
             await asyncio.wait([task])

@@ -11,11 +11,11 @@ from pydantic import Field
 
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
 from jax_paged.errors import Problems, check, check_choice
-from jax_paged.server.http.event_stream import unless_gone
+from jax_paged.server.http.event_stream import response_unless_disconnected
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.requests import Body
 from jax_paged.server.protocol.responses import ApiError, json_response
-from jax_paged.server.routes.generation import bad_input
+from jax_paged.server.routes.generation import value_errors_as_400
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -23,9 +23,9 @@ _LOGGER = logging.getLogger(__name__)
 class UpdateWeightsRequest(Body):
     """Body of POST /update_weights."""
 
-    model_path: str = Field(description="Folder of a checkpoint on the server's machine.")
-    running: str = Field("error", description="error, recompute or keep: what becomes of running requests.")
-    weight_version: str | None = Field(None, description="A name; null counts the updates.")
+    model_path: str = Field(description="Path of a checkpoint folder on the server's machine.")
+    running: str = Field("error", description="How running requests are handled: error, recompute or keep.")
+    weight_version: str | None = Field(None, description="Name of the weights; null: the number of updates.")
 
 
 class DeveloperRoutes:
@@ -53,7 +53,7 @@ class DeveloperRoutes:
             await self._done(self._engine.sleep(level, mode))  # pyright: ignore[reportArgumentType]
             return json_response({"is_sleeping": True})
 
-        return await unless_gone(request, answer())
+        return await response_unless_disconnected(request, answer())
 
     async def wake_up(self, request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
         """POST /wake_up: Allocates the released memory again.
@@ -76,7 +76,7 @@ class DeveloperRoutes:
         continues with their old keys and values.
         """
         self._check(request, ())
-        with bad_input(body):
+        with value_errors_as_400(body):
             problems, folder = Problems(), Path(os.path.expanduser(body.model_path))
             choices = "error", "recompute", "keep"
             problems.note(check, folder.is_dir(), "model_path", body.model_path, "a folder on this machine")
@@ -102,10 +102,10 @@ class DeveloperRoutes:
         """
         origin, allowed = request.headers.get("origin"), self._options.allowed_origins
         if origin is not None and origin not in allowed and "*" not in allowed:
-            raise ApiError("pages of other origins may not send this; see --allowed-origins", status=403)
+            raise ApiError("requests from other origins are rejected; see --allowed-origins", status=403)
         unknown = sorted(set(request.query_params).difference(names))
         if unknown:
-            raise ApiError(f"the parameters of this route must be among {list(names)}, got {unknown}")
+            raise ApiError(f"the query parameters of this route must be among {list(names)}, got {unknown}")
 
     async def _done(self, work: Any) -> None:
         """Awaits a method of the engine, and converts its rejections to errors with status 400."""

@@ -31,7 +31,7 @@ def docs_page(document: dict[str, Any]) -> HTMLResponse:
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style></head><body><h1>{title}</h1><p>{html.escape(info['description'])} "
-        'The same for programs: <a href="openapi.json">openapi.json</a>.</p>'
+        'Machine-readable version: <a href="openapi.json">openapi.json</a>.</p>'
         f"{''.join(routes)}</body></html>"
     )
 

@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from jax_paged.arguments.shown_values import shortened
 from jax_paged.engine.errors import EngineAsleepError
-from jax_paged.engine.features.multimodal.image_messages import Conversation, conversation
+from jax_paged.engine.features.multimodal.image_messages import Conversation, extract_images
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.prompt_reader import as_prompts
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
@@ -19,7 +19,7 @@ from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.server.generation_call import GenerationCall
-from jax_paged.server.http.event_stream import EventStream, unless_gone
+from jax_paged.server.http.event_stream import EventStream, response_unless_disconnected
 from jax_paged.server.http.limits import check_sizes
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.logprobs import Echo, TokenBytes
@@ -40,7 +40,7 @@ from jax_paged.server.ray_serve.continuation import Journal, Progress
 from jax_paged.server.routes.models import ServedModels
 from jax_paged.server.streaming import RequestRunner
 from jax_paged.server.text_reader import TextReader
-from jax_paged.server.tools.chat_reader import ChatReader, ChatReaders, blaming_tools
+from jax_paged.server.tools.chat_reader import ChatReader, ChatReaders, grammar_errors_as_tool_errors
 
 
 class TextRoutes:
@@ -91,7 +91,7 @@ class GenerationRoutes(TextRoutes):
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions: Continues one or more prompts."""
         adapter = self._models.adapter_of(body)
-        with bad_input(body):
+        with value_errors_as_400(body):
             check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
             echo = self._echo(body)
@@ -103,7 +103,7 @@ class GenerationRoutes(TextRoutes):
             checked = await self._texts.read(
                 list(prompts),
                 lambda: check_all(self._engine, prompts, params, body, adapter),
-                with_form=has_form(params),
+                with_grammar=has_grammar(params),
             )
         note_warnings(request, checked)
         n = body.num_outputs
@@ -117,24 +117,25 @@ class GenerationRoutes(TextRoutes):
             counts_output=not body.only_prompt,
             token_ids="choice" if body.return_token_ids else None,
         )
-        return await unless_gone(request, self._stream(call, body) if body.stream else self._whole(call))
+        answer = self._stream(call, body) if body.stream else self._full_response(call)
+        return await response_unless_disconnected(request, answer)
 
     async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions: Generates the next message of a conversation."""
         adapter = self._models.adapter_of(body)
-        with bad_input(body):
+        with value_errors_as_400(body):
             tokenizer = tokenizer_of(self._engine)
             check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
             reader = self._readers.reader_of(body)
-            chat = conversation(body.messages, self._config, urls_only=True)
-            if chat.waits:
-                chat = await self._texts.fetch(chat.fetched)
+            chat = extract_images(body.messages, self._config, urls_only=True)
+            if chat.has_remote_images:
+                chat = await self._texts.fetch(chat.with_fetched_images)
             texts = [chat.messages, *filter(None, (reader and reader.tools, body.chat_template_kwargs))]
             checked = await self._texts.read(
                 texts,
                 lambda: self._check_chat(tokenizer, params, body, chat, reader, adapter),
-                with_form=has_form(params) or bool(reader and reader.forced),
+                with_grammar=has_grammar(params) or bool(reader and reader.forced),
                 has_images=bool(chat.images),
             )
         note_warnings(request, checked, reader)
@@ -144,7 +145,7 @@ class GenerationRoutes(TextRoutes):
         if reader is not None:
             prompt = checked[0].prompt_token_ids
             constrained = checked[0].params.structured_outputs is not None
-            choice = reader.choices(choice, n, tokenizer, prompt, stream=stream, has_form=constrained)
+            choice = reader.choices(choice, n, tokenizer, prompt, stream=stream, has_grammar=constrained)
         kind = "chat.completion.chunk" if stream else "chat.completion"
         call = self._call(
             request,
@@ -155,10 +156,10 @@ class GenerationRoutes(TextRoutes):
             with_prompt_logprobs=body.prompt_logprobs is not None,
             token_ids="answer" if body.return_token_ids else None,
         )
-        answer = self._stream(call, body, chat_roles(n)) if stream else self._whole(call)
-        return await unless_gone(request, answer)
+        answer = self._stream(call, body, chat_roles(n)) if stream else self._full_response(call)
+        return await response_unless_disconnected(request, answer)
 
-    async def _whole(self, call: GenerationCall) -> Response:
+    async def _full_response(self, call: GenerationCall) -> Response:
         return json_response(await self._runner.answer(call))
 
     async def _stream(
@@ -179,7 +180,7 @@ class GenerationRoutes(TextRoutes):
         if not body.echo:
             return None
         if self._config.decoder_start_token_id is not None:
-            raise ArgumentError("echo", True, "False because the model reads prompts with an encoder")
+            raise ArgumentError("echo", True, "False because the model is an encoder-decoder model")
         return Echo(tokenizer_of(self._engine), body.only_prompt, body.truncate_prompt_tokens is not None)
 
     def _check_chat(
@@ -198,7 +199,7 @@ class GenerationRoutes(TextRoutes):
             messages, tools=tools, template_kwargs=variables, max_model_len=max_len
         )
         prompt = chat.prompt(token_ids)
-        with blaming_tools(reader):
+        with grammar_errors_as_tool_errors(reader):
             if reader is not None:
                 params = reader.params(params, tokenizer)
             return check_all(self._engine, [prompt], params, body, adapter)
@@ -229,10 +230,10 @@ def check_all(
     more = {"cache_salt": body.cache_salt or "", "priority": body.priority or 0, "lora_request": adapter}
     requests = [engine.engine.check_request(prompt, params, **more) for prompt in prompts]
     if getattr(body, "echo", None) and any(request.request.prompt_embeds for request in requests):
-        raise ArgumentError("echo", True, "False with a soft prompt, whose tokens have no text")
+        raise ArgumentError("echo", True, "False with prompt_embeds because they have no text")
     for request in requests:
         # The engine has reduced max_tokens, which is an error if the client has set it.
-        if body.limits_output and params.max_tokens not in (None, request.params.max_tokens):
+        if body.sets_max_tokens and params.max_tokens not in (None, request.params.max_tokens):
             num_tokens = len(request.prompt_token_ids) + params.max_tokens
             aspect = f"`max_tokens` ({params.max_tokens}) plus the number of tokens of"
             raise TooLongError(num_tokens, engine.engine.config.max_model_len, aspect=aspect)
@@ -254,12 +255,12 @@ def _check_no_images(prompts: list[Prompt]) -> None:
     for prompt in prompts:
         data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
         if isinstance(data, dict) and data.get("image") not in (None, []):
-            allowed = "empty because JSON can't hold images"
+            allowed = "empty because JSON cannot contain images"
             remedy = ". Send images to /v1/chat/completions as image_url"
             raise ArgumentError("prompt.multi_modal_data", data, allowed, remedy=remedy)
 
 
-def has_form(params: SamplingParams | BeamSearchParams) -> bool:
+def has_grammar(params: SamplingParams | BeamSearchParams) -> bool:
     """Returns whether the output is constrained by a grammar, which takes time to compile."""
     return isinstance(params, SamplingParams) and params.structured_outputs is not None
 
@@ -281,7 +282,7 @@ def tokenizer_of(engine: ServingEngine) -> Tokenizer:
     """
     if engine.engine.tokenizer is None:
         raise ValueError(
-            "the server runs without a tokenizer: it accepts completions of token ids, without echo"
+            "the server runs without a tokenizer: send token ids to /v1/completions, without echo"
         )
     return engine.engine.tokenizer
 
@@ -313,7 +314,7 @@ def progress_of(request: Request) -> Progress:
 
 
 @contextlib.contextmanager
-def bad_input(body: Body) -> Iterator[None]:
+def value_errors_as_400(body: Body) -> Iterator[None]:
     """Converts a ValueError within the context to an error response with status 400."""
     try:
         yield

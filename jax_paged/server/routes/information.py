@@ -18,7 +18,7 @@ from jax_paged.server.protocol.messages import messages_for
 from jax_paged.server.protocol.parts import Integers
 from jax_paged.server.protocol.requests import Body, Messages
 from jax_paged.server.protocol.responses import json_response, unknown_model
-from jax_paged.server.routes.generation import bad_input, tokenizer_of
+from jax_paged.server.routes.generation import tokenizer_of, value_errors_as_400
 from jax_paged.server.routes.models import ServedModels
 from jax_paged.server.text_reader import TextReader
 
@@ -40,7 +40,7 @@ class TokenizeRequest(Body):
 
     prompt: str | None = Field(None, examples=["def fibonacci(n):"])
     messages: Messages | None = None
-    add_special_tokens: bool | None = Field(None, description="null: for a text, and not for a conversation.")
+    add_special_tokens: bool | None = Field(None, description="Default: true for prompt, false for messages.")
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -92,7 +92,7 @@ class InformationRoutes:
     async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
         """POST /tokenize: Returns the token ids of a text or a conversation."""
         self._models.adapter_of(body)
-        with bad_input(body):
+        with value_errors_as_400(body):
             tokenizer = tokenizer_of(self._engine)
             check_sizes(body, self._options)
             texts = [body.prompt, body.messages]
@@ -110,7 +110,7 @@ class InformationRoutes:
     async def detokenize(self, body: DetokenizeRequest, request: Request) -> Response:
         """POST /detokenize: Returns the text of token ids, including special tokens."""
         self._models.adapter_of(body)
-        with bad_input(body):
+        with value_errors_as_400(body):
             tokenizer, last = tokenizer_of(self._engine), self._engine.engine.config.vocab_size - 1
             longest = self._engine.engine.config.max_model_len
             check_int("tokens", len(body.tokens), 0, longest, aspect="the length of")
@@ -125,9 +125,9 @@ def _token_ids(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
         text = body.prompt
         if text is None:
-            raise ArgumentError("prompt", None, "a string without messages")
+            raise ArgumentError("prompt", None, "a string unless messages is set")
         return tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
-    check(body.prompt is None, "prompt", body.prompt, "unset with messages")
+    check(body.prompt is None, "prompt", body.prompt, "unset if messages is set")
     check(
         not body.add_special_tokens, "add_special_tokens", True, "False because the chat template adds them"
     )

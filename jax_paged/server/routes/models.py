@@ -21,8 +21,8 @@ from jax_paged.server.protocol.responses import ApiError, unknown_model
 class LoadAdapter(Body):
     """Body of POST /v1/load_lora_adapter."""
 
-    lora_name: str = Field(description="What requests call it, as their model.", min_length=1, max_length=256)
-    lora_path: str = Field(description="A folder on the server's machine.", min_length=1, max_length=4096)
+    lora_name: str = Field(description="Name of the adapter in requests.", min_length=1, max_length=256)
+    lora_path: str = Field(description="Folder on the server's machine.", min_length=1, max_length=4096)
 
 
 class UnloadAdapter(Body):
@@ -52,7 +52,7 @@ class ServedModels:
         self._ids = itertools.count(1)
         self._changing = asyncio.Lock()
         for text in lora_modules:
-            request = LoRARequest(*_named(text, next(self._ids)))
+            request = LoRARequest(*_parse_module(text, next(self._ids)))
             self._check_new(request.lora_name)
             engine.engine.add_lora(request)
             self._keep(request)
@@ -100,7 +100,7 @@ class ServedModels:
             known = self._adapters.pop(body.lora_name, None)
             if known is None:
                 names = ", ".join(map(repr, self._adapters)) or "none"
-                message = str(ArgumentError("lora_name", body.lora_name, f"the name of an adapter ({names})"))
+                message = str(ArgumentError("lora_name", body.lora_name, f"a loaded adapter ({names})"))
                 raise ApiError(message, status=404, param="lora_name")
             del self._times[body.lora_name]
             await self._engine.remove_lora(known.lora_int_id)
@@ -108,14 +108,14 @@ class ServedModels:
 
     def _check_new(self, name: str) -> None:
         if name in self.names:
-            raise ArgumentError("lora_name", name, "a name that is not served yet")
+            raise ArgumentError("lora_name", name, "a name that is not in use")
 
     def _keep(self, request: LoRARequest) -> None:
         self._adapters[request.lora_name] = request
         self._times[request.lora_name] = int(time.time())
 
 
-def _named(text: str, number: int) -> tuple[str, int, str]:
+def _parse_module(text: str, number: int) -> tuple[str, int, str]:
     """Returns the name, id and path of a LoRA adapter.
 
     Args:

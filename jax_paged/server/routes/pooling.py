@@ -20,11 +20,11 @@ from jax_paged.errors import check, check_int
 from jax_paged.inputs import Prompt
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.pooling_params import PoolingParams, PoolingTask
-from jax_paged.server.http.event_stream import until_gone
+from jax_paged.server.http.event_stream import result_unless_disconnected
 from jax_paged.server.protocol.parts import Integer
-from jax_paged.server.protocol.requests import Body, Prompts, within
+from jax_paged.server.protocol.requests import Body, Prompts, ranged_field
 from jax_paged.server.protocol.responses import ApiError, json_response, usage
-from jax_paged.server.routes.generation import TextRoutes, bad_input, check_model
+from jax_paged.server.routes.generation import TextRoutes, check_model, value_errors_as_400
 
 _MAX_TEXTS = 2048  # maximum number of inputs per request, as in OpenAI's API
 _Texts = Annotated[
@@ -52,9 +52,9 @@ class PoolingBody(Body):
         "endianness": ("native", "little"),
     }
 
-    truncate_prompt_tokens: Integer | None = within(-1)
+    truncate_prompt_tokens: Integer | None = ranged_field(-1)
     use_activation: bool | None = None
-    normalize: bool | None = Field(None, description="Another name of use_activation, for embeddings.")
+    normalize: bool | None = Field(None, description="Alias of use_activation for embeddings.")
     priority: Integer | None = None
     user: Any = None
 
@@ -78,9 +78,9 @@ class EmbeddingRequest(ClassifyRequest):
     """Body of POST /v1/embeddings."""
 
     encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="base64: of the bytes of float32 numbers, the lowest first."
+        None, description="base64 encodes the little-endian bytes of the float32 numbers."
     )
-    dimensions: Integer | None = within(1)
+    dimensions: Integer | None = ranged_field(1)
 
 
 class PoolingRequest(EmbeddingRequest):
@@ -109,7 +109,7 @@ class RerankRequest(PoolingBody):
 
     query: str = Field(examples=["What is a block table?"])
     documents: list[str] = Field(min_length=1, examples=[["A list of block ids.", "A piece of furniture."]])
-    top_n: Integer | None = within(0)
+    top_n: Integer | None = ranged_field(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,70 +130,70 @@ class PoolingRoutes(TextRoutes):
 
     async def embeddings(self, body: EmbeddingRequest, request: Request) -> Response:
         """POST /v1/embeddings: Returns an embedding for each input."""
-        found = await self._pooled("embed", body, body.input, request)
-        encoded = [_encoded(pooled.data, body.encoding_format) for pooled in found]
-        return self._listed("embd", [{"object": "embedding", "embedding": data} for data in encoded], found)
+        results = await self._pooled("embed", body, body.input, request)
+        encoded = [_encoded(pooled.data, body.encoding_format) for pooled in results]
+        return self._listed("embd", [{"object": "embedding", "embedding": data} for data in encoded], results)
 
     async def pooling(self, body: PoolingRequest, request: Request) -> Response:
         """POST /pooling: Returns embeddings or class probabilities of each input, depending on `task`."""
-        found = await self._pooled(body.task, body, body.input, request)
-        encoded = [_encoded(pooled.data, body.encoding_format) for pooled in found]
-        return self._listed("pool", [{"object": "pooling", "data": data} for data in encoded], found)
+        results = await self._pooled(body.task, body, body.input, request)
+        encoded = [_encoded(pooled.data, body.encoding_format) for pooled in results]
+        return self._listed("pool", [{"object": "pooling", "data": data} for data in encoded], results)
 
     async def classify(self, body: ClassifyRequest, request: Request) -> Response:
         """POST /classify: Returns the class probabilities and the most likely class of each input."""
-        found = await self._pooled("classify", body, body.input, request)
+        results = await self._pooled("classify", body, body.input, request)
         spec = self._config.pooling
-        assert spec is not None, "it has classified"
+        assert spec is not None, "model without a pooler has classified its inputs"
         data = [
             {
                 "label": spec.labels[int(pooled.data.argmax())],
                 "probs": pooled.data.tolist(),
                 "num_classes": len(spec.labels),
             }
-            for pooled in found
+            for pooled in results
         ]
-        return self._listed("classify", data, found)
+        return self._listed("classify", data, results)
 
     async def score(self, body: ScoreRequest, request: Request) -> Response:
         """POST /score: Returns the similarity or relevance score of pairs of texts."""
         given = {"text_1": body.text_1, "text_2": body.text_2}
-        scores, found = await self._scores(body, given, request)
-        return self._listed("score", [{"object": "score", "score": score} for score in scores], found)
+        scores, results = await self._scores(body, given, request)
+        return self._listed("score", [{"object": "score", "score": score} for score in scores], results)
 
     async def rerank(self, body: RerankRequest, request: Request) -> Response:
         """POST /rerank: Sorts documents by their relevance to a query, the best first."""
-        with bad_input(body):
+        with value_errors_as_400(body):
             if body.top_n is not None:
                 check_int("top_n", body.top_n, 0)
         given = {"query": body.query, "documents": body.documents}
-        scores, found = await self._scores(body, given, request)
+        scores, outputs = await self._scores(body, given, request)
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
         results = [
             {"index": i, "document": {"text": body.documents[i]}, "relevance_score": scores[i]} for i in best
         ]
-        usage = {name: _usage(found)[name] for name in ("prompt_tokens", "total_tokens")}
+        usage = {name: _usage(outputs)[name] for name in ("prompt_tokens", "total_tokens")}
         head = {"id": f"rerank-{uuid.uuid4().hex}", "model": self._model_name}
         return json_response({**head, "usage": usage, "results": results})
 
     async def _scores(
         self, body: PoolingBody, given: dict[str, Any], request: Request
     ) -> tuple[list[float], list[_Pooled]]:
-        with bad_input(body):
+        with value_errors_as_400(body):
             for name, texts in given.items():
                 each = texts if isinstance(texts, list) else [texts]
                 ok = bool(each) and all(isinstance(text, str) and text for text in each)
-                check(ok, name, texts, "a non-empty string or a list of them")
+                check(ok, name, texts, "a non-empty string or a list of non-empty strings")
             pairs = pooling.pairs_of(*given.values())
             check_int(body.prompt_field, len(pairs), 1, _MAX_TEXTS, aspect="the number of texts in")
         spec = self._config.pooling
         if spec is None or spec.labels:
-            found = await self._pooled("score", body, pairs, request)
-            return [float(pooled.data[0]) for pooled in found], found
+            results = await self._pooled("score", body, pairs, request)
+            return [float(pooled.data[0]) for pooled in results], results
         texts, which = pooling.distinct([text for pair in pairs for text in pair])
-        found = await self._pooled("embed", body, texts, request, 2 * _MAX_TEXTS)
+        results = await self._pooled("embed", body, texts, request, 2 * _MAX_TEXTS)
         both = zip(which[::2], which[1::2], strict=True)
-        return [pooling.similarity(found[i].data, found[j].data) for i, j in both], found
+        return [pooling.similarity(results[i].data, results[j].data) for i, j in both], results
 
     async def _pooled(
         self,
@@ -204,8 +204,8 @@ class PoolingRoutes(TextRoutes):
         most: int = _MAX_TEXTS,
     ) -> list[_Pooled]:
         check_model(body, self._model_name)
-        with bad_input(body):
-            params = self._engine.engine.input_processor.pooling.resolved(body.pooling_params(), task)
+        with value_errors_as_400(body):
+            params = self._engine.engine.input_processor.pooling.resolve(body.pooling_params(), task)
             is_input = isinstance(inputs, str | list | dict)
             check(is_input, body.prompt_field, inputs, "a string, a list of token ids, or a list of these")
             prompts = as_prompts(inputs)
@@ -215,10 +215,10 @@ class PoolingRoutes(TextRoutes):
             checked = await self._texts.read(
                 texts, lambda: self._check_all(prompts, params, body.priority or 0)
             )
-        found = await until_gone(request.receive, self._run(checked, params, request))
-        if found is None:
-            raise ApiError("the client has left", status=499)
-        return found
+        results = await result_unless_disconnected(request.receive, self._run(checked, params, request))
+        if results is None:
+            raise ApiError("the client has disconnected", status=499)
+        return results
 
     def _check_all(
         self, prompts: Sequence[Prompt | tuple[str, str]], params: PoolingParams, priority: int
@@ -245,7 +245,7 @@ class PoolingRoutes(TextRoutes):
         except ValueError as error:
             raise ApiError(str(error), status=500) from error
 
-    def _listed(self, prefix: str, data: list[dict[str, Any]], found: list[_Pooled]) -> Response:
+    def _listed(self, prefix: str, data: list[dict[str, Any]], results: list[_Pooled]) -> Response:
         return json_response(
             {
                 "id": f"{prefix}-{uuid.uuid4().hex}",
@@ -253,7 +253,7 @@ class PoolingRoutes(TextRoutes):
                 "created": int(time.time()),
                 "model": self._model_name,
                 "data": [{"index": i, **one} for i, one in enumerate(data)],
-                "usage": _usage(found),
+                "usage": _usage(results),
             }
         )
 
@@ -264,5 +264,5 @@ def _encoded(data: np.ndarray, encoding_format: str | None) -> Any:
     return data.tolist()
 
 
-def _usage(found: list[_Pooled]) -> dict[str, Any]:
-    return usage([pooled.output for pooled in found], 0)
+def _usage(results: list[_Pooled]) -> dict[str, Any]:
+    return usage([pooled.output for pooled in results], 0)

@@ -18,25 +18,25 @@ from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.server.generation_call import GenerationCall
-from jax_paged.server.http.event_stream import EventStream, unless_gone
+from jax_paged.server.http.event_stream import EventStream, response_unless_disconnected
 from jax_paged.server.http.limits import check_sizes
 from jax_paged.server.protocol.logprobs import TokenBytes, chat_logprobs
 from jax_paged.server.protocol.messages import messages_for, messages_of_input
 from jax_paged.server.protocol.parts import Integer, Part
-from jax_paged.server.protocol.requests import Generation, within
+from jax_paged.server.protocol.requests import Generation, ranged_field
 from jax_paged.server.protocol.response_format import TextFormat
 from jax_paged.server.protocol.responses import ApiError, json_response, usage
 from jax_paged.server.ray_serve.continuation import Progress
 from jax_paged.server.routes.generation import (
     TextRoutes,
-    bad_input,
     check_all,
-    has_form,
+    has_grammar,
     max_prompt_len,
     note_warnings,
     progress_of,
     token_bytes_of,
     tokenizer_of,
+    value_errors_as_400,
 )
 from jax_paged.server.tools.chat_reader import ChatReader
 from jax_paged.server.tools.formats import CONTENT, REASONING
@@ -47,12 +47,12 @@ _LOGPROBS = "message.output_text.logprobs"  # value of the field `include`
 
 def _refuse_stored(value: Any) -> None:
     if value is not None:
-        raise PydanticCustomError("not_stored", "it must be null because this server stores no responses")
+        raise PydanticCustomError("not_stored", "it must be null because responses are not stored")
 
 
 def _refuse_tools(value: Any) -> Any:
     if value not in (None, []):
-        raise PydanticCustomError("no_tools", "it must be empty because tools are in /v1/chat/completions")
+        raise PydanticCustomError("no_tools", "it must be empty because only /v1/chat/completions has tools")
     return value
 
 
@@ -71,12 +71,12 @@ class ResponsesRequest(Generation):
     prompt_field = "input"
 
     input: str | list[dict[str, Any]] = Field(
-        description="Text of a user, or messages.", examples=["What is a block table?"]
+        description="Text of a user message, or a list of messages.", examples=["What is a block table?"]
     )
     instructions: str | None = None
-    max_output_tokens: Integer | None = within(1)
-    include: list[str] | None = Field(None, description=f"{_LOGPROBS} is known.")
-    top_logprobs: Integer | None = within(0)
+    max_output_tokens: Integer | None = ranged_field(1)
+    include: list[str] | None = Field(None, description=f"The only supported value is {_LOGPROBS}.")
+    top_logprobs: Integer | None = ranged_field(0)
     text: TextOptions | None = None
     tools: Annotated[list[Any] | None, BeforeValidator(_refuse_tools)] = Field(None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
@@ -89,7 +89,7 @@ class ResponsesRequest(Generation):
     reasoning: Any = None
 
     @property
-    def limits_output(self) -> bool:
+    def sets_max_tokens(self) -> bool:
         """Whether the request sets the maximum number of output tokens. If not, a default applies."""
         return self.max_output_tokens is not None
 
@@ -119,9 +119,9 @@ class ResponsesRequest(Generation):
         """
         if self.max_output_tokens is not None:
             check_int("max_output_tokens", self.max_output_tokens, 1)
-        given = self._given((self.top_logprobs or 0) if self.with_logprobs else None)
+        given = self._explicit_params((self.top_logprobs or 0) if self.with_logprobs else None)
         # If neither the request nor the model has a limit, the output may fill the context.
-        limit = {"max_tokens": self.max_output_tokens} if self.limits_output else {}
+        limit = {"max_tokens": self.max_output_tokens} if self.sets_max_tokens else {}
         return SamplingParams(**{"max_tokens": None, **defaults, **given, **limit})
 
 
@@ -131,28 +131,28 @@ class ResponsesRoute(TextRoutes):
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """POST /v1/responses: Generates a response to a text or a conversation."""
         adapter = self._models.adapter_of(body)
-        with bad_input(body):
+        with value_errors_as_400(body):
             tokenizer = tokenizer_of(self._engine)
             check_sizes(body, self._options)
             if isinstance(body.input, list):
                 check_int("input", len(body.input), 0, self._options.max_messages, aspect="the length of")
             params = body.sampling_params(self._config.sampling_defaults)
-            thinking = self._readers.reasoning
-            reader = None if thinking is None else ChatReader(None, None, (), True, thinking)
+            reasoning = self._readers.reasoning
+            reader = None if reasoning is None else ChatReader(None, None, (), True, reasoning)
             checked = await self._texts.read(
                 [body.instructions, body.input],
                 lambda: self._check(tokenizer, params, body, reader, adapter),
-                with_form=has_form(params),
+                with_grammar=has_grammar(params),
             )
         note_warnings(request, checked)
         constrained = checked[0].params.structured_outputs is not None
-        parser = reader and reader.parser(tokenizer, checked[0].prompt_token_ids, has_form=constrained)
+        parser = reader and reader.parser(tokenizer, checked[0].prompt_token_ids, has_grammar=constrained)
         name = adapter.lora_name if adapter else self._model_name
         token_bytes = token_bytes_of(self._engine, checked)
         builder = _ResponseBuilder(body, token_bytes, checked[0].params, name, parser, progress_of(request))
         call = self._call(request, checked, {"id": builder.response_id}, builder.item)
-        answer = self._stream(builder, call) if body.stream else self._whole(builder, call)
-        return await unless_gone(request, answer)
+        answer = self._stream(builder, call) if body.stream else self._full_response(builder, call)
+        return await response_unless_disconnected(request, answer)
 
     def _check(
         self,
@@ -169,7 +169,7 @@ class ResponsesRoute(TextRoutes):
         own = reader.params(params, tokenizer) if reader else params
         return check_all(self._engine, [prompt], own, body, adapter)
 
-    async def _whole(self, builder: "_ResponseBuilder", call: GenerationCall) -> Response:
+    async def _full_response(self, builder: "_ResponseBuilder", call: GenerationCall) -> Response:
         output = [part async for part in self._runner.parts(call, whole=True)][-1]
         builder.take(output.outputs[0])
         return json_response(builder.ended(output))
@@ -187,14 +187,14 @@ class ResponsesRoute(TextRoutes):
         the stream. The first events are yielded with the first part of the output.
         """
         journal = call.journal
-        numbers = _Numbers(journal.progress.num_events if journal is not None else 0)
+        encoder = _EventEncoder(journal.progress.num_events if journal is not None else 0)
         whole: RequestOutput | None = None
         try:
             async with contextlib.aclosing(self._runner.parts(call)) as parts:
                 async for part in parts:
-                    is_given = whole is None and call.has_begun
+                    is_prior = whole is None and call.has_begun
                     events = [] if whole is not None else builder.beginning()
-                    for one in self._runner.with_end_apart(part.outputs[0], call.requests[0].params):
+                    for one in self._runner.split_end_token(part.outputs[0], call.requests[0].params):
                         events += builder.deltas(one)
                     if whole is None:
                         whole = part
@@ -204,17 +204,17 @@ class ResponsesRoute(TextRoutes):
                         events += builder.ending(whole)
                         if journal is not None:
                             journal.end()
-                    if events and not is_given:
-                        yield b"".join(map(numbers.event, events))
+                    if events and not is_prior:
+                        yield b"".join(map(encoder.event, events))
         except ApiError as error:
-            if whole is None or call.moves_on(error):
+            if whole is None or call.continues_elsewhere(error):
                 raise
             if journal is not None:
                 journal.end()
-            yield numbers.event(builder.failure(error))
+            yield encoder.event(builder.failure(error))
 
 
-class _Numbers:
+class _EventEncoder:
     """Encoder of events as server-sent events with consecutive sequence numbers.
 
     Args:
@@ -253,11 +253,11 @@ class _ResponseBuilder:
     ) -> None:
         self.response_id = f"resp_{progress.answer_id}"
         self._item_id = f"msg_{progress.answer_id}"
-        self._thoughts_id = f"rs_{progress.answer_id}"
+        self._reasoning_id = f"rs_{progress.answer_id}"
         self._num_top = body.top_logprobs or 0
         self._token_bytes = token_bytes
         self._parser = parser
-        self._thoughts = self._text = ""
+        self._reasoning = self._text = ""
         self._has_message = False  # whether the events that add the message have been created
         self._fields = {
             "id": self.response_id,
@@ -293,7 +293,7 @@ class _ResponseBuilder:
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": [
-                *([self._thought("completed")] if self._thoughts else []),
+                *([self._reasoning_item("completed")] if self._reasoning else []),
                 self.item(0, completion, output),
             ],
             "usage": {
@@ -318,10 +318,10 @@ class _ResponseBuilder:
     def take(self, new: CompletionOutput) -> tuple[str, str]:
         """Returns the reasoning and the text that a new part of the output adds."""
         found = self._parser.take(new) if self._parser else {CONTENT: new.text}
-        thoughts, text = found.get(REASONING, ""), found.get(CONTENT, "")
-        self._thoughts += thoughts
+        reasoning, text = found.get(REASONING, ""), found.get(CONTENT, "")
+        self._reasoning += reasoning
         self._text += text
-        return thoughts, text
+        return reasoning, text
 
     def beginning(self) -> list[dict[str, Any]]:
         """Returns the events before the output."""
@@ -333,18 +333,19 @@ class _ResponseBuilder:
 
     def deltas(self, new: CompletionOutput) -> list[dict[str, Any]]:
         """Returns the events for a new part of the output."""
-        is_thinking = bool(self._thoughts)
-        thoughts, text = self.take(new)
-        logprobs = [] if thoughts else chat_logprobs(new, self._num_top, self._token_bytes) or []
+        has_reasoning = bool(self._reasoning)
+        reasoning, text = self.take(new)
+        logprobs = [] if reasoning else chat_logprobs(new, self._num_top, self._token_bytes) or []
         events = []
-        if thoughts:
-            events += (
-                [] if is_thinking else [self._thinking("response.output_item.added", item=self._thought())]
-            )
-            events.append(self._thinking("response.reasoning_text.delta", content_index=0, delta=thoughts))
+        if reasoning:
+            if not has_reasoning:
+                item = self._reasoning_item()
+                events.append(self._reasoning_event("response.output_item.added", item=item))
+            delta = {"content_index": 0, "delta": reasoning}
+            events.append(self._reasoning_event("response.reasoning_text.delta", **delta))
         if text or (logprobs and not self._parser):
-            delta = {"type": "response.output_text.delta", **self._place, "delta": text, "logprobs": logprobs}
-            events += [*self._opening(), delta]
+            delta = {**self._position, "delta": text, "logprobs": logprobs}
+            events += [*self._opening(), {"type": "response.output_text.delta", **delta}]
         return events
 
     def _opening(self) -> list[dict[str, Any]]:
@@ -353,30 +354,30 @@ class _ResponseBuilder:
             return []
         self._has_message = True
         events = []
-        if self._thoughts:
-            done = {"content_index": 0, "text": self._thoughts}
-            events.append(self._thinking("response.reasoning_text.done", **done))
-            events.append(self._thinking("response.output_item.done", item=self._thought("completed")))
+        if self._reasoning:
+            text, item = {"content_index": 0, "text": self._reasoning}, self._reasoning_item("completed")
+            events.append(self._reasoning_event("response.reasoning_text.done", **text))
+            events.append(self._reasoning_event("response.output_item.done", item=item))
         message = {**self._message("in_progress"), "content": []}
         return [
             *events,
             {
                 "type": "response.output_item.added",
-                "output_index": self._place["output_index"],
+                "output_index": self._position["output_index"],
                 "item": message,
             },
-            {"type": "response.content_part.added", **self._place, "part": self._part(None)},
+            {"type": "response.content_part.added", **self._position, "part": self._part(None)},
         ]
 
     def ending(self, output: RequestOutput) -> list[dict[str, Any]]:
         """Returns the events after the output."""
         response, part = self.ended(output), self._part(output.outputs[0])
         text = {"text": part["text"], "logprobs": part["logprobs"]}
-        index = self._place["output_index"]
+        index = self._position["output_index"]
         return [
             *self._opening(),
-            {"type": "response.output_text.done", **self._place, **text},
-            {"type": "response.content_part.done", **self._place, "part": part},
+            {"type": "response.output_text.done", **self._position, **text},
+            {"type": "response.content_part.done", **self._position, "part": part},
             {"type": "response.output_item.done", "output_index": index, "item": response["output"][index]},
             {"type": f"response.{response['status']}", "response": response},
         ]
@@ -387,17 +388,17 @@ class _ResponseBuilder:
         return {**self._message(status), "content": [self._part(completion)]}
 
     @property
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": int(bool(self._thoughts)), "content_index": 0}
+    def _position(self) -> dict[str, Any]:
+        return {"item_id": self._item_id, "output_index": int(bool(self._reasoning)), "content_index": 0}
 
-    def _thinking(self, kind: str, **fields: Any) -> dict[str, Any]:
-        place = {"output_index": 0} if "item" in fields else {"item_id": self._thoughts_id, "output_index": 0}
-        return {"type": kind, **place, **fields}
+    def _reasoning_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        head = {"output_index": 0} if "item" in fields else {"item_id": self._reasoning_id, "output_index": 0}
+        return {"type": kind, **head, **fields}
 
-    def _thought(self, status: str = "in_progress") -> dict[str, Any]:
-        parts = [] if status == "in_progress" else [{"type": "reasoning_text", "text": self._thoughts}]
+    def _reasoning_item(self, status: str = "in_progress") -> dict[str, Any]:
+        parts = [] if status == "in_progress" else [{"type": "reasoning_text", "text": self._reasoning}]
         return {
-            "id": self._thoughts_id,
+            "id": self._reasoning_id,
             "type": "reasoning",
             "summary": [],
             "content": parts,

@@ -95,7 +95,7 @@ class ChatReader:
             tag = self.reasoning.begin if self.reasoning and not self.reasoning.always else None
             form = StructuredOutputsParams(grammar=self._grammar(ids), starts_after=behind, reasoning_tag=tag)
             params = dataclasses.replace(params, structured_outputs=form)
-        return behind_thoughts(params, self.reasoning)
+        return constrain_after_reasoning(params, self.reasoning)
 
     def _grammar(self, ids: dict[str, int | None]) -> str:
         """Returns the grammar of calls to the forced functions.
@@ -103,7 +103,7 @@ class ChatReader:
         Args:
             ids: Ids of the control tokens for the tags of the formats; None for a tag that is not a token.
         """
-        assert self.format is not None, "calls that are forced are looked for"
+        assert self.format is not None, "forced tool calls have no format"
         tags = "|".join(map(re.escape, ids)) or "$^"
 
         def literal(text: str) -> str:
@@ -111,11 +111,11 @@ class ChatReader:
             return " ".join(f"<[{i}]>" if i is not None else _quoted(part) for part, i in parts)
 
         return calls_grammar(
-            next(text for text in self.format.texts if not text.needs or ids[text.needs] is not None),
+            next(text for text in self.format.texts if not text.required or ids[text.required] is not None),
             [(function["name"], _parameters(function)) for function in self.forced],
             literal,
             parallel=self.parallel,
-            behind_thoughts=self.reasoning is not None,
+            after_reasoning=self.reasoning is not None,
         )
 
     def choices(
@@ -126,7 +126,7 @@ class ChatReader:
         prompt: Sequence[int],
         *,
         stream: bool,
-        has_form: bool,
+        has_grammar: bool,
     ) -> MakeChoice:
         """Returns a function that makes the choices of a response from parsed outputs.
 
@@ -136,37 +136,39 @@ class ChatReader:
             tokenizer: Tokenizer of the model.
             prompt: Token ids of the conversation.
             stream: Whether the function makes the choices of chunks.
-            has_form: Whether the outputs are constrained by a grammar.
+            has_grammar: Whether the outputs are constrained by a grammar.
         """
-        parsers = [self.parser(tokenizer, prompt, has_form=has_form) for _ in range(num_choices)]
+        parsers = [self.parser(tokenizer, prompt, has_grammar=has_grammar) for _ in range(num_choices)]
         return parsed_choices(choice, parsers, stream=stream)
 
-    def parser(self, tokenizer: Tokenizer, prompt: Sequence[int], *, has_form: bool) -> OutputParser:
+    def parser(self, tokenizer: Tokenizer, prompt: Sequence[int], *, has_grammar: bool) -> OutputParser:
         """Returns a parser for one output.
 
         Args:
             tokenizer: Tokenizer of the model.
             prompt: Token ids of the conversation.
-            has_form: Whether the output is constrained by a grammar.
+            has_grammar: Whether the output is constrained by a grammar.
         """
-        is_thinking = self._is_thinking(tokenizer, prompt)
-        without = response_template(self.format, self.reasoning, False) if is_thinking and has_form else None
+        in_reasoning = self._starts_in_reasoning(tokenizer, prompt)
+        without = (
+            response_template(self.format, self.reasoning, False) if in_reasoning and has_grammar else None
+        )
         return OutputParser(
-            response_template(self.format, self.reasoning, is_thinking),
+            response_template(self.format, self.reasoning, in_reasoning),
             parallel=self.parallel,
             reasoning=self.reasoning,
-            without_reasoning=without,
+            fallback_template=without,
         )
 
-    def _is_thinking(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+    def _starts_in_reasoning(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
         if self.reasoning is None:
             return False
         end = tokenizer.decode(prompt[-_NUM_LAST_TOKENS:], skip_special_tokens=False)
-        return self.reasoning.is_thinking(end)
+        return self.reasoning.starts_in_reasoning(end)
 
 
 @contextlib.contextmanager
-def blaming_tools(reader: ChatReader | None) -> Iterator[None]:
+def grammar_errors_as_tool_errors(reader: ChatReader | None) -> Iterator[None]:
     """Converts a ValueError about the grammar of forced calls to a ValueError about the tools."""
     try:
         yield
@@ -178,7 +180,7 @@ def blaming_tools(reader: ChatReader | None) -> Iterator[None]:
         raise ArgumentError("tools", names, f"functions whose grammar is {cause.allowed}") from error
 
 
-def behind_thoughts(params: SamplingParams, reasoning: ReasoningFormat | None) -> SamplingParams:
+def constrain_after_reasoning(params: SamplingParams, reasoning: ReasoningFormat | None) -> SamplingParams:
     """Returns parameters whose grammar, if there is one, applies only after the reasoning."""
     form = params.structured_outputs
     if form is None or form.starts_after is not None or reasoning is None:
@@ -207,9 +209,9 @@ class ChatReaders:
         self.reasoning = None if reasoning is None else REASONING_FORMATS[reasoning]
         # Builds the templates now, so that the first request does not have to wait for them.
         for format in {self._tools, None}:
-            for is_thinking in (False, True):
+            for in_reasoning in (False, True):
                 if format or self.reasoning:
-                    response_template(format, self.reasoning, is_thinking)
+                    response_template(format, self.reasoning, in_reasoning)
 
     def reader_of(self, body: ChatRequest) -> ChatReader | None:
         """Returns the ChatReader of a request; None if its outputs are not parsed.
@@ -246,7 +248,7 @@ def _chosen(tools: Sequence[Tool], choice: Any) -> Sequence[Tool]:
     names = [tool.function.name for tool in tools]
     for i, tool in enumerate(tools):
         name = f"tools[{i}].function"
-        check(names.index(names[i]) == i, f"{name}.name", names[i], "a name that no tool before has")
+        check(names.index(names[i]) == i, f"{name}.name", names[i], "a name that no earlier tool has")
         parameters = tool.function.parameters
         if parameters is not None:
             kind = parameters.get("type", "object")
@@ -254,7 +256,7 @@ def _chosen(tools: Sequence[Tool], choice: Any) -> Sequence[Tool]:
             _check_schema(f"{name}.parameters", parameters)
     if isinstance(choice, NamedTool):
         wanted = choice.function.name
-        check(wanted in names, "tool_choice.function.name", wanted, f"the name of a tool, {shown(names)}")
+        check(wanted in names, "tool_choice.function.name", wanted, f"the name of a tool ({shown(names)})")
         return [tools[names.index(wanted)]]
     return tools if choice == "required" else ()
 
@@ -268,7 +270,7 @@ def _check_schema(name: str, schema: Any) -> None:
         check(kind in _TYPES, f"{name}.type", kind, one_of(_TYPES))
     required = schema.get("required", [])
     ok = isinstance(required, list) and all(isinstance(item, str) for item in required)
-    check(ok, f"{name}.required", required, "a list of names")
+    check(ok, f"{name}.required", required, "a list of property names")
     check(isinstance(schema.get("enum", []), list), f"{name}.enum", schema.get("enum"), "a list")
     for key in _SCHEMAS:
         if key in schema:

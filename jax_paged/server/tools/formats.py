@@ -14,21 +14,21 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax_paged.structured_outputs import JSON_WRITING
+from jax_paged.structured_outputs import JSON_OPTIONS
 
 # Separators of the JSON in a grammar: the ones that chat templates use.
-_SPACING = {**JSON_WRITING, "item_separator": ", ", "key_separator": ": "}
+_SPACING = {**JSON_OPTIONS, "item_separator": ", ", "key_separator": ": "}
 
 REASONING, CONTENT, NAME, ARGUMENTS, CALL, TAG = "reasoning", "content", "name", "arguments", "call", "tag"
 # Markers before the arguments of a call. In every format, the arguments follow one of them.
 BEFORE_ARGUMENTS = ('"arguments"', '"parameters"', "[TOOL_CALLS]", "｜>", "<|message|>")
 
 # White space, with a bound so that an output with nothing else does not slow down the search for tags.
-_W = r"\s{0,16}"
+_WS = r"\s{0,16}"
 _QUOTED = r'[^"\\<\[]{1,256}'  # excludes characters of tags, which may end the region
 _STRING = r'"(?:[^"\\]|\\.)*+"'
-_KEY = rf'{_W}\{{{_W}"name"{_W}:{_W}"'
-_VALUE = rf'"{_W},{_W}"(?:arguments|parameters)"{_W}:{_W}'
+_KEY = rf'{_WS}\{{{_WS}"name"{_WS}:{_WS}"'
+_VALUE = rf'"{_WS},{_WS}"(?:arguments|parameters)"{_WS}:{_WS}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +58,8 @@ class CallText:
         between: Text between two calls.
         begin: Text before all calls.
         end: Text after all calls.
-        behind_thoughts: Text before `begin` if the calls follow reasoning.
-        needs: Control token that the tokenizer must have for this variant; "" for none.
+        reasoning_prefix: Text before `begin` if the calls follow reasoning.
+        required: Control token that the tokenizer must have for this variant; "" for none.
     """
 
     head: str
@@ -67,8 +67,8 @@ class CallText:
     between: str
     begin: str = ""
     end: str = ""
-    behind_thoughts: str = ""
-    needs: str = ""
+    reasoning_prefix: str = ""
+    required: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ReasoningFormat:
     closing: str | None = None
     dropped: str | None = None
 
-    def is_thinking(self, prompt: str) -> bool:
+    def starts_in_reasoning(self, prompt: str) -> bool:
         """Returns whether an output starts inside the reasoning.
 
         Args:
@@ -129,7 +129,7 @@ class ReasoningFormat:
         return text.endswith(self.begin) or (self.always and not text.endswith(self.end))
 
 
-def _cut(tag: str) -> str:
+def _partial_tag_pattern(tag: str) -> str:
     """Returns a pattern that matches every incomplete beginning of a tag, including an empty one."""
     pattern = ""
     for character in reversed(tag[:-1]):
@@ -138,19 +138,19 @@ def _cut(tag: str) -> str:
 
 
 _HERMES = ToolFormat(
-    calls=(CallPattern(rf"{_W}<tool_call>{_KEY}", rf"</tool_call>{_W}"),),
+    calls=(CallPattern(rf"{_WS}<tool_call>{_KEY}", rf"</tool_call>{_WS}"),),
     texts=(CallText('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n"),),
     tags=("<tool_call>", "</tool_call>"),
-    whole=rf'{_W}<tool_call>{_W}\{{{_W}"arguments"{_W}:{_W}(?P<arguments>(?:{_STRING}|(?!</tool_call>)[^"])*?){_W},'
-    rf'{_W}"name"{_W}:{_W}"(?P<name>{_QUOTED})"{_W}\}}{_W}(?:</tool_call>{_W}|{_cut("</tool_call>")}\Z)',
+    whole=rf'{_WS}<tool_call>{_WS}\{{{_WS}"arguments"{_WS}:{_WS}(?P<arguments>(?:{_STRING}|(?!</tool_call>)[^"])*?){_WS},'
+    rf'{_WS}"name"{_WS}:{_WS}"(?P<name>{_QUOTED})"{_WS}\}}{_WS}(?:</tool_call>{_WS}|{_partial_tag_pattern("</tool_call>")}\Z)',
 )
 
-_LLAMA_KEY = rf'{_W}\{{{_W}(?:"type"{_W}:{_W}"function"{_W},{_W})?"name"{_W}:{_W}"'
+_LLAMA_KEY = rf'{_WS}\{{{_WS}(?:"type"{_WS}:{_WS}"function"{_WS},{_WS})?"name"{_WS}:{_WS}"'
 _LLAMA_NEXT = rf"(?=;{_LLAMA_KEY})"
 _LLAMA = ToolFormat(
     calls=(
-        CallPattern(rf"{_W}(?:(?<=\A{_W}|</think>{_W})|<\|python_tag\|>){_LLAMA_KEY}", _LLAMA_NEXT),
-        CallPattern(rf"(?<=\}}{_W});{_LLAMA_KEY}", _LLAMA_NEXT),
+        CallPattern(rf"{_WS}(?:(?<=\A{_WS}|</think>{_WS})|<\|python_tag\|>){_LLAMA_KEY}", _LLAMA_NEXT),
+        CallPattern(rf"(?<=\}}{_WS});{_LLAMA_KEY}", _LLAMA_NEXT),
     ),
     texts=(CallText('{"name": "{name}", "parameters": ', "}", "; "),),
     tags=("<|python_tag|>",),
@@ -159,18 +159,18 @@ _LLAMA = ToolFormat(
 _MISTRAL_NEXT = rf"(?=,{_KEY}{_QUOTED}{_VALUE})"
 _MISTRAL = ToolFormat(
     calls=(
-        CallPattern(rf"{_W}\[TOOL_CALLS\]{_W}\[{_KEY}", _MISTRAL_NEXT),
-        CallPattern(rf"(?<=\}}{_W}),{_KEY}(?<=\[TOOL_CALLS\]{_W}\[.*)", _MISTRAL_NEXT),
+        CallPattern(rf"{_WS}\[TOOL_CALLS\]{_WS}\[{_KEY}", _MISTRAL_NEXT),
+        CallPattern(rf"(?<=\}}{_WS}),{_KEY}(?<=\[TOOL_CALLS\]{_WS}\[.*)", _MISTRAL_NEXT),
         # Newer models write a tag before each call.
         CallPattern(
-            rf"{_W}\[TOOL_CALLS\]{_W}",
+            rf"{_WS}\[TOOL_CALLS\]{_WS}",
             r"(?=\[TOOL_CALLS\])",
             r"[\w.-]{1,256}",
-            rf"(?:\[CALL_ID\]\w{{1,64}})?{_W}(?:\[ARGS\]{_W})?(?=\{{)",
+            rf"(?:\[CALL_ID\]\w{{1,64}})?{_WS}(?:\[ARGS\]{_WS})?(?=\{{)",
         ),
     ),
     texts=(
-        CallText("[TOOL_CALLS]{name}[ARGS]", "", "", needs="[ARGS]"),
+        CallText("[TOOL_CALLS]{name}[ARGS]", "", "", required="[ARGS]"),
         CallText('{"name": "{name}", "arguments": ', "}", ", ", "[TOOL_CALLS] [", "]"),
     ),
     tags=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
@@ -179,11 +179,11 @@ _MISTRAL = ToolFormat(
 _DEEPSEEK = ToolFormat(
     calls=(
         CallPattern(
-            rf"{_W}(?:<｜tool▁calls▁begin｜>{_W})?<｜tool▁call▁begin｜>{_W}"
+            rf"{_WS}(?:<｜tool▁calls▁begin｜>{_WS})?<｜tool▁call▁begin｜>{_WS}"
             r"(?:function<｜tool▁sep｜>)?(?!function<)",
-            rf"{_W}(?:```{_W})?<｜tool▁call▁end｜>",
+            rf"{_WS}(?:```{_WS})?<｜tool▁call▁end｜>",
             r"[\w.-]{1,256}",
-            rf"(?:{_W}```json{_W}|<｜tool▁sep｜>{_W})",
+            rf"(?:{_WS}```json{_WS}|<｜tool▁sep｜>{_WS})",
         ),
     ),
     texts=(
@@ -198,7 +198,7 @@ _DEEPSEEK = ToolFormat(
     tags=tuple(
         f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
     ),
-    dropped=rf"(?<=<｜tool▁call▁end｜>){_W}<｜tool▁calls▁end｜>{_W}",
+    dropped=rf"(?<=<｜tool▁call▁end｜>){_WS}<｜tool▁calls▁end｜>{_WS}",
 )
 
 # Harmony, the format of gpt-oss: an output is a sequence of messages, each with a header that names its
@@ -206,28 +206,28 @@ _DEEPSEEK = ToolFormat(
 _HARMONY_TAGS = tuple(
     f"<|{name}|>" for name in ("start", "channel", "constrain", "message", "end", "call", "return")
 )
-_START = rf"{_W}<\|start\|>assistant{_W}"
-_MESSAGE = rf"(?:{_W}<\|constrain\|>\w{{1,32}}|\s{{1,16}}\w{{1,32}})?{_W}<\|message\|>{_W}"
-_HARMONY_END = rf"{_W}(?:<\|(?:end|call|return)\|>{_W}|(?=<\|(?:start|channel)\|>))"
-_HARMONY_HEADER = rf"(?:{_START})?{_W}<\|channel\|>(?:final|commentary){_MESSAGE}"
-_HARMONY_DROPPED = rf"(?:{_HARMONY_HEADER}|{_W}<\|(?:end|call|return)\|>{_W})"
+_START = rf"{_WS}<\|start\|>assistant{_WS}"
+_MESSAGE = rf"(?:{_WS}<\|constrain\|>\w{{1,32}}|\s{{1,16}}\w{{1,32}})?{_WS}<\|message\|>{_WS}"
+_HARMONY_END = rf"{_WS}(?:<\|(?:end|call|return)\|>{_WS}|(?=<\|(?:start|channel)\|>))"
+_HARMONY_HEADER = rf"(?:{_START})?{_WS}<\|channel\|>(?:final|commentary){_MESSAGE}"
+_HARMONY_DROPPED = rf"(?:{_HARMONY_HEADER}|{_WS}<\|(?:end|call|return)\|>{_WS})"
 _HARMONY_CALL = "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
 _HARMONY = ToolFormat(
     calls=(
         CallPattern(
-            rf"(?:{_START})?{_W}<\|channel\|>(?:commentary|analysis){_W}to=(?:functions\.)?",
+            rf"(?:{_START})?{_WS}<\|channel\|>(?:commentary|analysis){_WS}to=(?:functions\.)?",
             _HARMONY_END,
             r"[\w.-]{1,256}",
             _MESSAGE,
         ),
         CallPattern(
-            rf"(?:\A{_W}|{_START})to=(?:functions\.)?",
+            rf"(?:\A{_WS}|{_START})to=(?:functions\.)?",
             _HARMONY_END,
             r"[\w.-]{1,256}",
-            rf"{_W}<\|channel\|>(?:commentary|analysis){_MESSAGE}",
+            rf"{_WS}<\|channel\|>(?:commentary|analysis){_MESSAGE}",
         ),
     ),
-    texts=(CallText(_HARMONY_CALL, "", "<|call|><|start|>assistant", behind_thoughts="<|start|>assistant"),),
+    texts=(CallText(_HARMONY_CALL, "", "<|call|><|start|>assistant", reasoning_prefix="<|start|>assistant"),),
     tags=_HARMONY_TAGS,
     dropped=_HARMONY_DROPPED,
 )
@@ -252,7 +252,7 @@ REASONING_FORMATS = {
         answer="<|channel|>final<|message|>",
         header="<|channel|>",
         tags=_HARMONY_TAGS,
-        opening=rf"(?:{_START})?{_W}<\|channel\|>analysis{_MESSAGE}",
+        opening=rf"(?:{_START})?{_WS}<\|channel\|>analysis{_MESSAGE}",
         closing=_HARMONY_END,
         dropped=_HARMONY_DROPPED,
     ),
@@ -260,13 +260,13 @@ REASONING_FORMATS = {
 
 
 @functools.cache
-def response_template(tools: ToolFormat | None, reasoning: ReasoningFormat | None, is_thinking: bool) -> Any:
+def response_template(tools: ToolFormat | None, reasoning: ReasoningFormat | None, in_reasoning: bool) -> Any:
     """Returns a template with which the ResponseParser of transformers splits an output into regions.
 
     Args:
         tools: Format of the tool calls; None if the output is not searched for calls.
         reasoning: Format of the reasoning; None if reasoning is not separated from the content.
-        is_thinking: Whether the output starts inside the reasoning.
+        in_reasoning: Whether the output starts inside the reasoning.
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # suppresses the advice to install torch
     from transformers.utils.chat_parsing.response_templates import load_response_template  # takes a second
@@ -274,16 +274,16 @@ def response_template(tools: ToolFormat | None, reasoning: ReasoningFormat | Non
     fields: dict[str, dict[str, Any]] = {CONTENT: {}}
     if reasoning is not None:
         begin, end = re.escape(reasoning.begin), re.escape(reasoning.end)
-        opening = reasoning.opening or rf"\A{_W}{begin}{_W}"
+        opening = reasoning.opening or rf"\A{_WS}{begin}{_WS}"
         # Some models write the tag although the prompt ends with it. The pattern does not match while the
         # output may still become the tag.
-        if is_thinking:
+        if in_reasoning:
             starts = "|".join(re.escape(reasoning.begin[:i]) for i in range(1, len(reasoning.begin)))
-            amid = rf"\A{_W}+(?:{begin}{_W}|(?!{begin}|(?:{starts})\Z))"
+            amid = rf"\A{_WS}+(?:{begin}{_WS}|(?!{begin}|(?:{starts})\Z))"
             opening = f"{amid}|{reasoning.opening}" if reasoning.opening else amid
         fields[REASONING] = {
             "open_pattern": opening,
-            "close_pattern": reasoning.closing or f"{_W}{end}{_W}",
+            "close_pattern": reasoning.closing or f"{_WS}{end}{_WS}",
         }
     for i, call in enumerate(tools.calls if tools else ()):
         fields[f"{NAME}{i}"] = {
@@ -313,7 +313,7 @@ def calls_grammar(
     literal: Callable[[str], str],
     *,
     parallel: bool,
-    behind_thoughts: bool,
+    after_reasoning: bool,
 ) -> str:
     """Returns a Lark grammar for outputs that consist of calls to functions.
 
@@ -322,12 +322,12 @@ def calls_grammar(
         functions: Name and JSON schema of the arguments of each function.
         literal: Converts text to a sequence of Lark strings and control tokens.
         parallel: Whether there may be several calls.
-        behind_thoughts: Whether the calls follow reasoning, usually on a new line.
+        after_reasoning: Whether the calls follow reasoning, usually on a new line.
     """
     more = f" ({literal(text.between)} call)*" if parallel else ""
     # Optional, because the output may have no reasoning before the calls.
-    front = f"({literal(text.behind_thoughts)})?" if text.behind_thoughts else ""
-    space = rf"/\n{{0,2}}/ {front}" if behind_thoughts else ""
+    front = f"({literal(text.reasoning_prefix)})?" if text.reasoning_prefix else ""
+    space = rf"/\n{{0,2}}/ {front}" if after_reasoning else ""
     lines = [
         f"start: {space} {literal(text.begin)} call{more} {literal(text.end)}",
         f"call: {' | '.join(f'call{i}' for i in range(len(functions)))}",

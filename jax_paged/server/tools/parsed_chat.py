@@ -36,7 +36,7 @@ class OutputParser:
         template: Template from `formats.response_template`.
         parallel: Whether calls after the first one are kept. Otherwise they are dropped.
         reasoning: Format of the reasoning; None if reasoning is not separated from the content.
-        without_reasoning: Template for an output that starts inside the reasoning according to the prompt,
+        fallback_template: Template for an output that starts inside the reasoning according to the prompt,
             but that a grammar allows to consist of the answer alone. If such an output ends without the end
             tag of the reasoning, all of it is parsed again with this template. None if this cannot happen.
     """
@@ -47,7 +47,7 @@ class OutputParser:
         *,
         parallel: bool,
         reasoning: ReasoningFormat | None = None,
-        without_reasoning: Any = None,
+        fallback_template: Any = None,
     ) -> None:
         from transformers.utils.chat_parsing import ResponseParser  # takes a second, once
 
@@ -55,7 +55,7 @@ class OutputParser:
         self._parallel = parallel
         self._format = reasoning
         self._regions: list[str] = []  # text of each reasoning region
-        self._without_reasoning = without_reasoning
+        self._fallback_template = fallback_template
         self._text = ""  # all text so far, if it may be parsed again
         self._calls: list[_Call] = []
         self._last = ""  # last characters of the parsed text
@@ -86,14 +86,14 @@ class OutputParser:
             The fields reasoning, reasoning_content, content and tool_calls, as far as the text adds to them.
         """
         new = self._feed(text, is_last=is_last)
-        if self._without_reasoning is None:
+        if self._fallback_template is None:
             return new
         self._text += text
-        assert self._format is not None, "there might have been thoughts"
+        assert self._format is not None, "parser with a fallback template has no reasoning format"
         if not (is_last and has_ended) or self.has_calls or self._format.end in self._text:
             return new
         self._regions.clear()
-        direct = OutputParser(self._without_reasoning, parallel=self._parallel)
+        direct = OutputParser(self._fallback_template, parallel=self._parallel)
         new = direct.feed(self._text, is_last=True)
         self._calls = direct._calls
         return new
@@ -103,7 +103,7 @@ class OutputParser:
         while text:
             if self._object is not None:  # The parser could mistake the content of a string for a tag.
                 num = self._object.num_inside(text)
-                if self._counts:
+                if self._keeps_newest:
                     self._calls[-1].add(new, text[:num])
                 if num < len(text):
                     self._object, self._is_whole = None, True
@@ -159,7 +159,7 @@ class OutputParser:
         return {**event, "text": text[: len(text) - len(text.lstrip(_CLOSING))]}
 
     @property
-    def _counts(self) -> bool:
+    def _keeps_newest(self) -> bool:
         """Whether the newest call is kept."""
         return self._parallel or len(self._calls) == 1
 
@@ -176,7 +176,7 @@ class OutputParser:
                 continue
             if field in (NAME, CALL) and kind == "region_open":
                 self._calls.append(_Call(len(self._calls)))
-            if self._calls and self._counts:
+            if self._calls and self._keeps_newest:
                 self._take(new, field, event)
             if field == ARGUMENTS and kind == "region_open":
                 self._is_first, self._is_whole = True, False

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.speculation import sizes_up_to
 
 # Minimum number of rows with batch_invariant. For fewer rows, XLA compiles the operations around matrix
@@ -65,17 +65,17 @@ class Bucket:
         )
 
     def __str__(self) -> str:
-        more = "embeds-" * self.has_embeds + "lora-" * self.has_adapters
+        prefix = "embeds-" * self.has_embeds + "lora-" * self.has_adapters
         if self.num_drafts:
-            return f"{more}verify {self.num_tokens}x{self.num_seqs}"
+            return f"{prefix}verify {self.num_tokens}x{self.num_seqs}"
         if self.num_steps > 1:
-            return f"{more}burst {self.num_steps}x{self.num_seqs}"
+            return f"{prefix}multi-step {self.num_steps}x{self.num_seqs}"
         size = f"decode {self.num_seqs}" if self.is_decode else f"mixed {self.num_tokens}x{self.num_seqs}"
-        return more + size
+        return prefix + size
 
 
 def plan_buckets(
-    max_num_seqs: int, max_num_batched_tokens: int, *, is_fine: bool = False, min_rows: int = 1
+    max_num_seqs: int, max_num_batched_tokens: int, *, minimizes_padding: bool = False, min_rows: int = 1
 ) -> list[Bucket]:
     """Returns the decode buckets and the mixed buckets, each in ascending order.
 
@@ -86,10 +86,10 @@ def plan_buckets(
     Args:
         max_num_seqs: Maximum number of sequences in a step.
         max_num_batched_tokens: Maximum number of tokens in a step.
-        is_fine: Whether to plan more buckets, because a padded row costs as much as a used one, as on a CPU.
-            Decode buckets then double only up to a quarter of max_num_seqs, and grow by an eighth of it (at
-            least 8) after that. Mixed buckets double up to a quarter of max_num_batched_tokens, and grow by
-            quarters after that.
+        minimizes_padding: Whether to plan more buckets, because a padded row costs as much as a used one, as
+            on a CPU. Decode buckets then double only up to a quarter of max_num_seqs, and grow by an eighth
+            of it (at least 8) after that. Mixed buckets double up to a quarter of max_num_batched_tokens, and
+            grow by quarters after that.
         min_rows: Minimum size of a decode bucket, if max_num_batched_tokens is not smaller.
     """
     min_rows = min(min_rows, max_num_batched_tokens)
@@ -97,9 +97,9 @@ def plan_buckets(
     max_rows = min(max_num_seqs, max_num_batched_tokens)
     doubled = [2**i for i in range(max_num_batched_tokens.bit_length())]
     decode, mixed = {n for n in doubled if n < max_rows}, {max_num_batched_tokens}
-    if is_fine:
-        apart = max(8, max_rows // 8)
-        decode = {n for n in decode if n <= 2 * apart} | set(range(2 * apart, max_rows, apart))
+    if minimizes_padding:
+        step = max(8, max_rows // 8)
+        decode = {n for n in decode if n <= 2 * step} | set(range(2 * step, max_rows, step))
         quarter = max_num_batched_tokens // 4
         mixed |= {n for n in doubled if 32 <= n < quarter} | {quarter, 2 * quarter, 3 * quarter}
     else:
@@ -114,17 +114,17 @@ def plan_buckets(
 
 
 def plan_invariant_buckets(
-    max_num_seqs: int, max_num_batched_tokens: int, *, has_invariant_products: bool
+    max_num_seqs: int, max_num_batched_tokens: int, *, has_invariant_matmuls: bool
 ) -> list[Bucket]:
     """Returns one decode bucket and one mixed bucket, in which a token has bitwise equal results.
 
     Args:
         max_num_seqs: See plan_buckets.
         max_num_batched_tokens: See plan_buckets.
-        has_invariant_products: Whether matrix products sum up a row in the same order for any number of rows.
+        has_invariant_matmuls: Whether matrix products sum up a row in the same order for any number of rows.
             If not, both buckets get the same number of rows.
     """
-    rows = max(max_num_seqs, MIN_INVARIANT_ROWS) if has_invariant_products else max_num_batched_tokens
+    rows = max(max_num_seqs, MIN_INVARIANT_ROWS) if has_invariant_matmuls else max_num_batched_tokens
     buckets = plan_buckets(max_num_seqs, max_num_batched_tokens, min_rows=rows)
     return list({bucket.is_decode: bucket for bucket in buckets}.values())
 
@@ -170,5 +170,5 @@ def plan_variants(
     ]
     if not is_invariant:
         return [*buckets, *adapted, *embedded]
-    kinds = {b.is_decode for b in embedded}
-    return [*(b for b in (adapted or buckets) if b.is_decode not in kinds), *embedded]
+    types = {b.is_decode for b in embedded}
+    return [*(b for b in (adapted or buckets) if b.is_decode not in types), *embedded]

@@ -98,7 +98,7 @@ class CompiledPrograms:
 
     Args:
         buckets: The buckets of the steps, for each variant in ascending order.
-        others: Programs other than steps.
+        other_programs: Programs other than steps.
         lower: Traces and lowers a program; the result has the interface of jax.stages.Lowered. It is called
             from several threads.
         options: Compiler options.
@@ -119,7 +119,7 @@ class CompiledPrograms:
     def __init__(
         self,
         buckets: list[Bucket],
-        others: list[Program],
+        other_programs: list[Program],
         lower: Callable[[Program], Any],
         options: dict[str, str | bool | int] | None = None,
         max_compile_s: float = math.inf,
@@ -128,7 +128,7 @@ class CompiledPrograms:
         self._options, self._max_compile_s = options, max_compile_s
         self.buckets = buckets
         self._lower, self._is_ready = lower, is_ready
-        self.programs: list[Program] = [*map(StepProgram, buckets), *others]
+        self.programs: list[Program] = [*map(StepProgram, buckets), *other_programs]
         self._futures: dict[Program, concurrent.futures.Future[CompiledProgram]] = {
             program: concurrent.futures.Future() for program in self.programs
         }
@@ -136,7 +136,7 @@ class CompiledPrograms:
         # buckets make steps with few requests fast.
         by_variant = {b.variant: b for b in buckets}
         largest = [StepProgram(by_variant[variant]) for variant in sorted(by_variant)]
-        needed = [*largest, *others]
+        needed = [*largest, *other_programs]
         self._needed = frozenset(needed)
         rest = (p for p in self.programs if p not in self._needed)
         self._queue: collections.deque[Program] = collections.deque([*needed, *rest])
@@ -162,7 +162,7 @@ class CompiledPrograms:
             self.stop()
             raise
         seconds = time.monotonic() - self._start
-        _LOGGER.info("compiled what every step can use in %.1f s; steps may run from now on", seconds)
+        _LOGGER.info("compiled the largest buckets in %.1f s; steps can run from now on", seconds)
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -185,7 +185,7 @@ class CompiledPrograms:
             fits = fits and bucket.num_seqs >= num_seqs and bucket.num_logits >= num_logits
             if fits and self._may_run(bucket):
                 return bucket
-        raise AssertionError(f"no bucket for {num_tokens} tokens of {num_seqs} sequences")
+        raise AssertionError(f"no compiled bucket fits {num_tokens} tokens of {num_seqs} sequences")
 
     def add(self, program: Program) -> None:
         """Compiles a rarely used program in this thread, unless it is already compiled."""
@@ -195,7 +195,7 @@ class CompiledPrograms:
             future.set_result(self._compile(program))
             self._futures[program] = future
             self.programs.append(program)
-            self._note_compiled(program)
+            self._count_compiled(program)
 
     def __getitem__(self, program: Program) -> CompiledProgram:
         """Waits until a program is compiled, and returns it."""
@@ -219,14 +219,14 @@ class CompiledPrograms:
                 if program not in self._skipped:  # it may have been skipped during the wait
                     raise
 
-    def when_compiled(self, note: Callable[[Program], None]) -> None:
+    def on_compiled(self, callback: Callable[[Program], None]) -> None:
         """Registers a callback for compiled programs, which runs in the thread that compiled the program."""
 
-        def note_done(program: Program) -> Callable[[concurrent.futures.Future[CompiledProgram]], None]:
-            return lambda _: note(program) if self._is_compiled(program) else None
+        def call_back(program: Program) -> Callable[[concurrent.futures.Future[CompiledProgram]], None]:
+            return lambda _: callback(program) if self._is_compiled(program) else None
 
         for program, future in self._futures.items():
-            future.add_done_callback(note_done(program))
+            future.add_done_callback(call_back(program))
 
     def stop(self) -> None:
         """Ends the background threads. Waits for compilations that have started."""
@@ -236,7 +236,7 @@ class CompiledPrograms:
         for program in self._queue:
             self._futures[program].cancel()
 
-    def abandon(self) -> None:
+    def stop_without_waiting(self) -> None:
         """Ends the background threads after their current compilations, without waiting for them.
 
         It is called when an engine is no longer referenced. The garbage collector may call it in any thread,
@@ -244,7 +244,7 @@ class CompiledPrograms:
         refers to the weights and other traced arguments.
         """
         self._stopped = True
-        self._lower = _lower_nothing
+        self._lower = _raise_stopped
 
     def report(self) -> list[CompileRecord]:
         """Returns a record of each program."""
@@ -300,16 +300,16 @@ class CompiledPrograms:
                 self.num_traces += 1
             try:
                 compiled = self._compile(program)
-                self._note_compiled(program)
+                self._count_compiled(program)
                 self._futures[program].set_result(compiled)
             except BaseException as error:
                 if self._stopped:  # the traced arguments may have been released
                     self._futures[program].cancel()
                     return
-                _LOGGER.error("%s was not compiled (of a step, a larger one is used): %r", program, error)
+                _LOGGER.error("compiling %s failed; steps use a larger bucket instead: %r", program, error)
                 self._futures[program].set_exception(error)
 
-    def _note_compiled(self, program: Program) -> None:
+    def _count_compiled(self, program: Program) -> None:
         with self._lock:
             self._num_compiled += 1
             (done, num_programs), now = self.progress, time.monotonic()
@@ -347,5 +347,5 @@ def _compile(programs: list[CompiledPrograms]) -> None:
     trim_heap()
 
 
-def _lower_nothing(_: Program) -> NoReturn:
-    raise RuntimeError("the engine is gone")
+def _raise_stopped(_: Program) -> NoReturn:
+    raise RuntimeError("compilation was stopped because the engine is no longer referenced")

@@ -14,7 +14,7 @@ from jax_paged.config.engine_args import cache_dir, max_cache_bytes
 _LOGGER = logging.getLogger(__name__)
 
 # Minimum size of a cache entry (bytes) that keeps JAX from writing to a read-only cache.
-_WRITES_NOTHING = 2**62
+_MIN_BYTES_FOR_READ_ONLY = 2**62
 
 
 def use_persistent_cache() -> None:
@@ -39,7 +39,7 @@ def use_persistent_cache() -> None:
         _warn_not_writable(folder, str(error))
         if not os.path.isdir(folder):
             return
-        min_entry_bytes = _WRITES_NOTHING
+        min_entry_bytes = _MIN_BYTES_FOR_READ_ONLY
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", min_entry_bytes)
@@ -49,8 +49,8 @@ def use_persistent_cache() -> None:
 def _warn_not_writable(folder: Path, reason: str) -> None:
     """Logs a warning, once per process for the same folder and reason."""
     _LOGGER.warning(
-        "compiled programs are not kept for the next start, as %s can't be written to (%s); set "
-        "XDG_CACHE_HOME or JAX_COMPILATION_CACHE_DIR to a folder that can",
+        "compiled programs are not stored for the next start because %s is not writable (%s); set "
+        "XDG_CACHE_HOME or JAX_COMPILATION_CACHE_DIR to a writable folder",
         folder,
         reason,
     )

@@ -1,6 +1,6 @@
 """The buckets for all steps of an engine."""
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.worker.compilation.buckets import (
     Bucket,
     plan_buckets,
@@ -11,24 +11,24 @@ from jax_paged.worker.compilation.buckets import (
 )
 
 
-def plan_steps(config: EngineConfig, *, on_cpu: bool, packs: bool) -> list[Bucket]:
+def plan_steps(config: EngineConfig, *, on_cpu: bool, uses_onednn: bool) -> list[Bucket]:
     """Returns the buckets for all steps of an engine, for each variant in ascending order.
 
     Args:
         config: Configuration of the engine.
         on_cpu: Whether the engine runs on a CPU, where a padded row costs as much as a used one.
-        packs: Whether oneDNN computes the matrix products.
+        uses_onednn: Whether oneDNN computes the matrix products.
     """
     limits = config.max_num_seqs, config.max_num_batched_tokens
     is_invariant = config.batch_invariant
     if is_invariant:
         # oneDNN products are invariant. XLA computes the products of adapters, which are not.
-        buckets = plan_invariant_buckets(*limits, has_invariant_products=packs and not config.max_loras)
+        buckets = plan_invariant_buckets(*limits, has_invariant_matmuls=uses_onednn and not config.max_loras)
     else:
         # In bfloat16, XLA computes a matrix product with one row several times slower than one with two rows.
-        min_rows = 2 if on_cpu and config.dtype == "bfloat16" and not packs else 1
-        buckets = plan_buckets(*limits, is_fine=on_cpu, min_rows=min_rows)
-    may_have = config.max_loras > 0, config.embed_size > 0 or config.images is not None
+        min_rows = 2 if on_cpu and config.dtype == "bfloat16" and not uses_onednn else 1
+        buckets = plan_buckets(*limits, minimizes_padding=on_cpu, min_rows=min_rows)
+    may_have = config.max_loras > 0, config.prompt_embed_size > 0 or config.images is not None
     buckets = [*buckets, *plan_verifying(config)]
     buckets = plan_variants(buckets, *may_have, is_invariant=is_invariant)
     return [*buckets, *plan_multi_step(buckets, config.num_scheduler_steps)]

@@ -215,7 +215,7 @@ class TraceContext:
         for layout in self.layouts:
             shape = layout.pool_shape(num_blocks or self.num_blocks, self.block_size)
             array = jax.ShapeDtypeStruct(shape, layout.dtype, sharding=self.pool_sharding)
-            arrays += [array] * layout.num_pools
+            arrays += [array] * layout.num_block_arrays
         return arrays
 
     def kv_cache(self) -> list[jax.ShapeDtypeStruct]:

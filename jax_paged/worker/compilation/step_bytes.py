@@ -9,7 +9,7 @@ from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker.compilation.buckets import Bucket, plan_buckets
 from jax_paged.worker.compilation.programs import Program, TraceContext
 from jax_paged.worker.composition import image_programs
-from jax_paged.worker.pipeline.own_stage import lower_part
+from jax_paged.worker.pipeline.stage_runner import lower_part
 from jax_paged.worker.traced_step import StepProgram
 
 
@@ -49,6 +49,6 @@ def step_bytes(context: TraceContext, num_steps: int, verifying: list[Bucket]) -
 def _program_bytes(program: Program, context: TraceContext) -> int:
     """Returns the memory that a program needs in addition to its arguments (bytes)."""
     memory = lower_part(program, context).compile().memory_analysis()
-    assert memory is not None, "a GPU's compiler tells what a program needs"
+    assert memory is not None, "XLA reports no memory analysis for the device"
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes

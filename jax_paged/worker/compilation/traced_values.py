@@ -80,7 +80,7 @@ class TracedStep:
             block_tables=self.tables,
             is_decode=self.bucket.is_decode,
             backend=context.backend,
-            kv_locations=context.layout.places,
+            kv_locations=context.layout.locations,
             is_row_by_row=context.batch_invariant,
             attend=context.attend,
             grid=context.grid,

@@ -11,7 +11,7 @@ import numpy as np
 from jax_paged.worker.compilation.compiler import CompiledPrograms
 from jax_paged.worker.compilation.programs import DeviceInputs, Program, StepState
 from jax_paged.worker.distributed.channel import Channel
-from jax_paged.worker.distributed.process_group import WEIGHTS, units
+from jax_paged.worker.distributed.process_group import WEIGHTS, arrays_with_ids
 from jax_paged.worker.pipeline.stage_links import StageLinks
 
 _LOGGER = logging.getLogger(__name__)
@@ -37,64 +37,66 @@ class Follower:
         self._arrays: dict[int, Any] = {}  # arrays and lists of arrays, by id in messages
         self._next = 0
 
-    def least(self, value: int) -> int:
+    def min_over_processes(self, value: int) -> int:
         """Returns the minimum of the values that all processes have passed."""
-        self._channel.send({"least": value})
+        self._channel.send({"min": value})
         return self._channel.receive()[0]
 
-    def everywhere[**P, T](self, name: str, function: Callable[P, T]) -> Callable[P, T]:
+    def in_all_processes[**P, T](self, name: str, function: Callable[P, T]) -> Callable[P, T]:
         """Registers a function that the leader may announce, and returns it; see ProcessGroup."""
         self._functions[name] = function
         return function
 
     def begin(
-        self, compiled: CompiledPrograms, run: Callable[..., Any], weights: list[Any], kept: Any
+        self, compiled: CompiledPrograms, run: Callable[..., Any], weights: list[Any], persistent_arrays: Any
     ) -> Callable[..., Any]:
         """Tells the leader when this process is ready and which programs are compiled. Returns `run`."""
         self._weights, self._run = weights, run
         self._programs = {str(program): program for program in compiled.programs}
-        self._keep(kept)
+        self._assign_ids(persistent_arrays)
         if self.engine == 0:
-            compiled.when_compiled(lambda program: self._channel.send({"compiled": str(program)}))
+            compiled.on_compiled(lambda program: self._channel.send({"compiled": str(program)}))
             self._channel.send({"ready": True})
         return run
 
-    def do(self, name: str, codes: list[Any], dropped: list[int], arrays: list[np.ndarray]) -> None:
+    def run_announced(
+        self, name: str, encoded_args: list[Any], dropped: list[int], arrays: list[np.ndarray]
+    ) -> None:
         """Runs an announced program or function.
 
         Args:
             name: Name of the program or function.
-            codes: Representations of its arguments; see Leader.
+            encoded_args: Representations of its arguments; see Leader.
             dropped: Ids of arrays that the leader has deleted.
             arrays: Host arrays sent with the message.
         """
-        given = iter(arrays)
-        args = [self._arg(code, given) for code in codes]
+        host_arrays = iter(arrays)
+        args = [self._decode(encoded, host_arrays) for encoded in encoded_args]
         function = self._functions.get(name)
-        self._keep(function(*args) if function else self._run(self._programs[name], *args))
-        for number in dropped:
-            del self._arrays[number]
+        self._assign_ids(function(*args) if function else self._run(self._programs[name], *args))
+        for array_id in dropped:
+            del self._arrays[array_id]
 
-    def _arg(self, code: Any, given: Any) -> Any:
+    def _decode(self, encoded: Any, host_arrays: Any) -> Any:
         """Returns the argument for its representation in a message; see Leader."""
-        match code:
+        match encoded:
             case None:
-                return next(given)
+                return next(host_arrays)
             case str():
-                assert code == WEIGHTS, "nothing else is called by a name"
+                assert encoded == WEIGHTS, f"unknown argument name {encoded!r} in a message"
                 return self._weights
             case list():
-                return [self._arg(x, given) for x in code]
-            case {"state": codes}:
-                return StepState(**{name: self._arg(x, given) for name, x in codes.items()})
-            case {"inputs": codes}:
-                return DeviceInputs(**{name: self._arg(x, given) for name, x in codes.items()})
+                return [self._decode(x, host_arrays) for x in encoded]
+            case {"state": fields}:
+                return StepState(**{name: self._decode(x, host_arrays) for name, x in fields.items()})
+            case {"inputs": fields}:
+                return DeviceInputs(**{name: self._decode(x, host_arrays) for name, x in fields.items()})
             case _:
-                return self._arrays[code]
+                return self._arrays[encoded]
 
-    def _keep(self, result: Any) -> None:
-        for unit in units(result):
-            self._arrays[self._next] = unit
+    def _assign_ids(self, result: Any) -> None:
+        for value in arrays_with_ids(result):
+            self._arrays[self._next] = value
             self._next += 1
 
 
@@ -117,7 +119,7 @@ def follow_leader(channel: Channel, groups: Sequence[Follower], end: Callable[[i
                 message, arrays = channel.receive()
                 links = groups[0].links
                 if links is not None and isinstance(message, dict):
-                    links.arrive(message["engine"], arrays)
+                    links.deliver(message["engine"], arrays)
                 else:
                     announced.put((message, arrays))
         except TimeoutError as error:
@@ -128,5 +130,5 @@ def follow_leader(channel: Channel, groups: Sequence[Follower], end: Callable[[i
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        (engine, name, codes, dropped), arrays = announced.get()
-        groups[engine].do(name, codes, dropped, arrays)
+        (engine, name, encoded_args, dropped), arrays = announced.get()
+        groups[engine].run_announced(name, encoded_args, dropped, arrays)

@@ -48,7 +48,7 @@ def fingerprint(args: EngineArgs, num_workers: int) -> dict[str, str]:
     return {
         "jax": jax.__version__,
         "jax-paged": importlib.metadata.version("jax-paged"),
-        "the checkpoint (config.json, headers of the weights)": digest.hexdigest()[:16],
+        "checkpoint hash (config.json, tensor headers)": digest.hexdigest()[:16],
         "WORLD_SIZE": str(num_workers),
         **{field.name: repr(getattr(args, field.name)) for field in dataclasses.fields(args)},
     }
@@ -69,9 +69,9 @@ def lead(task: Task) -> tuple[list[Channel], str]:
     """
     launch, ours = task.launch, fingerprint(task.args, task.launch.world_size)
     if task.peers is None:
-        found = _accepted(launch, task.args.distributed_timeout_seconds)
+        found = _accept_workers(launch, task.args.distributed_timeout_seconds)
     else:
-        found = _greeted(task.peers, task.args.distributed_timeout_seconds)
+        found = _read_hellos(task.peers, task.args.distributed_timeout_seconds)
     found = dict(sorted(found.items()))
     problems = [
         f"`{name}` of worker {rank} must be {ours.get(name)}, as in worker 0, got {theirs}"
@@ -114,7 +114,7 @@ def follow(task: Task) -> tuple[Channel, str]:
     # Connects after the fingerprint is computed. Worker 0 only waits a few seconds for the first message, and
     # reading the headers may take longer.
     if task.peers is None:
-        channel = _connected(task.launch, limit_s)
+        channel = _connect(task.launch, limit_s)
     else:
         channel = Channel(socket.socket(fileno=task.peers[0]))
     channel.send(hello)
@@ -122,7 +122,7 @@ def follow(task: Task) -> tuple[Channel, str]:
     try:
         answer = channel.receive()[0]
     except OSError as error:
-        raise ValueError(f"worker 0 does not answer: {error}") from error
+        raise ValueError(f"no reply from worker 0: {error}") from error
     if "error" in answer:
         raise ValueError(answer["error"])
     channel.set_limits(receiving_s=silence_limit_s(limit_s))
@@ -130,7 +130,7 @@ def follow(task: Task) -> tuple[Channel, str]:
     return channel, answer["address"]
 
 
-def _greeted(peers: tuple[int, ...], limit_s: float) -> dict[int, tuple[Channel, dict[str, Any]]]:
+def _read_hellos(peers: tuple[int, ...], limit_s: float) -> dict[int, tuple[Channel, dict[str, Any]]]:
     """Reads the first messages of the other workers from connected sockets.
 
     Args:
@@ -148,11 +148,11 @@ def _greeted(peers: tuple[int, ...], limit_s: float) -> dict[int, tuple[Channel,
             found[rank] = channel, channel.receive()[0]
         except TimeoutError as error:
             limit = f"{limit_s:g} s (distributed_timeout_seconds)"
-            raise ValueError(f"worker {rank} has not read its arguments within {limit}") from error
+            raise ValueError(f"no message from worker {rank} within {limit}") from error
     return found
 
 
-def _accepted(launch: Launch, limit_s: float) -> dict[int, tuple[Channel, dict[str, Any]]]:
+def _accept_workers(launch: Launch, limit_s: float) -> dict[int, tuple[Channel, dict[str, Any]]]:
     """Accepts connections from all other workers and reads their first messages.
 
     Args:
@@ -168,7 +168,7 @@ def _accepted(launch: Launch, limit_s: float) -> dict[int, tuple[Channel, dict[s
         family = socket.AF_INET6 if ":" in launch.address else socket.AF_INET
         listener = socket.create_server((launch.address, launch.port), family=family)
     except OSError as error:
-        hint = "they must be an address of this machine and a free port"
+        hint = "set MASTER_ADDR to an address of this machine, and MASTER_PORT to a free port"
         raise ValueError(f"worker 0 can't listen at {given}: {error.strerror}; {hint}") from error
     deadline = time.monotonic() + limit_s
     with listener:
@@ -178,22 +178,24 @@ def _accepted(launch: Launch, limit_s: float) -> dict[int, tuple[Channel, dict[s
                 connection, _ = listener.accept()
             except TimeoutError as error:
                 ranks = [0, *sorted(found)]
-                allowed = f"{len(ranks)} because only ranks {ranks} came to {given} within {limit_s:g} s"
-                raise ArgumentError("WORLD_SIZE", launch.world_size, allowed) from error
+                allowed = f"the number of started processes ({len(ranks)})"
+                remedy = f". Only ranks {ranks} connected to {given} within {limit_s:g} s"
+                raise ArgumentError("WORLD_SIZE", launch.world_size, allowed, remedy=remedy) from error
             connection.settimeout(None)
             channel = Channel(connection)
             channel.set_limits(receiving_s=_HELLO_S)
             try:
                 hello = channel.receive()[0]
                 rank = hello["rank"]
-                check(rank in range(1, launch.world_size) and rank not in found, "rank", rank, "a free rank")
+                is_unused = rank in range(1, launch.world_size) and rank not in found
+                check(is_unused, "rank", rank, "the unused rank of a worker")
                 found[rank] = channel, hello
             except (OSError, ValueError, TypeError, KeyError):
                 channel.close()  # the connection is not from a worker of this engine
     return found
 
 
-def _connected(launch: Launch, limit_s: float) -> Channel:
+def _connect(launch: Launch, limit_s: float) -> Channel:
     """Returns a channel to worker 0; retries until `limit_s` seconds have passed."""
     deadline = time.monotonic() + limit_s
     while True:
@@ -202,7 +204,7 @@ def _connected(launch: Launch, limit_s: float) -> Channel:
         except OSError as error:
             if time.monotonic() > deadline:
                 allowed = "the address of the machine with RANK 0"
-                remedy = f". No worker 0 was at MASTER_PORT {launch.port} within {limit_s:g} s: {error}"
+                remedy = f". No worker 0 listened at MASTER_PORT {launch.port} within {limit_s:g} s: {error}"
                 raise ArgumentError("MASTER_ADDR", launch.address, allowed, remedy=remedy) from error
             time.sleep(_RETRY_S)
         else:

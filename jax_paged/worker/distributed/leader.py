@@ -13,7 +13,7 @@ import numpy as np
 from jax_paged.worker.compilation.compiler import CompiledPrograms
 from jax_paged.worker.compilation.programs import DeviceInputs, Program, StepState
 from jax_paged.worker.distributed.channel import Channel
-from jax_paged.worker.distributed.process_group import WEIGHTS, units
+from jax_paged.worker.distributed.process_group import WEIGHTS, arrays_with_ids
 from jax_paged.worker.pipeline.stage_links import RemoteArray, StageLinks
 
 
@@ -31,19 +31,19 @@ class Followers:
     ) -> None:
         self._channels, self._fail, self.links = channels, fail, links
         self._compiled: list[set[str]] = [set() for _ in channels]  # names of compiled programs, per follower
-        self._telling = threading.Lock()
+        self._broadcast_lock = threading.Lock()
 
-    def tell(self, header: Any, arrays: list[np.ndarray]) -> None:
+    def broadcast(self, header: Any, arrays: list[np.ndarray]) -> None:
         """Sends a message to all followers; they receive the messages of all threads in the same order."""
-        with self._telling:
+        with self._broadcast_lock:
             for channel in self._channels:
                 channel.send(header, arrays)
 
-    def least(self, value: int) -> int:
+    def min_over_processes(self, value: int) -> int:
         """Returns the minimum of the values that all processes have passed."""
         for rank, channel in enumerate(self._channels, 1):
-            value = min(value, self._receive(rank, channel)[0]["least"])
-        self.tell(value, [])
+            value = min(value, self._receive(rank, channel)[0]["min"])
+        self.broadcast(value, [])
         return value
 
     def have_compiled(self, program: Program) -> bool:
@@ -75,16 +75,18 @@ class Followers:
                 if "compiled" in message:
                     self._compiled[rank - 1].add(message["compiled"])
                 else:
-                    self._hand_on(message, arrays)
+                    self._forward(message, arrays)
         except (RuntimeError, ValueError) as error:
             self._fail(str(error))
 
-    def _hand_on(self, message: dict[str, Any], arrays: list[np.ndarray]) -> None:
+    def _forward(self, message: dict[str, Any], arrays: list[np.ndarray]) -> None:
         """Forwards arrays to the pipeline stage they are addressed to."""
         stage, engine = message["stage"], message["engine"]
         if stage == 0:
-            assert self.links is not None, "there are stages"
-            self.links.arrive(engine, arrays)
+            assert self.links is not None, (
+                "a message for stage 0 arrived in an engine without pipeline stages"
+            )
+            self.links.deliver(engine, arrays)
         else:
             try:
                 self._channels[stage - 1].send(message, arrays)
@@ -106,44 +108,44 @@ class Leader:
 
     def __init__(self, followers: Followers, engine: int = 0) -> None:
         self._followers, self.engine, self.links = followers, engine, followers.links
-        self.least, self.is_ready = followers.least, followers.have_compiled
+        self.min_over_processes, self.is_ready = followers.min_over_processes, followers.have_compiled
         self._weights: list[Any] = []
-        self._numbers: dict[int, tuple[int, Any]] = {}  # Python id -> (id in messages, weak reference)
+        self._ids: dict[int, tuple[int, Any]] = {}  # Python id -> (id in messages, weak reference)
         self._next = 0
         self._dropped: collections.deque[int] = collections.deque()  # ids in messages of deleted arrays
 
-    def everywhere[**P, T](self, name: str, function: Callable[P, T]) -> Callable[P, T]:
+    def in_all_processes[**P, T](self, name: str, function: Callable[P, T]) -> Callable[P, T]:
         """Returns a function that runs in every process; see ProcessGroup."""
 
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
             self._announce(name, args)
-            return self._numbered(function(*args, **kwargs))
+            return self._assign_ids(function(*args, **kwargs))
 
         return run
 
     def begin(
-        self, compiled: CompiledPrograms, run: Callable[..., Any], weights: list[Any], kept: Any
+        self, compiled: CompiledPrograms, run: Callable[..., Any], weights: list[Any], persistent_arrays: Any
     ) -> Callable[..., Any]:
         """Waits for all processes, and returns a function that runs programs in all of them."""
         self._weights = weights
-        self._numbered(kept)
+        self._assign_ids(persistent_arrays)
         if self.engine == 0:
             self._followers.wait()
 
-        def run_everywhere(program: Program, *args: Any) -> Any:
+        def run_in_all_processes(program: Program, *args: Any) -> Any:
             self._announce(str(program), args)
-            return self._numbered(run(program, *args))
+            return self._assign_ids(run(program, *args))
 
-        return run_everywhere
+        return run_in_all_processes
 
     def _announce(self, name: str, args: tuple[Any, ...]) -> None:
         arrays: list[np.ndarray] = []
-        codes = [self._code(arg, arrays) for arg in args]
+        encoded_args = [self._encode(arg, arrays) for arg in args]
         # The length is read first because arrays may be deleted at any time, in any thread.
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        self._followers.tell([self.engine, name, codes, dropped], arrays)
+        self._followers.broadcast([self.engine, name, encoded_args, dropped], arrays)
 
-    def _code(self, arg: Any, arrays: list[np.ndarray]) -> Any:
+    def _encode(self, arg: Any, arrays: list[np.ndarray]) -> Any:
         """Returns the representation of an argument in a message.
 
         Args:
@@ -158,27 +160,27 @@ class Leader:
             return WEIGHTS
         if isinstance(arg, StepState | DeviceInputs):
             values = ((f.name, getattr(arg, f.name)) for f in dataclasses.fields(arg))
-            codes = {name: self._code(x, arrays) for name, x in values if x is not None}
-            return {"state" if isinstance(arg, StepState) else "inputs": codes}
+            fields = {name: self._encode(x, arrays) for name, x in values if x is not None}
+            return {"state" if isinstance(arg, StepState) else "inputs": fields}
         if isinstance(arg, RemoteArray):
             # The followers would wait for this array too, and delay messages for other engines.
             arg.wait()
         first = arg[0] if isinstance(arg, list) and arg else arg
         if isinstance(first, jax.Array | RemoteArray):
-            return self._numbers[id(first)][0]
+            return self._ids[id(first)][0]
         if isinstance(arg, list):
-            return [self._code(x, arrays) for x in arg]
+            return [self._encode(x, arrays) for x in arg]
         arrays.append(np.asarray(arg))
         return None
 
-    def _numbered[T](self, result: T) -> T:
-        for unit in units(result):
-            array = unit[0] if isinstance(unit, list) else unit
-            if id(array) in self._numbers:  # only other stages change this array
-                self._dropped.append(self._numbers[id(array)][0])
-            self._numbers[id(array)] = self._next, weakref.ref(array, self._forget(id(array)))
+    def _assign_ids[T](self, result: T) -> T:
+        for value in arrays_with_ids(result):
+            array = value[0] if isinstance(value, list) else value
+            if id(array) in self._ids:  # only other stages change this array
+                self._dropped.append(self._ids[id(array)][0])
+            self._ids[id(array)] = self._next, weakref.ref(array, self._forget(id(array)))
             self._next += 1
         return result
 
     def _forget(self, key: int) -> Callable[[Any], None]:
-        return lambda _: self._dropped.append(self._numbers.pop(key)[0])
+        return lambda _: self._dropped.append(self._ids.pop(key)[0])

@@ -38,7 +38,7 @@ from jax_paged.worker.pipeline.stage_links import StageLinks
 _LOGGER = logging.getLogger(__name__)
 # Delay before an error is reported, in which another thread may report the loss of a worker as the cause of
 # the error; and delay before worker 0 exits, in which the other workers exit (seconds).
-_REASON_S, _FAREWELL_S = 0.5, 0.2
+_REPORT_DELAY_S, _EXIT_DELAY_S = 0.5, 0.2
 
 # Calls of an executor: name of the method, and an array with its pickled arguments.
 type Calls = queue.SimpleQueue[tuple[str, list[np.ndarray]]]
@@ -78,13 +78,13 @@ def _fail(rank: int, owner: Channel, error: Exception) -> NoReturn:
     """
     if isinstance(error, ValueError):
         # Other subclasses of ValueError may not exist in the owner, which unpickles the error.
-        _tell(owner, error if isinstance(error, ArgumentError | ArgumentErrors) else ValueError(str(error)))
+        _reply(owner, error if isinstance(error, ArgumentError | ArgumentErrors) else ValueError(str(error)))
     else:
         # If another worker is lost, the collectives in this worker fail. The thread that watches the lost
         # worker reports a better reason, so it gets the time to do so first.
-        time.sleep(_REASON_S)
-        _LOGGER.error("it has failed", exc_info=error)
-        _tell(owner, RuntimeError(f"worker {rank} has failed: {error!r}"))
+        time.sleep(_REPORT_DELAY_S)
+        _LOGGER.error("the worker has failed", exc_info=error)
+        _reply(owner, RuntimeError(f"worker {rank} has failed: {error!r}"))
     _end(1)
 
 
@@ -106,23 +106,25 @@ def _lead(
     """
     channels, address = lead(task)
     peers += channels
-    _meet(task, address)
+    _init_distributed(task, address)
     links = _links(task, channels[0], fail) if task.args.pipeline_parallel_size > 1 else None
 
-    def lose(reason: str) -> None:
+    def on_lost_worker(reason: str) -> None:
         with contextlib.suppress(OSError):  # the connection to the owner may be closed already
-            _tell(owner, RuntimeError(reason))
+            _reply(owner, RuntimeError(reason))
         _end(1)
 
-    followers, executors = Followers(channels, lose, links), list[LocalExecutor]()
+    followers, executors = Followers(channels, on_lost_worker, links), list[LocalExecutor]()
     for engine in range(task.args.num_engines):
         group = Leader(followers, engine)
-        executors.append(LocalExecutor(task.args, group=group, beside=executors[0] if engine else None))
+        executors.append(LocalExecutor(task.args, group=group, shared_with=executors[0] if engine else None))
     compiled = executors[0].runner.compiled
-    compiled.when_compiled(lambda _: owner.send([0, compiled.progress]))
+    compiled.on_compiled(lambda _: owner.send([0, compiled.progress]))
     served = list(enumerate(zip(executors, calls, strict=True)))
-    for engine, (executor, asked) in served[1:]:
-        threading.Thread(target=_serve, args=(engine, executor, owner, asked, fail), daemon=True).start()
+    for engine, (executor, engine_calls) in served[1:]:
+        threading.Thread(
+            target=_serve, args=(engine, executor, owner, engine_calls, fail), daemon=True
+        ).start()
     _serve(0, executors[0], owner, calls[0], fail)
 
 
@@ -139,14 +141,14 @@ def _serve(
         fail: Reports an error and ends the process.
     """
     try:
-        _tell(owner, (executor.config, executor.buckets), executor, engine)
+        _reply(owner, (executor.config, executor.buckets), executor, engine)
         while True:
             name, (packed,) = calls.get()
             args = pickle.loads(packed.data)
             if name == "dispatch":  # the owner does not wait for a reply
                 executor.dispatch(*args)
             else:
-                _tell(owner, getattr(executor, name)(*args), executor, engine)
+                _reply(owner, getattr(executor, name)(*args), executor, engine)
     except Exception as error:
         fail(error)
 
@@ -155,13 +157,13 @@ def _follow(task: Task, fail: Callable[[Exception], NoReturn]) -> NoReturn:
     """Runs another worker than worker 0: executes the programs that worker 0 announces."""
     channel, address = follow(task)
     try:
-        _meet(task, address)
+        _init_distributed(task, address)
         links = _links(task, channel, fail) if task.args.pipeline_parallel_size > 1 else None
         groups = [Follower(channel, engine, links) for engine in range(task.args.num_engines)]
         # A follower compiles everything that worker 0 may use. Only worker 0 applies max_compile_s.
         args, first = dataclasses.replace(task.args, max_compile_s=None), None
         for group in groups:
-            first = ModelRunner(args, group=group, beside=first)
+            first = ModelRunner(args, group=group, shared_with=first)
     except ValueError as error:
         channel.send({"error": str(error)})
         raise
@@ -173,7 +175,7 @@ def _links(task: Task, channel: Channel, fail: Callable[[Exception], NoReturn]) 
     return StageLinks(task.launch.rank, task.args.pipeline_parallel_size, channel.send, fail)
 
 
-def _meet(task: Task, address: str) -> None:
+def _init_distributed(task: Task, address: str) -> None:
     """Initializes JAX's distributed service, so that the devices of all workers form one mesh.
 
     With pipeline parallelism, each worker has its own mesh instead and JAX only sees its local devices.
@@ -183,7 +185,7 @@ def _meet(task: Task, address: str) -> None:
     """
     launch, args = task.launch, task.args
     if args.pipeline_parallel_size > 1:
-        return _take_devices(launch, args)
+        return _select_devices(launch, args)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM must end the process
     jax.distributed.initialize(
@@ -196,11 +198,11 @@ def _meet(task: Task, address: str) -> None:
         coordinator_bind_address=address,
     )
     size, num_devices = args.tensor_parallel_size, jax.local_device_count() * launch.world_size
-    devices = f"{launch.world_size} processes with {jax.local_device_count()} each"
-    check(size == num_devices, "tensor_parallel_size", size, f"{num_devices}, the devices of {devices}")
+    devices = f"{launch.world_size} processes with {jax.local_device_count()} devices each"
+    check(size == num_devices, "tensor_parallel_size", size, f"{num_devices}, for {devices}")
 
 
-def _take_devices(launch: Launch, args: EngineArgs) -> None:
+def _select_devices(launch: Launch, args: EngineArgs) -> None:
     """Selects the GPUs of this worker's pipeline stage; other workers on the machine use the others.
 
     Raises:
@@ -216,7 +218,9 @@ def _take_devices(launch: Launch, args: EngineArgs) -> None:
             names = ",".join(map(str, range(first, first + size)))
             jax.config.update(f"jax_{platform}_visible_devices", names)
     seen = jax.local_device_count()
-    check(size == seen, "tensor_parallel_size", size, f"{seen}, the devices of each stage's process")
+    check(
+        size == seen, "tensor_parallel_size", size, f"{seen}, the number of devices of each stage's process"
+    )
 
 
 def _listen(owner: Channel, calls: list[Calls], peers: list[Channel]) -> None:
@@ -238,11 +242,11 @@ def _listen(owner: Channel, calls: list[Calls], peers: list[Channel]) -> None:
             peer.close()
         # If the first process of JAX's distributed service exits, JAX aborts the others with long error
         # messages. The delay lets them exit before.
-        time.sleep(_FAREWELL_S if peers else 0)
+        time.sleep(_EXIT_DELAY_S if peers else 0)
         _end(0)
 
 
-def _tell(owner: Channel, value: Any, executor: LocalExecutor | None = None, engine: int = 0) -> None:
+def _reply(owner: Channel, value: Any, executor: LocalExecutor | None = None, engine: int = 0) -> None:
     """Sends the result of a call to the owner, with the progress of compilation.
 
     Args:

@@ -33,17 +33,17 @@ class ProcessGroup(Protocol):
         """Links to the other pipeline stages; None without pipeline stages in other processes."""
         ...
 
-    def least(self, value: int) -> int:
+    def min_over_processes(self, value: int) -> int:
         """Returns the minimum of the values that all processes have passed."""
         ...
 
-    def everywhere[**P, T](self, name: str, function: Callable[P, T]) -> Callable[P, T]:
+    def in_all_processes[**P, T](self, name: str, function: Callable[P, T]) -> Callable[P, T]:
         """Returns a function that runs in every process, on local devices and memory.
 
         Args:
             name: Name of the function: the same in every process, and different from the names of programs.
             function: A function of arrays and lists of arrays. It returns None, or arrays and lists of arrays
-                as in `units`.
+                as in `arrays_with_ids`.
         """
         ...
 
@@ -56,7 +56,7 @@ class ProcessGroup(Protocol):
         ...
 
     def begin(
-        self, compiled: CompiledPrograms, run: Callable[..., Any], weights: list[Any], kept: Any
+        self, compiled: CompiledPrograms, run: Callable[..., Any], weights: list[Any], persistent_arrays: Any
     ) -> Callable[..., Any]:
         """Waits until all processes are ready, and returns a function that runs a program in all of them.
 
@@ -64,7 +64,7 @@ class ProcessGroup(Protocol):
             compiled: The compiled programs.
             run: Runs a program in this process.
             weights: The list of weights that programs are called with.
-            kept: Arrays that exist at the start and that programs take and return.
+            persistent_arrays: Arrays that exist at the start and that programs take and return.
         """
         ...
 
@@ -76,22 +76,22 @@ class OneProcess:
     links: StageLinks | None = None
     is_ready: Callable[[Program], bool] | None = None
 
-    def least(self, value: int) -> int:
+    def min_over_processes(self, value: int) -> int:
         """Returns the value."""
         return value
 
-    def everywhere[**P, T](self, name: str, function: Callable[P, T]) -> Callable[P, T]:
+    def in_all_processes[**P, T](self, name: str, function: Callable[P, T]) -> Callable[P, T]:
         """Returns the function unchanged."""
         return function
 
     def begin(
-        self, compiled: CompiledPrograms, run: Callable[..., Any], weights: list[Any], kept: Any
+        self, compiled: CompiledPrograms, run: Callable[..., Any], weights: list[Any], persistent_arrays: Any
     ) -> Callable[..., Any]:
         """Returns `run` unchanged."""
         return run
 
 
-def units(value: Any) -> list[Any]:
+def arrays_with_ids(value: Any) -> list[Any]:
     """Returns the arrays and the lists of arrays in a result; each of them has one id in messages.
 
     A list has a single id because its length may differ between processes: pipeline stages have pools of

@@ -22,7 +22,7 @@ _MIN_COLUMNS = 32
 
 
 def shared_blocks(
-    tables: np.ndarray, batch_slots: np.ndarray, most: np.ndarray, block_size: int
+    tables: np.ndarray, batch_slots: np.ndarray, max_blocks: np.ndarray, block_size: int
 ) -> np.ndarray:
     """Returns the number of leading blocks that each sequence reads together with others.
 
@@ -31,7 +31,7 @@ def shared_blocks(
     Args:
         tables: int32 [S, M], the block tables of all batch slots.
         batch_slots: int64 [B], the batch slot of each sequence.
-        most: int32 [B], maximum number of blocks that each sequence may share; 0 excludes the sequence.
+        max_blocks: int32 [B], maximum number of blocks that each sequence may share; 0 excludes the sequence.
         block_size: Tokens per block.
 
     Returns:
@@ -39,51 +39,51 @@ def shared_blocks(
 
     Source: Juravsky et al., Hydragen: High-Throughput LLM Inference with Shared Prefixes, 2024.
     """
-    shared = np.zeros(len(batch_slots), np.int32)
+    num_shared = np.zeros(len(batch_slots), np.int32)
 
-    def group(rows: np.ndarray, start: int, depth: int) -> int:
+    def group(sequences: np.ndarray, start: int, depth: int) -> int:
         """Groups sequences whose first `start` blocks are equal; returns the number of token reads saved."""
-        stop = _num_common(tables, batch_slots[rows], start, int(most[rows].min()))
-        tokens, longer = stop * block_size, rows[most[rows] > stop]
-        rest, apart = rows, 0
-        for part in _parts(longer, tables[batch_slots[longer], stop]) if depth else []:
+        stop = _num_common(tables, batch_slots[sequences], start, int(max_blocks[sequences].min()))
+        num_tokens, longer = stop * block_size, sequences[max_blocks[sequences] > stop]
+        rest, num_saved = sequences, 0
+        for part in _split_by_block(longer, tables[batch_slots[longer], stop]) if depth else []:
             saved = group(part, stop, depth - 1)
-            if saved > len(part) * tokens:
-                rest, apart = np.setdiff1d(rest, part), apart + saved
-        if _num_saved(len(rows), tokens) >= apart + _num_saved(len(rest), tokens):
-            rest, apart = rows, 0
-        saved = _num_saved(len(rest), tokens)
-        shared[rest] = stop if saved else 0
-        return apart + saved
+            if saved > len(part) * num_tokens:
+                rest, num_saved = np.setdiff1d(rest, part), num_saved + saved
+        if _num_saved(len(sequences), num_tokens) >= num_saved + _num_saved(len(rest), num_tokens):
+            rest, num_saved = sequences, 0
+        saved = _num_saved(len(rest), num_tokens)
+        num_shared[rest] = stop if saved else 0
+        return num_saved + saved
 
-    rows = np.flatnonzero(most > 0)
-    for part in _parts(rows, tables[batch_slots[rows], 0]):
+    sequences = np.flatnonzero(max_blocks > 0)
+    for part in _split_by_block(sequences, tables[batch_slots[sequences], 0]):
         group(part, 0, _MAX_DEPTH)
-    return shared
+    return num_shared
 
 
 def num_saved_tokens(shared: np.ndarray, tables: np.ndarray, batch_slots: np.ndarray, block_size: int) -> int:
     """Returns how many token reads the result of `shared_blocks` saves."""
-    rows = np.flatnonzero(shared)
-    if not len(rows):
+    sequences = np.flatnonzero(shared)
+    if not len(sequences):
         return 0
-    last = tables[batch_slots[rows], shared[rows] - 1]
-    groups, counts = np.unique(np.stack([shared[rows], last]), axis=1, return_counts=True)
+    last = tables[batch_slots[sequences], shared[sequences] - 1]
+    groups, counts = np.unique(np.stack([shared[sequences], last]), axis=1, return_counts=True)
     return int((groups[0] * (counts - 1)).sum()) * block_size
 
 
-def _num_saved(num_rows: int, num_tokens: int) -> int:
+def _num_saved(num_seqs: int, num_tokens: int) -> int:
     """Returns the number of token reads that a group saves; 0 if the group does not pay off."""
-    saved = (num_rows - 1) * num_tokens
-    return saved if num_rows >= MIN_ROWS and num_tokens >= MIN_TOKENS and saved >= MIN_SAVED_TOKENS else 0
+    saved = (num_seqs - 1) * num_tokens
+    return saved if num_seqs >= MIN_ROWS and num_tokens >= MIN_TOKENS and saved >= MIN_SAVED_TOKENS else 0
 
 
-def _parts(rows: np.ndarray, blocks: np.ndarray) -> list[np.ndarray]:
+def _split_by_block(sequences: np.ndarray, blocks: np.ndarray) -> list[np.ndarray]:
     """Splits sequences by their next block; returns the parts that are large enough for a group."""
-    if len(rows) < MIN_ROWS:
+    if len(sequences) < MIN_ROWS:
         return []
-    values, place, counts = np.unique(blocks, return_inverse=True, return_counts=True)
-    return [rows[place == i] for i in range(len(values)) if counts[i] >= MIN_ROWS]
+    values, index, counts = np.unique(blocks, return_inverse=True, return_counts=True)
+    return [sequences[index == i] for i in range(len(values)) if counts[i] >= MIN_ROWS]
 
 
 def _num_common(tables: np.ndarray, batch_slots: np.ndarray, start: int, stop: int) -> int:
@@ -115,12 +115,12 @@ class SharedPrefixes:
         self.min_rows = MIN_ROWS
 
     def fill(
-        self, shared: np.ndarray, batch_slots: np.ndarray, start: np.ndarray, num_tokens: np.ndarray
+        self, num_shared: np.ndarray, batch_slots: np.ndarray, start: np.ndarray, num_tokens: np.ndarray
     ) -> int:
         """Fills the field `shared_blocks` of the packed buffer.
 
         Args:
-            shared: The field, int32 [B].
+            num_shared: The field, int32 [B].
             batch_slots: The batch slot of each sequence.
             start: Position of the first token that each sequence computes.
             num_tokens: Number of tokens that each sequence computes.
@@ -131,7 +131,7 @@ class SharedPrefixes:
         # The kernels identify a group by the number of its shared blocks and the last of them. After blocks
         # were dropped, an equal last block does not imply that the blocks before it are equal.
         can_share = (num_tokens == 1) & (self._batch.num_dropped[batch_slots] == 0)
-        most = np.where(can_share, start // self._block_size, 0)
+        max_blocks = np.where(can_share, start // self._block_size, 0)
         tables = self._batch.block_tables[self._group]
-        shared[:] = shared_blocks(tables, batch_slots, most, self._block_size)
-        return num_saved_tokens(shared, tables, batch_slots, self._block_size)
+        num_shared[:] = shared_blocks(tables, batch_slots, max_blocks, self._block_size)
+        return num_saved_tokens(num_shared, tables, batch_slots, self._block_size)

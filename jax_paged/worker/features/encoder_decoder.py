@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.scheduler_output import EncoderInput, SchedulerOutput
 from jax_paged.worker.compilation.programs import Program, TraceContext
@@ -36,8 +36,12 @@ class EncodeProgram(Program):
             weights: list[Array], pool: list[Array], tokens: Array, length: Array, slots: Array
         ) -> list[Array]:
             model: Any = context.merge(weights)
-            how = {"kv_locations": context.layout.places, "backend": context.backend, "grid": context.grid}
-            return model.write_encoded(tokens, length, pool, slots, **how)
+            options = {
+                "kv_locations": context.layout.locations,
+                "backend": context.backend,
+                "grid": context.grid,
+            }
+            return model.write_encoded(tokens, length, pool, slots, **options)
 
         pool, n = context.pool(), self.num_tokens
         shapes = ((n,), (), (len(context.layout.groups), n))
@@ -73,7 +77,7 @@ def encode(
     Returns:
         The arrays of the KV cache.
     """
-    for text in output.to_encode:
+    for text in output.encoder_inputs:
         program = next(p for p in programs if p.num_tokens >= len(text.token_ids))
         inputs = build_encoder_inputs(
             text,

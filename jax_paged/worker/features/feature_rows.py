@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_paged.core.request import RequestFeatures, StandIn
+from jax_paged.core.request import PlaceholderData, RequestFeatures
 from jax_paged.core.scheduler_output import NewSequence, SchedulerOutput
 from jax_paged.sampling_params import LogitsFunction
 
@@ -52,7 +52,7 @@ class FeatureRows:
         *,
         hooks: Mapping[str, int] = MappingProxyType({}),
         processors: Mapping[str, int] = MappingProxyType({}),
-        mrope_positions: Callable[[tuple[StandIn, ...]], tuple[np.ndarray, int]] | None = None,
+        mrope_positions: Callable[[tuple[PlaceholderData, ...]], tuple[np.ndarray, int]] | None = None,
     ) -> None:
         self._hooks, self.processors = hooks, processors
         self._mrope_positions = mrope_positions
@@ -66,7 +66,7 @@ class FeatureRows:
         self.released_processors: list[tuple[int, int]] = []
         self.adapter_slots = np.zeros(max_num_seqs, np.int32)
         self.embeds: dict[int, dict[int, np.ndarray]] = {}
-        self.stand_ins: dict[int, tuple[StandIn, ...]] = {}
+        self.stand_ins: dict[int, tuple[PlaceholderData, ...]] = {}
         self.mrope: dict[int, np.ndarray] = {}
         self.mrope_stops, self.mrope_offsets = np.zeros((2, max_num_seqs), np.int32)
         self.pooling: dict[int, tuple[str, int]] = {}
@@ -100,10 +100,10 @@ class FeatureRows:
         if features.prompt_embeds is not None:
             vectors = np.frombuffer(features.prompt_embeds.data, "<f4")
             self.embeds[batch_slot] = {0: vectors.reshape(features.prompt_embeds.num_tokens, -1)}
-        if features.stand_ins:
-            self.stand_ins[batch_slot] = features.stand_ins
-        if features.stand_ins and self._mrope_positions is not None:
-            self.mrope[batch_slot], self.mrope_offsets[batch_slot] = self._mrope_positions(features.stand_ins)
+        if data := features.placeholder_data:
+            self.stand_ins[batch_slot] = data
+        if data and self._mrope_positions is not None:
+            self.mrope[batch_slot], self.mrope_offsets[batch_slot] = self._mrope_positions(data)
             self.mrope_stops[batch_slot] = self.mrope[batch_slot].shape[1]
 
     def release(self, seq_id: int) -> None:
@@ -135,9 +135,9 @@ class FeatureRows:
             for row, runs in found
         )
 
-    def missing_stand_ins(self, output: SchedulerOutput) -> list[tuple[int, StandIn]]:
+    def missing_stand_ins(self, output: SchedulerOutput) -> list[tuple[int, PlaceholderData]]:
         """Returns the images that a step needs and that are not encoded yet, each with its batch slot."""
-        missing: list[tuple[int, StandIn]] = []
+        missing: list[tuple[int, PlaceholderData]] = []
         for row in output.scheduled if self.stand_ins else ():
             batch_slot = self.slots.get(row.seq_id, -1)
             own, known = self.stand_ins.get(batch_slot, ()), self.embeds.get(batch_slot, {})
@@ -149,12 +149,12 @@ class FeatureRows:
 
     def check_integrity(self, taken: set[int]) -> None:
         """Asserts that free batch slots have no entries. `taken` are the batch slots in use."""
-        assert set(self.slots.values()) <= taken, "a free batch slot has something"
+        assert set(self.slots.values()) <= taken, "a sequence with features has no batch slot"
         for by_slot in self._by_slot:
-            assert by_slot.keys() <= taken, "a free batch slot has something"
+            assert by_slot.keys() <= taken, "a free batch slot has feature state"
         free = np.array([i for i in range(len(self.adapter_slots)) if i not in taken], np.int64)
         for array in self._arrays:
-            assert not array[free].any(), "a free batch slot has something"
+            assert not array[free].any(), "a free batch slot has feature state"
 
 
 def _row(functions: Mapping[str, int], args: Mapping[str, Any]) -> list[float]:

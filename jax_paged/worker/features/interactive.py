@@ -57,14 +57,14 @@ class InspectProgram(Program):
                 # A layer that reuses the keys of another layer passes that layer's index and no keys. It is
                 # not recorded.
                 if layer in self.layers and k is not None:
-                    array, group, view = layout.places[layer]
+                    array, group, view = layout.locations[layer]
                     pages = pool[array][metadata.block_tables[group, 0]]
                     if view is not None:
                         pages = view.pages(pages, layout.num_devices)[view.part :: view.num_parts]
                     keys = dequantize(rows_of(pages[:, 0]), q.dtype)
                     last = metadata.context_lens[group, 0] - metadata.query_start_loc[1]
-                    places = last + jnp.arange(self.num_tokens)
-                    found[layer] = probabilities(specs[layer], q, keys, places, **options)
+                    query_slots = last + jnp.arange(self.num_tokens)
+                    found[layer] = probabilities(specs[layer], q, keys, query_slots, **options)
                 return out
 
             hidden = model.hidden(tokens, dataclasses.replace(paged, attend=attend))
@@ -86,7 +86,7 @@ class InspectProgram(Program):
         static = {
             "is_decode": self.num_tokens == 1,
             "backend": context.backend,
-            "kv_locations": context.layout.places,
+            "kv_locations": context.layout.locations,
             "attend": context.attend,
             "grid": context.grid,
         }
@@ -97,7 +97,7 @@ def probabilities(
     spec: KVCacheSpec,
     q: Float[Array, "t h d"],
     keys: Float[Array, "m k s d"],
-    places: Array,
+    query_slots: Array,
     *,
     scale: float,
     soft_cap: float | None = None,
@@ -110,7 +110,7 @@ def probabilities(
         spec: Cache specification of the layer.
         q: Queries.
         keys: Pages of keys, in the order of the block table.
-        places: int32 [T], slot of each query's own token within these pages.
+        query_slots: int32 [T], slot of each query's own token within these pages.
         scale: Factor of the scores.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
         sinks: One logit per head that is added to the softmax denominator; None for no sinks.
@@ -120,7 +120,7 @@ def probabilities(
         keys.transpose(0, 2, 1, 3).reshape(-1, *keys.shape[1::2]), q.shape[1] // keys.shape[1], 1
     )
     scores = jnp.einsum("thd,nhd->htn", q, keys, preferred_element_type=jnp.float32) * scale
-    distance = places[:, None] - jnp.arange(len(keys))
+    distance = query_slots[:, None] - jnp.arange(len(keys))
     if soft_cap is not None:
         scores = jnp.tanh(scores / soft_cap) * soft_cap
     if distance_bias is not None:
@@ -153,9 +153,9 @@ class Inspector:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the cached keys and values of a sequence; see Executor.read_kv."""
         layout = context.layout
-        check_int("layer", layer, 0, len(layout.places) - 1)
-        array, group, view = layout.places[layer]
-        allowed = "an attention layer, which a layer with a recurrent state is not"
+        check_int("layer", layer, 0, len(layout.locations) - 1)
+        array, group, view = layout.locations[layer]
+        allowed = "an attention layer, not a layer with a recurrent state"
         check(group != NO_GROUP, "layer", layer, allowed)
         table, n = block_tables[group], num_tokens[group]
         blocks = _padded(table, _power_of_two(len(table)))
@@ -163,17 +163,17 @@ class Inspector:
         if view is not None:
             pages = np.asarray(view.pages(pages, layout.num_devices))[view.part :: view.num_parts]
         kv = pages.transpose(1, 0, 3, 2, 4).reshape(pages.shape[1], -1, *pages.shape[2::2])
-        is_held = np.repeat(np.array(table) != NULL_BLOCK, context.block_size)[:n]
-        return kv[0, :n][is_held], kv[-1, :n, :, : layout.value_dim][is_held]
+        is_cached = np.repeat(np.array(table) != NULL_BLOCK, context.block_size)[:n]
+        return kv[0, :n][is_cached], kv[-1, :n, :, : layout.value_dim][is_cached]
 
     def inspect(
         self, context: TraceContext, arrays: Mapping[str, list[Array]], query: InspectionInput
     ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         """Recomputes tokens from the KV cache; see Executor.inspect."""
         n, groups = len(query.token_ids), context.layout.groups
-        own = [i for i, place in enumerate(context.layout.places) if not groups[place.group].is_cross]
+        own = [i for i, place in enumerate(context.layout.locations) if not groups[place.group].is_cross]
         ok = context.attend is None or not query.layers
-        check(ok, "layers", query.layers, "empty with a custom `attend`, whose probabilities are not known")
+        check(ok, "layers", query.layers, "empty with a custom `attend`, whose probabilities are unknown")
         for layer in query.layers:
             check_int("layers", layer, 0, len(own) - 1)
         size = context.block_size
@@ -203,8 +203,8 @@ class Inspector:
         if program not in self._compiled:
             self._compiled[program] = program.lower(context).compile()
         logits, found = self._compiled[program](arrays["weights"], arrays["kv_cache"], *inputs)
-        shown = {layer: np.asarray(found[own[layer]])[:, :n, :num_slots] for layer in query.layers}
-        return np.asarray(logits), shown
+        attention = {layer: np.asarray(found[own[layer]])[:, :n, :num_slots] for layer in query.layers}
+        return np.asarray(logits), attention
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -45,7 +45,7 @@ def adapter_settings(args: EngineArgs, lora: LoraLayout | None) -> dict[str, Any
         "max_loras": args.max_loras if lora else 0,
         "max_lora_rank": args.max_lora_rank,
         "max_cpu_loras": args.max_cpu_loras or max(args.max_loras, DEFAULT_CPU_LORAS),
-        "lora_maps": {m.name: (m.num_in, m.num_out) for m in maps},
+        "lora_layer_sizes": {m.name: (m.num_in, m.num_out) for m in maps},
     }
 
 
@@ -63,7 +63,7 @@ class LoadAdapterProgram(Program):
     def trace(self, context: TraceContext) -> jax.stages.Traced:
         """Traces the program; see Program."""
         lora = context.features.lora
-        assert lora is not None, "only an engine with adapters has it"
+        assert lora is not None, "the engine has no adapters"
         rank = lora.rank
 
         def load(arrays: list[Array], slot: Array, new: list[Array]) -> list[Array]:
@@ -87,7 +87,7 @@ def adapter_shapes(context: TraceContext, num_slots: int | None = None) -> list[
         shardings = [grid.sharding(split) for split in lora.splits]
     shapes = lora.shapes((num_slots or lora.num_slots) * lora.rank, grid)
     pairs = zip(shapes, shardings, strict=True)
-    return [jax.ShapeDtypeStruct(shape, lora.dtype, sharding=where) for shape, where in pairs]
+    return [jax.ShapeDtypeStruct(shape, lora.dtype, sharding=sharding) for shape, sharding in pairs]
 
 
 def adapter_edits(lora: LoraLayout, step: TracedStep) -> Mapping[str, RowFunction]:
@@ -115,15 +115,15 @@ class AdapterArrays:
         self._shardings = [grid.sharding(split) for split in layout.splits]
         shapes = layout.shapes(layout.num_slots * layout.rank, grid)
         self.arrays = [
-            jnp.zeros(shape, layout.dtype, device=where)
-            for shape, where in zip(shapes, self._shardings, strict=True)
+            jnp.zeros(shape, layout.dtype, device=sharding)
+            for shape, sharding in zip(shapes, self._shardings, strict=True)
         ]
         self._on_host: list[np.ndarray] = []
 
     def load(self, run: Callable[..., Any], loads: tuple[AdapterLoad, ...]) -> None:
         """Writes adapters to their slots. Steps that are dispatched afterwards use them."""
         for slot, _, adapter in loads:
-            assert adapter is not None, "the engine adds the weights of an adapter when a step is scheduled"
+            assert adapter is not None, "a scheduled adapter load has no weights"
             padded = self._layout.padded(adapter, self._grid)
             self.arrays = run(LoadAdapterProgram(), self.arrays, np.int32(slot - 1), padded)
 

@@ -50,10 +50,10 @@ def decode_steps(
     def fields_at(i: Array, is_live: Array) -> dict[str, Array]:
         """Returns the fields of the packed buffer for decode step `i`."""
         lens = fields["context_lens"] + jnp.where(is_cross, 0, i)
-        places = jnp.maximum(lens - 1, 0)
-        blocks = jnp.take_along_axis(step.tables, (places // size)[:, :, None], axis=2)[:, :, 0]
-        slots = jnp.where(is_live & ~is_cross, blocks * size + places % size, no_slot)
-        moved = {
+        table_slots = jnp.maximum(lens - 1, 0)
+        blocks = jnp.take_along_axis(step.tables, (table_slots // size)[:, :, None], axis=2)[:, :, 0]
+        slots = jnp.where(is_live & ~is_cross, blocks * size + table_slots % size, no_slot)
+        changed = {
             "batch_slots": jnp.where(is_live, fields["batch_slots"], num_batch_slots),
             "positions": jnp.where(is_live, fields["positions"] + i, 0),
             "slot_mapping": slots,
@@ -64,8 +64,8 @@ def decode_steps(
             "forced_tokens": lax.dynamic_slice_in_dim(fields["forced_tokens"], i, 1, axis=1),
         }
         if context.features.has_mrope:
-            moved["mrope_positions"] = fields["mrope_positions"] + i
-        return moved
+            changed["mrope_positions"] = fields["mrope_positions"] + i
+        return changed
 
     def one_step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         i, is_live, tokens, state, results, details, captured = carry
@@ -111,10 +111,10 @@ def fill(
         block_size: Tokens per block.
     """
     n = len(batch_slots)
-    assert len(max_draws) == n, "every sequence of a multi-step draws"
+    assert len(max_draws) == n, f"{n} sequences have {len(max_draws)} values of max_draws"
     view["max_draws"][:n] = max_draws
     view["end_tokens"][:n] = batch.end_tokens[batch_slots]
-    places = start - batch.num_dropped[batch_slots]
-    last = (places + np.array(max_draws, np.int32) - 1) // block_size
+    table_slots = start - batch.num_dropped[batch_slots]
+    last = (table_slots + np.array(max_draws, np.int32) - 1) // block_size
     for tables, is_cross in zip(batch.block_tables, batch.is_cross, strict=True):
         assert is_cross or tables[batch_slots, last].min() > 0, "a decode step would write to the null block"

@@ -21,7 +21,8 @@ def embed_path(args: EngineArgs, loaded: LoadedModel) -> str:
     """
     path = loaded.model.embed_path if args.enable_prompt_embeds or loaded.model.image_spec else ""
     ok = bool(path) or not args.enable_prompt_embeds
-    check(ok, "enable_prompt_embeds", True, f"False for {loaded.architecture}")
+    allowed = f"False because {loaded.architecture} does not support prompt embeddings"
+    check(ok, "enable_prompt_embeds", True, allowed)
     return path
 
 
@@ -38,10 +39,10 @@ def embed_edits(
         embeds: One vector with all parts per token row; zeros for token rows without a vector.
         has_embeds: Whether each token row has a vector.
     """
-    is_own = has_embeds[:, None] != 0
+    is_replaced = has_embeds[:, None] != 0
     first, *added = jnp.split(embeds, len(paths), axis=1)
     changes: dict[str, Callable[..., Array]] = {
-        paths[0]: lambda x, y: jnp.where(is_own, first.astype(y.dtype), y)
+        paths[0]: lambda x, y: jnp.where(is_replaced, first.astype(y.dtype), y)
     }
     for path, part in zip(paths[1:], added, strict=True):
         changes[path] = lambda x, y, part=part: y + part.astype(y.dtype)

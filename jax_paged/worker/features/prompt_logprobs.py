@@ -95,7 +95,7 @@ def row_targets(output: SchedulerOutput, batch: InputBatch) -> dict[int, tuple[l
     """
     rows, targets = output.scheduled, {}
     if output.scores_drafts:
-        targets = {s.row: (rows[s.row].token_ids[1:], 0) for s in output.samples if s.num_logits > 1}
+        targets = {i: (rows[i].token_ids[1:], 0) for i, _, num_logits in output.samples if num_logits > 1}
     if not batch.prompts:
         return targets
     for i, batch_slot in enumerate(batch.slots_of([row.seq_id for row in rows]).tolist()):

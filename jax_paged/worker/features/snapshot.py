@@ -60,7 +60,7 @@ def write_blocks(
 def read_weights(weights: list[Array]) -> dict[str, np.ndarray]:
     """Returns the served weights. Arrays of fp8, which NumPy does not support, are returned as bytes."""
     arrays = [np.asarray(weight) for weight in weights]
-    return {f"weights.{i}": x.view(_kept_dtype(x.dtype)) for i, x in enumerate(arrays)}
+    return {f"weights.{i}": x.view(_saved_dtype(x.dtype)) for i, x in enumerate(arrays)}
 
 
 def write_weights(weights: list[Array], arrays: dict[str, np.ndarray]) -> None:
@@ -69,7 +69,7 @@ def write_weights(weights: list[Array], arrays: dict[str, np.ndarray]) -> None:
     Raises:
         ValueError: If an array is missing, or has another shape or dtype.
     """
-    taken = [_checked(arrays, f"weights.{i}", w.shape, _kept_dtype(w.dtype)) for i, w in enumerate(weights)]
+    taken = [_checked(arrays, f"weights.{i}", w.shape, _saved_dtype(w.dtype)) for i, w in enumerate(weights)]
     weights[:] = [
         jax.device_put(new.view(old.dtype), old.sharding) for new, old in zip(taken, weights, strict=True)
     ]
@@ -98,7 +98,7 @@ def _write(pool: Array, blocks: Array, values: Array) -> Array:
     return pool.at[blocks].set(values)
 
 
-def _kept_dtype(dtype: np.dtype) -> np.dtype:
+def _saved_dtype(dtype: np.dtype) -> np.dtype:
     """Returns the dtype in which an array is saved: uint8 for fp8."""
     return np.dtype(np.uint8) if dtype == jnp.float8_e4m3fn else dtype
 
@@ -111,6 +111,6 @@ def _checked(arrays: dict[str, np.ndarray], name: str, shape: tuple[int, ...], d
     """
     found = arrays.get(name)
     if found is None or found.shape != shape or found.dtype != dtype:
-        what = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
-        raise ValueError(f"array {name!r} of `state` must be {dtype} {list(shape)}, got {what}")
+        got = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+        raise ValueError(f"array {name!r} of `state` must be {dtype} {list(shape)}, got {got}")
     return found

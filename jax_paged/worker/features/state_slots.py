@@ -15,6 +15,6 @@ def fill_state_slots(filled: np.ndarray, output: SchedulerOutput, num_slots: int
     num_before, slots = np.array([row.checkpoint for row in rows], np.int32).T
     filled[:2] = num_slots
     filled[0, :n] = [row.state_slot for row in rows]
-    assert filled[0, :n].min() > 0, "a sequence has no slot"
+    assert filled[0, :n].min() > 0, "a sequence has no state slot"
     filled[1, :n] = np.where(slots > 0, slots, num_slots)
     filled[2, :n] = num_before

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class CallerParts:
+class CustomComponents:
     """A model and functions that the caller provides.
 
     Args:
@@ -32,4 +32,4 @@ class CallerParts:
     logits_processors: "tuple[LogitsProcessor, ...]" = ()
 
 
-NO_PARTS = CallerParts()
+NO_CUSTOM_COMPONENTS = CustomComponents()

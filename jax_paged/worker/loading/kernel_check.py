@@ -51,7 +51,7 @@ _LOGGER = logging.getLogger(__name__)
 # Time limit of the check (seconds). Most of the time is the compilation of about twenty programs.
 LIMIT_S = 240.0
 # The subprocess gets the module search path of this process.
-_PROGRAM = """
+_SUBPROCESS_CODE = """
 import json, sys
 task = json.loads(sys.argv[1])
 sys.path[:] = task["path"]
@@ -88,7 +88,7 @@ class Verdict:
 
     def table(self) -> str:
         """Returns the verdict as a table for people to read."""
-        lines = [f"{'':<64}{'':>6}{'is':>10}{'at most':>10}"]
+        lines = [f"{'case':<64}{'':>6}{'value':>10}{'limit':>10}"]
         for row in self.rows:
             mark = " TOO LARGE" if _is_over(row) else ""
             lines.append(f"{row['case']:<64}{row['what']:>6}{row['value']:>10.3g}{row['limit']:>10.3g}{mark}")
@@ -112,31 +112,32 @@ def choose_backend(
     """
     backend = resolve_backend(args.attention_backend, name="attention_backend")
     if args.attention_backend != "auto":
-        return backend, "asked for"
+        return backend, "requested"
     device = jax.devices()[0]
     if device.platform == "cpu":
         if backend == "xla":
-            _LOGGER.warning("attention runs in XLA; the native backend is quicker, but %s", native.problem())
+            _LOGGER.warning("attention runs in XLA; the native backend is faster, but %s", native.problem())
         return backend, "auto, on a CPU"
     if device.platform != "gpu" or attend is not None:
-        return backend, f"auto, {'with attention of your own' if attend else 'without an NVIDIA GPU'}"
+        return backend, f"auto, {'with a custom attend function' if attend else 'without an NVIDIA GPU'}"
     if args.speculative is not None and args.speculative.model is not None:
-        why = (
-            "kernels are not checked with the shapes of what drafts; attention_backend='pallas' asks for them"
+        reason = (
+            "the Pallas kernels are not checked for draft models; pass attention_backend='pallas' to use "
+            "them without a check"
         )
-        _LOGGER.warning("attention runs in XLA: %s", why)
-        return backend, f"auto; {why}"
+        _LOGGER.warning("attention runs in XLA: %s", reason)
+        return backend, f"auto; {reason}"
     verdict = check_all(suites_of(args, loaded))
     if verdict.outcome == "passed":
         _LOGGER.info("attention runs in the Pallas kernels: %s", verdict.reason)
         return "pallas", f"auto: {verdict.reason}"
     command = _command(args)
-    advice = f". Please open an issue with what `{command}` prints"
+    advice = f". Please open an issue with the output of `{command}`"
     if verdict.outcome in ("unsupported", "not run"):
-        advice = f". `{command}` shows more"
-    why = f"pallas {verdict.outcome}: {verdict.reason}"
-    _LOGGER.warning("attention runs in XLA, not in the Pallas kernels; %s%s", why, advice)
-    return backend, f"auto; {why}"
+        advice = f". Run `{command}` for details"
+    reason = f"pallas {verdict.outcome}: {verdict.reason}"
+    _LOGGER.warning("attention runs in XLA, not in the Pallas kernels; %s%s", reason, advice)
+    return backend, f"auto; {reason}"
 
 
 def _command(args: EngineArgs) -> str:
@@ -181,15 +182,15 @@ def suites_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = Non
         *,
         scale: float,
         soft_cap: float | None = None,
-        **more: Any,
+        **options: Any,
     ) -> Array:
         spec = specs[layer]
-        assert not isinstance(spec, StateSpec), "the layer attends"
-        by_head = (more.get(name) is not None for name in ("distance_bias", "sinks"))
-        asked = window_of(spec), soft_cap, *by_head
+        assert not isinstance(spec, StateSpec), "a layer with recurrent state has called attend"
+        by_head = (options.get(name) is not None for name in ("distance_bias", "sinks"))
+        properties = window_of(spec), soft_cap, *by_head
         variants = found.setdefault((spec.num_kv_heads, spec.head_dim, value_dim_of(spec)), {})
         # The scale is not part of the key, because layers that differ only in it run the same kernels.
-        variants.setdefault(asked, Variant(q.shape[-2] // size, float(scale), *asked))
+        variants.setdefault(properties, Variant(q.shape[-2] // size, float(scale), *properties))
         return q[..., : value_dim_of(spec)]
 
     def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
@@ -242,9 +243,9 @@ def check(
     folder: Path | None = None,
     *,
     candidate: str = "pallas",
-    rival: str = "xla",
+    baseline: str = "xla",
     limit_s: float = LIMIT_S,
-    is_anew: bool = False,
+    ignores_stored: bool = False,
 ) -> Verdict:
     """Returns the stored verdict on kernels, or the verdict of a new check if none is stored.
 
@@ -254,27 +255,27 @@ def check(
         suite: The shapes to check.
         folder: Folder of stored verdicts; None for the default in `cache_dir`.
         candidate: The backend to check, or a module with the four ops.
-        rival: The backend that the candidate must not be slower than.
+        baseline: The backend that the candidate must not be slower than.
         limit_s: Time after which the check is killed (seconds).
-        is_anew: Whether to ignore a stored verdict.
+        ignores_stored: Whether to ignore a stored verdict.
     """
     if suite.value_dim is not None:
-        return Verdict("unsupported", "the kernels take no latent cache", 0.0)
-    task = {"candidate": candidate, "rival": rival, "suite": dataclasses.asdict(suite)}
+        return Verdict("unsupported", "the kernels do not support a cache of latents", 0.0)
+    task = {"candidate": candidate, "baseline": baseline, "suite": dataclasses.asdict(suite)}
     key = json.loads(json.dumps(task | _machine()))  # the same types as after reading a file
     folder = folder or Path(cache_dir("kernel-checks"))
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     file = folder / f"{digest[:32]}.json"
-    if not is_anew and (verdict := _kept(file, key)) is not None:
+    if not ignores_stored and (verdict := _read_verdict(file, key)) is not None:
         return verdict
-    with _alone(folder):
+    with _check_lock(folder):
         # Another process may have finished the same check while this one waited.
-        if not is_anew and (verdict := _kept(file, key)) is not None:
+        if not ignores_stored and (verdict := _read_verdict(file, key)) is not None:
             return verdict
         verdict = _run(task | {"device_kind": key["device"]}, limit_s)
         if verdict.outcome != "not run":
-            with contextlib.suppress(OSError):  # _alone has logged a warning
-                _keep(file, key, verdict)
+            with contextlib.suppress(OSError):  # _check_lock has logged a warning
+                _write_verdict(file, key, verdict)
         return verdict
 
 
@@ -310,7 +311,7 @@ def _driver() -> str | None:
     return text.value.decode()
 
 
-def _kept(file: Path, key: dict[str, Any]) -> Verdict | None:
+def _read_verdict(file: Path, key: dict[str, Any]) -> Verdict | None:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         if values["key"] != key:
@@ -319,18 +320,18 @@ def _kept(file: Path, key: dict[str, Any]) -> Verdict | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        _LOGGER.warning("%s holds no verdict (%r); the kernels are checked anew", file, error)
+        _LOGGER.warning("%s contains no valid verdict (%r); the kernels are checked again", file, error)
         return None
 
 
-def _keep(file: Path, key: dict[str, Any], verdict: Verdict) -> None:
+def _write_verdict(file: Path, key: dict[str, Any], verdict: Verdict) -> None:
     """Writes a verdict to a file. Other processes see either the complete file or none."""
     part = file.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps({"key": key, "verdict": dataclasses.asdict(verdict)}, indent=1), "utf-8")
     part.replace(file)
 
 
-def _alone(folder: Path) -> contextlib.AbstractContextManager[Any]:
+def _check_lock(folder: Path) -> contextlib.AbstractContextManager[Any]:
     """Returns a lock that only one process can hold while it checks kernels; waits for it if necessary.
 
     Two checks at the same time would distort each other's times. The lock is released at the end of the
@@ -344,50 +345,50 @@ def _alone(folder: Path) -> contextlib.AbstractContextManager[Any]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _LOGGER.info("another process checks kernels; waiting for it")
+            _LOGGER.info("waiting for another process that is checking kernels")
             fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
-        _warn_not_kept(folder, str(error))
+        _warn_not_stored(folder, str(error))
         return contextlib.nullcontext()
     return lock
 
 
 @functools.cache
-def _warn_not_kept(folder: Path, reason: str) -> None:
+def _warn_not_stored(folder: Path, reason: str) -> None:
     """Logs a warning, once per process for the same folder and reason."""
-    _LOGGER.warning("%s can't keep verdicts on kernels, so every start checks: %s", folder, reason)
+    _LOGGER.warning("can't store kernel checks in %s, so every start repeats them: %s", folder, reason)
 
 
 def _run(task: dict[str, Any], limit_s: float) -> Verdict:
     """Runs a check in a subprocess."""
-    text = "checking the kernels of backend %s on %s, once for this model: at most %.0f s"
+    text = "checking the kernels of backend %s on %s, once for this model; this takes at most %.0f s"
     _LOGGER.info(text, task["candidate"], task["device_kind"], limit_s)
     start, platforms = time.monotonic(), jax.config.jax_platforms
     with tempfile.TemporaryDirectory() as scratch:
         events, printed = Path(scratch) / "events", Path(scratch) / "printed"
         task |= {"path": sys.path, "events": str(events), "limit_s": limit_s, "platforms": platforms}
-        command = [sys.executable, "-c", _PROGRAM, json.dumps(task)]
+        command = [sys.executable, "-c", _SUBPROCESS_CODE, json.dumps(task)]
         with printed.open("wb") as out:
             pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
             try:
                 process = subprocess.Popen(command, start_new_session=True, **pipes)
             except OSError as error:
-                return Verdict("not run", f"Python can't be started: {error}", 0.0)
-        how = f"not done after {limit_s:.0f} s"
+                return Verdict("not run", f"the subprocess can't be started: {error}", 0.0)
+        ending = f"not done after {limit_s:.0f} s"
         try:
             code = process.wait(limit_s)
-            how = f"the process ended with {code if code >= 0 else signal.Signals(-code).name}"
+            ending = f"the process ended with {code if code >= 0 else signal.Signals(-code).name}"
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _end(process)
+            _kill(process)
         found = events.read_text(encoding="utf-8").splitlines() if events.exists() else []
-        outcome, reason, rows = _judge(found, "hung" if code is None else "crashed", how)
+        outcome, reason, rows = _judge(found, "hung" if code is None else "crashed", ending)
         output = printed.read_text(encoding="utf-8", errors="replace")[-_OUTPUT_CHARACTERS:]
     return Verdict(outcome, reason, time.monotonic() - start, rows, "" if outcome == "passed" else output)
 
 
-def _end(process: subprocess.Popen[Any]) -> None:
+def _kill(process: subprocess.Popen[Any]) -> None:
     """Kills a process and all of its children.
 
     A process that has not ended after ten seconds, because the driver blocks it, is left behind.
@@ -397,20 +398,20 @@ def _end(process: subprocess.Popen[Any]) -> None:
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
-            _LOGGER.warning("process %d, which checked the kernels, can't be ended", process.pid)
+            _LOGGER.warning("process %d of the kernel check is still running after SIGKILL", process.pid)
 
 
 def _is_over(row: dict[str, Any]) -> bool:
     return row["value"] > row["limit"] * (_NOISE if row["what"] == "us" else 1)
 
 
-def _judge(lines: list[str], end: Outcome, how: str) -> tuple[Outcome, str, tuple[dict[str, Any], ...]]:
+def _judge(lines: list[str], end: Outcome, ending: str) -> tuple[Outcome, str, tuple[dict[str, Any], ...]]:
     """Returns outcome, reason and rows of a check.
 
     Args:
         lines: The events that the subprocess has written, one JSON object per line.
         end: The outcome if the subprocess ended in the middle of a case.
-        how: How the subprocess ended, for the reason.
+        ending: A description of how the subprocess ended, for the reason.
     """
     events: list[dict[str, Any]] = []
     for line in lines:
@@ -419,7 +420,7 @@ def _judge(lines: list[str], end: Outcome, how: str) -> tuple[Outcome, str, tupl
     rows = tuple(event["row"] for event in events if "row" in event)
     if not events or "end" not in events[-1]:
         case = next((event["begin"] for event in reversed(events) if "begin" in event), None)
-        return ("not run", how, rows) if case is None else (end, f"{case}: {how}", rows)
+        return ("not run", ending, rows) if case is None else (end, f"{case}: {ending}", rows)
     if events[-1]["end"] != "done":
         return events[-1]["end"], events[-1]["reason"], rows
     over = [row for row in rows if _is_over(row)]
@@ -429,4 +430,4 @@ def _judge(lines: list[str], end: Outcome, how: str) -> tuple[Outcome, str, tupl
         return "wrong" if over[0]["what"] == "error" else "slower", "; ".join(texts), rows
     gains = [row["limit"] / row["value"] for row in rows if row["what"] == "us"]
     mean = math.prod(gains) ** (1 / len(gains))
-    return "passed", f"right on this device, and {mean:.1f} times as fast as XLA", rows
+    return "passed", f"correct on this device and {mean:.1f} times as fast as XLA", rows

@@ -27,12 +27,12 @@ def device_grids(args: EngineArgs, first_device: int, num_stages: int) -> tuple[
         ValueError: If there are not enough devices.
     """
     size, devices = args.tensor_parallel_size, jax.devices()[first_device:]
-    allowed = f"at most {len(devices)}, the devices that JAX sees"
+    allowed = f"at most {len(devices)}, the number of devices that JAX sees"
     if first_device:
-        allowed += f" from number {first_device} on"
+        allowed += f" from index {first_device} on"
     hint = ""
     if jax.default_backend() == "cpu":
-        hint = ". A CPU is N devices with XLA_FLAGS=--xla_force_host_platform_device_count=N"
+        hint = ". To use a CPU as N devices, set XLA_FLAGS=--xla_force_host_platform_device_count=N"
     check(size <= len(devices), "tensor_parallel_size", size, allowed, remedy=hint)
     seen = f"because JAX sees {jax.device_count()} devices"
     most = len(devices) // size
@@ -46,7 +46,7 @@ def device_grids(args: EngineArgs, first_device: int, num_stages: int) -> tuple[
     return tuple(DeviceGrid(Mesh(part, (TENSOR,)), args.enable_expert_parallel) for part in parts)
 
 
-def choose_products(args: EngineArgs, dtype: jnp.dtype) -> products.MatmulBackend:
+def choose_matmul_backend(args: EngineArgs, dtype: jnp.dtype) -> products.MatmulBackend:
     """Returns the backend that computes matrix products with weights of a dtype.
 
     Raises:
@@ -54,10 +54,10 @@ def choose_products(args: EngineArgs, dtype: jnp.dtype) -> products.MatmulBacken
     """
     backend = products.resolve_matmul_backend(args.matmul_backend, dtype, name="matmul_backend")
     if args.tensor_parallel_size > 1:
-        allowed = "'auto' or 'xla' with tensor_parallel_size above 1 because packed weights are not divided"
+        allowed = "'auto' or 'xla' with tensor_parallel_size above 1 because oneDNN does not divide weights"
         check(args.matmul_backend != "onednn", "matmul_backend", args.matmul_backend, allowed)
         return "xla"
     if args.matmul_backend == "auto" and backend == "xla" and jax.default_backend() == "cpu":
         problem = products.problem(dtype)
-        _LOGGER.warning("XLA packs the weights in every step; oneDNN does it once, but %s", problem)
+        _LOGGER.warning("XLA packs the weights in every step; oneDNN packs them once, but %s", problem)
     return backend

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup, blocks_of
 from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.speculation import Speculation
@@ -34,7 +35,7 @@ MAX_SLOTS = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelFacts:
+class ModelProperties:
     """Properties of a loaded model that determine the configuration of an engine.
 
     Args:
@@ -71,7 +72,7 @@ class ModelFacts:
 
 def resolve_config(
     args: EngineArgs,
-    model: ModelFacts,
+    model: ModelProperties,
     *,
     platform: str,
     backend: str,
@@ -100,26 +101,26 @@ def resolve_config(
     limits = _token_limits(
         args, model, on_cpu=on_cpu, is_slow=is_slow, multiplies_in_xla=matmul_backend == "xla"
     )
-    can_add_by_row = on_cpu and backend in ("native", "xla")
+    supports_row_by_row = on_cpu and backend in ("native", "xla")
     if args.batch_invariant:
-        allowed = "False unless attention runs on a CPU, with 'native' or 'xla'"
-        check(can_add_by_row, "batch_invariant", True, allowed)
+        allowed = "False unless attention runs on a CPU with attention_backend 'native' or 'xla'"
+        check(supports_row_by_row, "batch_invariant", True, allowed)
     has_full_attention = any(g.window is None and not g.is_cross for g in model.cache_groups)
-    can_share = can_add_by_row and has_full_attention and not args.batch_invariant
+    can_share = supports_row_by_row and has_full_attention and not args.batch_invariant
     num_swap_blocks, num_swap_slots = _swap_size(args, model, limits)
     max_logprobs = model.vocab_size if args.max_logprobs == -1 else min(args.max_logprobs, model.vocab_size)
     config = EngineConfig(
         model_name=args.model,
         architecture=model.architecture,
         dtype=model.dtype,
-        backend=backend,
+        attention_backend=backend,
         matmul_backend=matmul_backend,
         vocab_size=model.vocab_size,
         max_model_len=limits.max_model_len,
         block_size=args.block_size,
         num_blocks=0,
         num_swap_blocks=num_swap_blocks,
-        state_slots=(0, num_swap_slots),
+        num_swap_state_slots=num_swap_slots,
         cache_groups=model.cache_groups,
         kv_cache_bytes=0,
         weight_bytes=model.weight_bytes,
@@ -145,7 +146,7 @@ def resolve_config(
         pipeline_parallel_size=args.pipeline_parallel_size,
         speculation=_speculation(args, model, limits.max_num_batched_tokens, on_cpu=on_cpu),
     )
-    return _with_pool(args, config, model, on_cpu, free_bytes)
+    return _with_kv_cache_size(args, config, model, on_cpu, free_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,7 +159,7 @@ class _TokenLimits:
 
 
 def _token_limits(
-    args: EngineArgs, model: ModelFacts, *, on_cpu: bool, is_slow: bool, multiplies_in_xla: bool
+    args: EngineArgs, model: ModelProperties, *, on_cpu: bool, is_slow: bool, multiplies_in_xla: bool
 ) -> _TokenLimits:
     """Returns the requested limits, or their defaults.
 
@@ -185,7 +186,7 @@ def _token_limits(
     )
 
 
-def _swap_size(args: EngineArgs, model: ModelFacts, limits: _TokenLimits) -> tuple[int, int]:
+def _swap_size(args: EngineArgs, model: ModelProperties, limits: _TokenLimits) -> tuple[int, int]:
     """Returns the number of blocks and of recurrent state slots in host memory."""
     # Running sequences cannot hold more blocks than this, so more are never swapped.
     blocks_per_seq = -(-limits.max_model_len // args.block_size) * len(model.cache_groups)
@@ -196,10 +197,10 @@ def _swap_size(args: EngineArgs, model: ModelFacts, limits: _TokenLimits) -> tup
     return min(swap_bytes // model.block_bytes // args.pipeline_parallel_size, max_swapped), num_slots
 
 
-def _with_pool(
+def _with_kv_cache_size(
     args: EngineArgs,
     config: EngineConfig,
-    model: ModelFacts,
+    model: ModelProperties,
     on_cpu: bool,
     free_bytes: Callable[[EngineConfig], int],
 ) -> EngineConfig:
@@ -208,15 +209,16 @@ def _with_pool(
     If the size is a default and the KV cache cannot hold a sequence of max_model_len, max_model_len is
     reduced.
     """
-    num_blocks, num_slots = _pool_size(args, config, model, on_cpu, free_bytes)
+    num_blocks, num_slots = _kv_cache_size(args, config, model, on_cpu, free_bytes)
     num_bytes = num_blocks * model.block_bytes + num_slots * model.state_bytes
-    slots = num_slots, config.state_slots[1]
-    config = dataclasses.replace(config, num_blocks=num_blocks, kv_cache_bytes=num_bytes, state_slots=slots)
+    config = dataclasses.replace(
+        config, num_blocks=num_blocks, kv_cache_bytes=num_bytes, num_state_slots=num_slots
+    )
     is_default = args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None
-    return _with_texts_that_fit(config, model) if is_default else config
+    return _reduce_max_model_len(config, model) if is_default else config
 
 
-def check_without_states(args: EngineArgs) -> None:
+def check_recurrent_args(args: EngineArgs) -> None:
     """Raises ValueError if an argument is not supported for models with recurrent states.
 
     Args:
@@ -225,24 +227,25 @@ def check_without_states(args: EngineArgs) -> None:
     Raises:
         ValueError: If an argument is not supported; the message contains the reason.
     """
-    why = "because layers of the model keep a state of each sequence"
+    reason = "because the model has recurrent layers"
     given = args.speculative_config
-    check(given is None, "speculative_config", given, f"None {why}, which can't take drafts back")
-    allowed = f"False {why}, whose sums depend on where a step begins"
+    allowed = f"None {reason}, whose states cannot be restored when draft tokens are rejected"
+    check(given is None, "speculative_config", given, allowed)
+    allowed = f"False {reason}, whose rounding errors depend on how a prompt is divided into steps"
     check(not args.batch_invariant, "batch_invariant", args.batch_invariant, allowed)
     size = args.pipeline_parallel_size
-    check(size == 1, "pipeline_parallel_size", size, f"1 {why}, which is not divided")
+    check(size == 1, "pipeline_parallel_size", size, f"1 {reason}, which cannot be split into stages")
 
 
 def _speculation(
-    args: EngineArgs, model: ModelFacts, max_num_batched_tokens: int, *, on_cpu: bool
+    args: EngineArgs, model: ModelProperties, max_num_batched_tokens: int, *, on_cpu: bool
 ) -> Speculation | None:
     given = args.speculative
     if given is None:
         return None
     check_int("max_num_batched_tokens", max_num_batched_tokens, 2, condition="with speculative_config")
     return Speculation(
-        method=given.kind,
+        method=given.resolved_method,
         num_tokens=min(given.num_tokens, max_num_batched_tokens - 1),
         min_match=given.prompt_lookup_min,
         max_match=given.prompt_lookup_max,
@@ -252,9 +255,9 @@ def _speculation(
     )
 
 
-def _num_state_slots(model: ModelFacts, num_bytes: int, most: int) -> int:
+def _num_state_slots(model: ModelProperties, num_bytes: int, max_slots: int) -> int:
     """Returns the number of recurrent state slots, which take at most half of the given memory."""
-    return min(most, num_bytes // 2 // model.state_bytes) if model.state_bytes else 0
+    return min(max_slots, num_bytes // 2 // model.state_bytes) if model.state_bytes else 0
 
 
 def host_memory_bytes() -> int:
@@ -265,7 +268,7 @@ def host_memory_bytes() -> int:
     return min(num_bytes, int(limit)) if limit.isdigit() else num_bytes
 
 
-def _default_cpu_bytes(args: EngineArgs, config: EngineConfig, model: ModelFacts) -> int:
+def _default_cpu_bytes(args: EngineArgs, config: EngineConfig, model: ModelProperties) -> int:
     """Returns the default size of the KV cache on a CPU (bytes).
 
     It is large enough for a sequence of max_model_len if that is within the limits.
@@ -276,13 +279,13 @@ def _default_cpu_bytes(args: EngineArgs, config: EngineConfig, model: ModelFacts
     step = config.max_num_batched_tokens
     num_blocks = 1 + sum(blocks_of(group, config.max_model_len, size, step) for group in config.cache_groups)
     needed = num_blocks * num_engines * model.block_bytes
-    most_slots = 1 + _STATE_SLOTS_PER_SEQ * config.max_num_seqs
-    needed += _num_state_slots(model, max(CPU_KV_CACHE_BYTES, 2 * needed), most_slots) * model.state_bytes
+    max_slots = 1 + _STATE_SLOTS_PER_SEQ * config.max_num_seqs
+    needed += _num_state_slots(model, max(CPU_KV_CACHE_BYTES, 2 * needed), max_slots) * model.state_bytes
     share = int(host_memory_bytes() * _CPU_KV_CACHE_SHARE) // args.data_parallel_size
     return max(CPU_KV_CACHE_BYTES, min(needed, share, _MAX_CPU_KV_CACHE_BYTES))
 
 
-def _with_texts_that_fit(config: EngineConfig, model: ModelFacts) -> EngineConfig:
+def _reduce_max_model_len(config: EngineConfig, model: ModelProperties) -> EngineConfig:
     """Returns a configuration with max_model_len reduced to what the KV cache can hold, if necessary.
 
     The reduction rejects no prompt that the KV cache could hold.
@@ -291,17 +294,14 @@ def _with_texts_that_fit(config: EngineConfig, model: ModelFacts) -> EngineConfi
     def num_blocks(num_tokens: int) -> int:
         # An encoder's text is not limited by max_model_len, so a group with cross-attention counts as one
         # block.
-        own = [group for group in config.cache_groups if not group.is_cross]
-        return (
-            sum(blocks_of(g, num_tokens, config.block_size) for g in own)
-            + len(config.cache_groups)
-            - len(own)
-        )
+        self_groups = [group for group in config.cache_groups if not group.is_cross]
+        num_cross_groups = len(config.cache_groups) - len(self_groups)
+        return num_cross_groups + sum(blocks_of(g, num_tokens, config.block_size) for g in self_groups)
 
-    usable, asked = config.num_blocks - 1, config.max_model_len
-    if num_blocks(asked) <= usable or num_blocks(2) > usable:
+    usable, requested = config.num_blocks - 1, config.max_model_len
+    if num_blocks(requested) <= usable or num_blocks(2) > usable:
         return config
-    fits, low, high = 2, 2, asked
+    fits, low, high = 2, 2, requested
     while low <= high:
         middle = (low + high) // 2
         if num_blocks(middle) <= usable:
@@ -310,43 +310,45 @@ def _with_texts_that_fit(config: EngineConfig, model: ModelFacts) -> EngineConfi
             high = middle - 1
     num_engines = config.pipeline_parallel_size
     per_block = config.kv_cache_bytes / config.num_blocks if model.state_bytes else model.block_bytes
-    needed = math.ceil((1 + num_blocks(asked)) * per_block) * num_engines
+    needed = math.ceil((1 + num_blocks(requested)) * per_block) * num_engines
     _LOGGER.warning(
-        "max_model_len is reduced from %d to %d tokens, as the pool of %.2f GiB holds no longer text. Pass "
-        "kv_cache_memory_bytes=%d or more for longer texts, or max_model_len=%d to have no warning",
-        asked,
+        "max_model_len is reduced from %d to %d tokens because the KV cache (%.2f GiB) cannot hold a longer "
+        "sequence. Pass kv_cache_memory_bytes=%d or more to support %d tokens, or max_model_len=%d to avoid "
+        "this warning",
+        requested,
         fits,
         config.kv_cache_bytes / 2**30,
         needed,
+        requested,
         fits,
     )
     return dataclasses.replace(config, max_model_len=fits)
 
 
-def _pool_size(
+def _kv_cache_size(
     args: EngineArgs,
     config: EngineConfig,
-    model: ModelFacts,
+    model: ModelProperties,
     on_cpu: bool,
     free_bytes: Callable[[EngineConfig], int],
 ) -> tuple[int, int]:
     """Returns the number of blocks and of recurrent state slots, including the null block and slot 0."""
-    block_bytes, most_slots = model.block_bytes, 1 + _STATE_SLOTS_PER_SEQ * config.max_num_seqs
+    block_bytes, max_slots = model.block_bytes, 1 + _STATE_SLOTS_PER_SEQ * config.max_num_seqs
     max_blocks, num_engines = MAX_SLOTS // args.block_size, args.pipeline_parallel_size
     if args.num_gpu_blocks_override is not None:
         limits = 2 * num_engines, max_blocks * num_engines
         check_int("num_gpu_blocks_override", args.num_gpu_blocks_override, *limits)
-        return args.num_gpu_blocks_override // num_engines, most_slots if model.state_bytes else 0
+        return args.num_gpu_blocks_override // num_engines, max_slots if model.state_bytes else 0
     num_bytes = args.kv_cache_memory_bytes
     if num_bytes is None:
         num_bytes = _default_cpu_bytes(args, config, model) if on_cpu else free_bytes(config)
-    num_slots = _num_state_slots(model, num_bytes, most_slots)
+    num_slots = _num_state_slots(model, num_bytes, max_slots)
     num_blocks = (num_bytes - num_slots * model.state_bytes) // block_bytes // num_engines
     if model.state_bytes and num_slots < 2:
-        allowed = f"at least {4 * model.state_bytes}, four times the state of a sequence"
+        allowed = f"at least {4 * model.state_bytes} (four times the recurrent state of a sequence)"
         raise ArgumentError("kv_cache_memory_bytes", num_bytes, allowed)
     if num_blocks < 2:
-        each = "" if num_engines == 1 else f" for each of {num_engines} engines"
-        allowed = f"at least two blocks of {block_bytes} bytes{each}"
+        each = "" if num_engines == 1 else f" for each of {num_engines} engines of the pipeline"
+        allowed = f"large enough for two blocks of {block_bytes} bytes{each}"
         raise ArgumentError("kv_cache_memory_bytes", num_bytes, allowed)
     return min(num_blocks, max_blocks), num_slots

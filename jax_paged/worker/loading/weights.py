@@ -58,7 +58,7 @@ def load(
     args: EngineArgs,
     loaded: LoadedModel | LanguageModel | None,
     grids: Sequence[DeviceGrid],
-    own: Sequence[int],
+    local_stages: Sequence[int],
 ) -> list[LoadedModel]:
     """Returns the stages of the model that an engine serves, with weights on the devices of `grids`.
 
@@ -68,7 +68,7 @@ def load(
             does not contain, such as end tokens, is read from the tokenizer's folder, if args.tokenizer is a
             folder. Its weights stay where they are.
         grids: The devices of each stage.
-        own: Indices of the stages whose weights are read. The other stages have shapes instead.
+        local_stages: Indices of the stages whose weights are read. The other stages have shapes instead.
 
     Raises:
         ValueError: If the model cannot be loaded or divided, or has another dtype or quantization than
@@ -76,13 +76,13 @@ def load(
     """
     grid, num_stages = grids[0], len(grids)
     if loaded is None:
-        folder = resolve_model_dir(args.model), args.dtype, args.max_model_len, args.hf_overrides or {}
-        folder = *folder, args.quantization
+        source = resolve_model_dir(args.model), args.dtype, args.max_model_len, args.hf_overrides or {}
+        source = *source, args.quantization
         if grid.num_devices > 1:
-            check_divided(outline(*folder), grid)
+            check_divided(outline(*source), grid)
         if num_stages > 1:
-            check_stages(outline(*folder), num_stages)
-        return load_stages(*folder, grids, own)
+            check_stages(outline(*source), num_stages)
+        return load_stages(*source, grids, local_stages)
     allowed = "1 with a model in memory"
     check(num_stages == 1, "pipeline_parallel_size", num_stages, allowed)
     if isinstance(loaded, LanguageModel):
@@ -91,9 +91,11 @@ def load(
         loaded = loaded_from(loaded, resolve_model_dir(name) if is_folder else None)
     check_choice("dtype", args.dtype, ("auto", str(loaded.dtype)))
     check_choice("quantization", args.quantization, (None, *ONLINE_DTYPES))
-    small = quantize_outline(outline_of(loaded.model), choose_online_dtype([loaded.model], args.quantization))
-    check_divided(small, grid)
-    return [dataclasses.replace(loaded, weight_bytes=num_bytes(small))]
+    served_outline = quantize_outline(
+        outline_of(loaded.model), choose_online_dtype([loaded.model], args.quantization)
+    )
+    check_divided(served_outline, grid)
+    return [dataclasses.replace(loaded, weight_bytes=num_bytes(served_outline))]
 
 
 def check_stages(model: LanguageModel, num_stages: int) -> None:
@@ -146,14 +148,14 @@ def packed[M: nnx.Module](model: M, *, in_place: bool) -> M:
     if not in_place:
         model = nnx.merge(*nnx.split(model))
     modules = [module for _, module in nnx.iter_modules(model)]
-    alone = {m: None for m in modules if isinstance(m, Linear) and not isinstance(m.kernel, QuantizedWeight)}
+    floats = {m: None for m in modules if isinstance(m, Linear) and not isinstance(m.kernel, QuantizedWeight)}
     for module in modules:
         names = module.same_input if isinstance(module, Module) else ()
-        if maps := [m for name in names if (m := getattr(module, name)) in alone]:
+        if maps := [m for name in names if (m := getattr(module, name)) in floats]:
             Linear.pack(maps)
         for m in maps:
-            del alone[m]
-    for module in alone:
+            del floats[m]
+    for module in floats:
         Linear.pack([module])
     if isinstance(model, LanguageModel) and isinstance(model.head, Embedding) and model.is_last_stage:
         model.head.pack()
@@ -166,7 +168,7 @@ def flatten[M: nnx.Module](model: M) -> tuple[FlatModel[M], list[Any], list[Spli
     variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     splits = [v.get_metadata().get("split", (None,) * v.get_raw_value().ndim) for v in variables]
     leaves, treedef = jax.tree.flatten(state)
-    assert len(leaves) == len(splits), "every weight says how it is divided"
+    assert len(leaves) == len(splits), "the number of splits differs from the number of weights"
     return FlatModel(graphdef, treedef), leaves, splits
 
 
@@ -202,10 +204,10 @@ class ServedWeights:
 
     Args:
         model: The model.
-        is_own: Whether the engine owns the weights, so that it may pack them in place and free them.
+        owns_weights: Whether the engine owns the weights, so that it may pack them in place and free them.
             Otherwise they remain the caller's, who may continue to train the model.
-        packs: Whether oneDNN computes the matrix products.
-        kind: The type to which float weights are quantized; None for no quantization.
+        uses_onednn: Whether oneDNN computes the matrix products.
+        quantized_dtype: The type to which float weights are quantized; None for no quantization.
         grid: The devices that divide the weights. Weights that the engine owns are on these devices already.
         extra: Further arrays for programs, which follow the weights in the list. They are copied to every
             device.
@@ -215,29 +217,30 @@ class ServedWeights:
         arrays: Weights and extra arrays; always the same list object. A freed weight is replaced by its
             shape.
         are_dropped: Whether the weights are neither on the device nor in host memory.
-        is_own: Whether only the engine has the weights, so that `check` is not needed.
+        owns_weights: Whether the engine owns the weights. If it does, `check` is not needed.
     """
 
     def __init__(
         self,
         model: LanguageModel,
         *,
-        is_own: bool,
-        packs: bool,
-        kind: OnlineDtype | None,
+        owns_weights: bool,
+        uses_onednn: bool,
+        quantized_dtype: OnlineDtype | None,
         grid: DeviceGrid,
         extra: list[Any],
     ) -> None:
         given = jax.tree.leaves(nnx.state(model))
-        self._like = quantize_outline(outline_of(model), kind)
-        self._grid, self._packs = grid, packs
-        self._kind: OnlineDtype | None = kind
+        self._outline = quantize_outline(outline_of(model), quantized_dtype)
+        self._grid, self._uses_onednn = grid, uses_onednn
+        self._quantized_dtype: OnlineDtype | None = quantized_dtype
         self.arrays: list[Any] = []
-        self.is_own, self._watched = is_own, _watch(None if is_own else model)
-        self._kept: dict[int, np.ndarray] = {}  # weights in host memory, by index in `arrays`
-        self._extra: dict[int, np.ndarray] = {}  # extra arrays in host memory, by index in `arrays`
+        self.owns_weights, self._watched = owns_weights, _watch(None if owns_weights else model)
+        self._on_host: dict[int, np.ndarray] = {}  # weights in host memory, by index in `arrays`
+        self._extra_on_host: dict[int, np.ndarray] = {}  # extra arrays in host memory, by index in `arrays`
         self.are_dropped = False
-        self.model, weights = self._flat(model, [] if is_own else given, are_placed=is_own)
+        callers = [] if owns_weights else given
+        self.model, weights = self._flatten_and_place(model, callers, are_placed=owns_weights)
         placed = jax.device_put([jnp.asarray(x) for x in extra], NamedSharding(grid.mesh, PartitionSpec()))
         self.arrays += [*weights, *placed]
 
@@ -255,18 +258,18 @@ class ServedWeights:
             new = dict(new)  # an iterable of pairs, which can be read only once
         # The new model must have the rotary positions of the served one, even if the engine's max_model_len
         # is lower.
-        max_model_len = self._like.config.max_position_embeddings
-        model = with_weights(self._like, new, max_model_len, overrides, self._grid, self._kind)
-        self.is_own = isinstance(new, str | Path)
-        given = nnx.state(new) if isinstance(new, LanguageModel) else None if self.is_own else new
+        max_model_len = self._outline.config.max_position_embeddings
+        model = with_weights(self._outline, new, max_model_len, overrides, self._grid, self._quantized_dtype)
+        self.owns_weights = isinstance(new, str | Path)
+        given = nnx.state(new) if isinstance(new, LanguageModel) else None if self.owns_weights else new
         old = [x for x, is_shared in zip(self.arrays, self._is_shared, strict=False) if not is_shared]
-        flat, weights = self._flat(model, jax.tree.leaves(given), are_placed=self.is_own)
-        assert flat.treedef == self.model.treedef, "other weights are flattened in the same order"
+        flat, weights = self._flatten_and_place(model, jax.tree.leaves(given), are_placed=self.owns_weights)
+        assert flat.treedef == self.model.treedef, "the new weights have another structure"
         self.arrays[: len(weights)] = weights
         for array in old:
             if isinstance(array, jax.Array):
                 array.delete()
-        self._kept, self.are_dropped = {}, False
+        self._on_host, self.are_dropped = {}, False
         self._watched = _watch(new if isinstance(new, LanguageModel) else None)
 
     def check(self) -> None:
@@ -275,68 +278,69 @@ class ServedWeights:
         Raises:
             RuntimeError: If a parameter of the model was replaced, or an array was deleted.
         """
-        if any(is_other() for is_other in self._watched):
+        if any(was_replaced() for was_replaced in self._watched):
             raise RuntimeError(
-                "the model in memory has other weights than those that are served; call update_weights(model)"
+                "the weights of the model in memory were replaced, but the engine still serves the previous "
+                "ones; call update_weights(model)"
             )
         arrays = [array for array in self.arrays if isinstance(array, jax.Array)]
-        if not self.is_own and any(array.is_deleted() for array in arrays):
+        if not self.owns_weights and any(array.is_deleted() for array in arrays):
             raise RuntimeError(
-                "weights that are served were deleted: a program that they were donated to has taken their "
-                "memory; call update_weights with the new ones"
+                "served weights were deleted, probably because they were donated to a JAX program; call "
+                "update_weights with the new weights"
             )
 
-    def free(self, *, keeps: bool) -> None:
+    def free(self, *, keeps_copy: bool) -> None:
         """Frees the weights that the engine owns.
 
         Programs must not run until `restore` or `replace` is called.
 
         Args:
-            keeps: Whether to copy the weights to host memory and to keep references to arrays shared with the
-                caller. Otherwise `replace` must provide weights.
+            keeps_copy: Whether to copy the weights to host memory and to keep references to arrays shared
+                with the caller. Otherwise `replace` must provide weights.
         """
         for i, is_shared in enumerate(self._is_shared):
             array = self.arrays[i]
-            if keeps and is_shared:
+            if keeps_copy and is_shared:
                 continue
-            if keeps:
-                self._kept[i] = np.array(array)  # a copy, because the array is deleted below
+            if keeps_copy:
+                self._on_host[i] = np.array(array)  # a copy, because the array is deleted below
             self.arrays[i] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
             if not is_shared:
                 array.delete()
-        if not keeps:
+        if not keeps_copy:
             self.are_dropped, self._watched = True, []
 
     def restore(self) -> None:
         """Restores the weights from host memory."""
-        assert not self.are_dropped, "there is nothing to bring back"
-        for i, kept in self._kept.items():
-            self.arrays[i] = jax.device_put(kept, self.arrays[i].sharding)
-        self._kept = {}
+        assert not self.are_dropped, "dropped weights cannot be restored"
+        for i, array in self._on_host.items():
+            self.arrays[i] = jax.device_put(array, self.arrays[i].sharding)
+        self._on_host = {}
 
     def free_extra(self) -> None:
         """Moves the extra arrays to host memory. Programs must not run until `restore_extra` is called."""
         for i in range(len(self._is_shared), len(self.arrays)):
             array = self.arrays[i]
-            self._extra[i] = np.array(array)
+            self._extra_on_host[i] = np.array(array)
             # The array is not deleted because the caller may use it too.
             self.arrays[i] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
     def restore_extra(self) -> None:
         """Restores the extra arrays from host memory."""
-        for i, kept in self._extra.items():
-            self.arrays[i] = jax.device_put(kept, self.arrays[i].sharding)
-        self._extra = {}
+        for i, array in self._extra_on_host.items():
+            self.arrays[i] = jax.device_put(array, self.arrays[i].sharding)
+        self._extra_on_host = {}
 
     def close(self) -> None:
         """Frees the weights, except the caller's."""
         for i, array in enumerate(self.arrays):
-            is_ours = not self._is_shared[i] if i < len(self._is_shared) else self.is_own
-            if is_ours and isinstance(array, jax.Array):
+            may_delete = not self._is_shared[i] if i < len(self._is_shared) else self.owns_weights
+            if may_delete and isinstance(array, jax.Array):
                 array.delete()
-        self.arrays, self._watched, self._kept = [], [], {}
+        self.arrays, self._watched, self._on_host = [], [], {}
 
-    def _flat(
+    def _flatten_and_place(
         self, model: LanguageModel, given: Collection[Any], *, are_placed: bool
     ) -> tuple[FlatModel[LanguageModel], list[Array]]:
         """Returns a model without its weights, and the weights on the mesh.
@@ -346,9 +350,9 @@ class ServedWeights:
         because modules refer to each other.
         """
         before = jax.tree.leaves(nnx.state(model))
-        own = quantize_model(model, self._kind)
-        own = packed(own, in_place=self.is_own) if self._packs else own
-        flat, weights, splits = flatten(own)
+        model = quantize_model(model, self._quantized_dtype)
+        model = packed(model, in_place=self.owns_weights) if self._uses_onednn else model
+        flat, weights, splits = flatten(model)
         callers, served = {id(array) for array in given}, {id(array) for array in weights}
         self._is_shared = [id(array) in callers for array in weights]
         for array in before:
@@ -365,18 +369,18 @@ def _watch(model: LanguageModel | None) -> list[Callable[[], bool]]:
             return lambda: names.get(name) is not item
         array = item.get_raw_value()
 
-        def is_other() -> bool:
+        def was_replaced() -> bool:
             nonlocal array
-            now = item.get_raw_value()
-            if names.get(name) is item and now is not array and not array.is_deleted():
+            current = item.get_raw_value()
+            if names.get(name) is item and current is not array and not array.is_deleted():
                 # nnx.jit returns weights that a function has only read as new arrays with the same values.
                 # These do not count as replaced.
-                if now.dtype != array.dtype or not bool(jnp.array_equal(now, array)):
+                if current.dtype != array.dtype or not bool(jnp.array_equal(current, array)):
                     return True
-                array = now
-            return names.get(name) is not item or now is not array
+                array = current
+            return names.get(name) is not item or current is not array
 
-        return is_other
+        return was_replaced
 
     modules = [] if model is None else [module for _, module in nnx.iter_modules(model)]
     return [

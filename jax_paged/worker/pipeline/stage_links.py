@@ -17,11 +17,11 @@ class RemoteArray:
 
     Args:
         arriving: Future for the arrays that the last stage sends; None in stages where the array is not read.
-        place: Index of the array among the arrays that the last stage sends.
+        index: Index of the array among the arrays that the last stage sends.
     """
 
-    def __init__(self, arriving: "Future[list[np.ndarray]] | None" = None, place: int = 0) -> None:
-        self._arriving, self._place = arriving, place
+    def __init__(self, arriving: "Future[list[np.ndarray]] | None" = None, index: int = 0) -> None:
+        self._arriving, self._index = arriving, index
 
     @property
     def ndim(self) -> int:
@@ -42,8 +42,8 @@ class RemoteArray:
             self._arriving.result()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        assert self._arriving is not None, "nobody reads it here"
-        array = self._arriving.result()[self._place]
+        assert self._arriving is not None, "the array is not sent to this stage"
+        array = self._arriving.result()[self._index]
         return np.array(array, dtype, copy=copy)
 
 
@@ -53,7 +53,7 @@ class StageLinks:
     Args:
         stage: Index of this process's stage.
         num_stages: Number of stages, which is also the number of engines.
-        send: Sends a header and arrays to the next stage, directly or through the leader.
+        send_message: Sends a header and arrays to the next stage, directly or through the leader.
         fail: Called with the error if the computation of an array has failed.
 
     Attributes:
@@ -66,19 +66,19 @@ class StageLinks:
         self,
         stage: int,
         num_stages: int,
-        send: Callable[[Any, Sequence[np.ndarray]], None],
+        send_message: Callable[[Any, Sequence[np.ndarray]], None],
         fail: Callable[[Exception], None],
     ) -> None:
         self.stage, self.computing = stage, threading.Lock()
-        self._next, self._send, self._fail = (stage + 1) % num_stages, send, fail
-        self._leaving: queue.SimpleQueue[tuple[int, Sequence[Array]]] = queue.SimpleQueue()
-        # Per engine: arrays that arrived before `take` was called, and futures whose arrays have not arrived.
+        self._next, self._send_message, self._fail = (stage + 1) % num_stages, send_message, fail
+        self._outgoing: queue.SimpleQueue[tuple[int, Sequence[Array]]] = queue.SimpleQueue()
+        # Per engine: arrays that arrived before `receive` was called, and futures that wait for arrays.
         self._arrived = [collections.deque[list[np.ndarray]]() for _ in range(num_stages)]
         self._awaited = [collections.deque[Future[list[np.ndarray]]]() for _ in range(num_stages)]
-        self._meeting = threading.Lock()
+        self._lock = threading.Lock()
         threading.Thread(target=self._send_all, daemon=True).start()
 
-    def give(self, engine: int, arrays: Sequence[Array]) -> None:
+    def send(self, engine: int, arrays: Sequence[Array]) -> None:
         """Sends arrays to the next stage when they are computed; does not wait.
 
         Args:
@@ -87,30 +87,30 @@ class StageLinks:
         """
         for array in arrays:
             array.copy_to_host_async()
-        self._leaving.put((engine, arrays))
+        self._outgoing.put((engine, arrays))
 
-    def take(self, engine: int) -> "Future[list[np.ndarray]]":
+    def receive(self, engine: int) -> "Future[list[np.ndarray]]":
         """Returns a future for the next arrays from the previous stage.
 
         Args:
             engine: Index of the engine.
         """
         future: Future[list[np.ndarray]] = Future()
-        with self._meeting:
+        with self._lock:
             if self._arrived[engine]:
                 future.set_result(self._arrived[engine].popleft())
             else:
                 self._awaited[engine].append(future)
         return future
 
-    def arrive(self, engine: int, arrays: list[np.ndarray]) -> None:
-        """Passes arrays from the previous stage to the oldest unresolved future of `take`, or stores them.
+    def deliver(self, engine: int, arrays: list[np.ndarray]) -> None:
+        """Passes arrays from the previous stage to the oldest unresolved future of `receive`, or stores them.
 
         Args:
             engine: Index of the engine.
             arrays: The received arrays.
         """
-        with self._meeting:
+        with self._lock:
             if self._awaited[engine]:
                 self._awaited[engine].popleft().set_result(arrays)
             else:
@@ -119,9 +119,9 @@ class StageLinks:
     def _send_all(self) -> None:
         with contextlib.suppress(OSError):  # the receiving thread detects a lost process
             while True:
-                engine, arrays = self._leaving.get()
+                engine, arrays = self._outgoing.get()
                 try:
                     values = [np.asarray(array) for array in arrays]
                 except Exception as error:
                     return self._fail(error)
-                self._send({"stage": self._next, "engine": engine}, values)
+                self._send_message({"stage": self._next, "engine": engine}, values)

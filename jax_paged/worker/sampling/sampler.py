@@ -196,7 +196,7 @@ class SamplerOptions:
             has_choice |= forced >= 0
         if self.is_processed:
             adjusted = _adjust(processed, batch, draws_before_mask=False)
-            logits = lax.cond(jnp.any(is_random), _drawn_from, lambda x, *_: x, adjusted, batch, is_random)
+            logits = lax.cond(jnp.any(is_random), _draw_logits, lambda x, *_: x, adjusted, batch, is_random)
         logprobs = token_logprobs(logits, token_ids, batch.wants_logprobs, max_logprobs=self.max_logprobs)
         return SampledTokens(token_ids, *logprobs, is_finite, has_choice)
 
@@ -249,8 +249,8 @@ def _adjust(
     has_count_penalty = (batch.frequency_penalty != 0) | (batch.presence_penalty != 0)
     steps = (
         (_add_bias, jnp.any(batch.bias_ids < logits.shape[1])),
-        (_penalise_repetition, jnp.any(batch.repetition_penalty != 1)),
-        (_penalise_counts, jnp.any(has_count_penalty)),
+        (_penalize_repetition, jnp.any(batch.repetition_penalty != 1)),
+        (_penalize_counts, jnp.any(has_count_penalty)),
         (_keep_draws if draws_before_mask else _mask_tokens, jnp.any(batch.has_token_mask)),
     )
 
@@ -282,13 +282,13 @@ def _add_bias(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "b v
     return x.at[jnp.arange(len(x))[:, None], batch.bias_ids].add(batch.bias_values, mode="drop")
 
 
-def _penalise_repetition(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "b v"]:
+def _penalize_repetition(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "b v"]:
     seen = _token_counts(batch) != 0
     penalty = batch.repetition_penalty[:, None]
     return jnp.where(seen, jnp.where(x > 0, x / penalty, x * penalty), x)
 
 
-def _penalise_counts(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "b v"]:
+def _penalize_counts(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "b v"]:
     counts = _token_counts(batch) & (IN_PROMPT - 1)
     x = x - batch.frequency_penalty[:, None] * counts
     return x - batch.presence_penalty[:, None] * (counts > 0)
@@ -330,7 +330,7 @@ def _keys(batch: SamplingBatch, *, again: bool = True) -> Array:
     return jnp.where(batch.keeps_draw, jax.vmap(jax.random.fold_in, (0, None))(keys, 1), keys)
 
 
-def _drawn_from(
+def _draw_logits(
     logits: Float[Array, "b v"], batch: SamplingBatch, is_random: Bool[Array, " b"]
 ) -> Float[Array, "b v"]:
     """Returns the logits of the distribution that _draw uses; logits of greedy rows are unchanged."""

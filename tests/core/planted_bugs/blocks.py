@@ -59,7 +59,7 @@ BLOCKS = [
     ),
     Mutation(
         "core/block_manager.py",
-        "                pool.forget(block)\n",
+        "                pool.remove_from_cache(block)\n",
         "                pass\n",
         "a cached block is written",
     ),
@@ -105,13 +105,13 @@ BLOCKS = [
         "        for block in prefix.blocks:  # before any new block is taken, which could evict them\n"
         "            self.pool.share(block)\n"
         "        self.block_tables[seq] = [list(table) for table in prefix.tables]\n"
-        "        self.prefixes.forget_walk()\n"
+        "        self.prefixes.discard_lookup()\n"
         "        for table, n in zip(self.block_tables[seq], num_new, strict=True):\n"
-        "            table.extend(self.pool.take() for _ in range(n))\n",
+        "            table.extend(self.pool.allocate() for _ in range(n))\n",
         "        self.block_tables[seq] = [list(table) for table in prefix.tables]\n"
-        "        self.prefixes.forget_walk()\n"
+        "        self.prefixes.discard_lookup()\n"
         "        for table, n in zip(self.block_tables[seq], num_new, strict=True):\n"
-        "            table.extend(self.pool.take() for _ in range(n))\n"
+        "            table.extend(self.pool.allocate() for _ in range(n))\n"
         "        for block in prefix.blocks:\n"
         "            self.pool.share(block)\n",
         "hits claimed after new blocks are taken",
@@ -124,8 +124,8 @@ BLOCKS = [
     ),
     Mutation(
         "core/kv_cache/prefix_cache.py",
-        "(len(walk.seq) - 1) // self.block_size):",
-        "len(walk.seq) // self.block_size):",
+        "(len(lookup.seq) - 1) // self.block_size):",
+        "len(lookup.seq) // self.block_size):",
         "the last token is a hit",
     ),
     Mutation(
@@ -136,8 +136,8 @@ BLOCKS = [
     ),
     Mutation(
         "core/kv_cache/prefix_cache.py",
-        "self.pool.remember(tables[g][i], content._replace(group=g))",
-        "self.pool.remember(tables[g][i], content)",
+        "self.pool.add_to_cache(tables[g][i], content._replace(group=g))",
+        "self.pool.add_to_cache(tables[g][i], content)",
         "cache groups mixed up",
     ),
     Mutation(
@@ -172,31 +172,31 @@ BLOCKS = [
     ),
     Mutation(
         "core/kv_cache/prefix_cache.py",
-        "walk.num_valid, walk.result = place, None",
-        "walk.num_valid, walk.result = place + 1, None",
+        "lookup.num_valid, lookup.result = position, None",
+        "lookup.num_valid, lookup.result = position + 1, None",
         "an evicted block is found again",
     ),
     Mutation(
         "core/kv_cache/prefix_cache.py",
-        "place is not None and place < walk.num_valid:",
-        "place is not None:",
+        "position is not None and position < lookup.num_valid:",
+        "position is not None:",
         "a walk goes on behind a hole",
     ),
     Mutation(
         "core/block_manager.py",
-        "release_tables(self.block_tables.pop(seq))\n            self.lost.append(seq)\n",
+        "release_tables(self.block_tables.pop(seq))\n            self.sequences_without_blocks.append(seq)\n",
         "release_tables(self.block_tables.pop(seq))\n",
         "seats are kept by those that lost their blocks",
     ),
     Mutation(
         "core/block_manager.py",
-        "                self._note_replaced(seq, g, i)\n",
+        "                self._record_replaced(seq, g, i)\n",
         "",
         "a copied block is not told",
     ),
     Mutation(
         "core/block_manager.py",
-        "                    self._note_replaced(seq, i, j)\n",
+        "                    self._record_replaced(seq, i, j)\n",
         "",
         "a block that fell out of a window is not told",
     ),

@@ -11,7 +11,7 @@ REQUEST_EDITS = [
     ),
     Mutation(
         "core/features/interactive/request_edits.py",
-        "        manager.prefixes.forget_walk()  #",
+        "        manager.prefixes.discard_lookup()  #",
         "        #",
         "a walk goes on along tokens that were taken back",
     ),
@@ -23,20 +23,20 @@ REQUEST_EDITS = [
     ),
     Mutation(
         "core/features/interactive/request_edits.py",
-        "        has_left = manager.lacks(tables, seq.num_computed_tokens)\n",
+        "        has_left = manager.lacks_window_blocks(tables, seq.num_computed_tokens)\n",
         "        has_left = False\n",
         "a request goes on behind a window whose blocks are gone",
     ),
     Mutation(
         "core/features/interactive/request_edits.py",
-        "seq.num_dropped_tokens += (len(held)",
-        "seq.num_dropped_tokens = (len(held)",
+        "seq.num_dropped_tokens += (len(computed)",
+        "seq.num_dropped_tokens = (len(computed)",
         "the first of two drops is forgotten",
     ),
     Mutation(
         "core/features/interactive/request_edits.py",
-        "- 2 - seq.block_places",
-        "- 1 - seq.block_places",
+        "- 2 - seq.kept_block_indices",
+        "- 1 - seq.kept_block_indices",
         "taken back up to the last kept block",
     ),
     Mutation(
@@ -71,7 +71,7 @@ REQUEST_EDITS = [
     ),
     Mutation(
         "core/block_manager.py",
-        "        if is_here:\n            self.lost.append(seq)\n",
+        "        if is_here:\n            self.sequences_without_blocks.append(seq)\n",
         "",
         "a sequence keeps its seat when it loses blocks",
     ),
@@ -101,14 +101,14 @@ REQUEST_EDITS = [
     ),
     Mutation(
         "worker/batch_builder.py",
-        "        places = rows.positions - batch.num_dropped[rows.token_batch_slots]\n",
-        "        places = rows.positions\n",
+        "        table_slots = rows.positions - batch.num_dropped[rows.token_batch_slots]\n",
+        "        table_slots = rows.positions\n",
         "slots of a sequence with dropped blocks",
     ),
     Mutation(
         "worker/features/multi_step.py",
-        "    places = start - batch.num_dropped[batch_slots]\n",
-        "    places = start\n",
+        "    table_slots = start - batch.num_dropped[batch_slots]\n",
+        "    table_slots = start\n",
         "a burst of a sequence with dropped blocks is checked at the wrong place",
     ),
     Mutation(

@@ -17,8 +17,8 @@ SCHEDULING = [
     ),
     Mutation(
         "core/token_planner.py",
-        "self.within(n - last_token_waits, budget)",
-        "self.within(n, budget)",
+        "self.tokens_in_budget(n - last_token_waits, budget)",
+        "self.tokens_in_budget(n, budget)",
         "beams go on before all are back",
     ),
     Mutation(
@@ -42,7 +42,7 @@ SCHEDULING = [
     ),
     Mutation(
         "core/admission.py",
-        "self._holds_back_new or is_behind",
+        "self._holds_back_new or is_after_swapped",
         "self._holds_back_new",
         "new requests overtake swapped ones",
     ),
@@ -105,13 +105,13 @@ SCHEDULING = [
     ),
     Mutation(
         "core/token_planner.py",
-        "seq.num_new_tokens, self.available(behind, step)",
+        "seq.num_new_tokens, self.prompt_budget(later, step)",
         "seq.num_new_tokens, step.budget",
         "newcomers take the tokens of those that decode",
     ),
     Mutation(
         "core/batch_slots.py",
-        "                slot.num_told = list(map(len, slot.tables))\n",
+        "                slot.num_sent_blocks = list(map(len, slot.tables))\n",
         "",
         "blocks are told twice",
     ),
@@ -123,8 +123,8 @@ SCHEDULING = [
     ),
     Mutation(
         "core/result_updater.py",
-        "self._note_computed(group, seq, seq.num_computed_tokens, len(seq) - 1)",
-        "self._note_computed(group, seq, seq.num_computed_tokens, row.start + len(row.token_ids))",
+        "self._record_computed(group, seq, seq.num_computed_tokens, len(seq) - 1)",
+        "self._record_computed(group, seq, seq.num_computed_tokens, row.start + len(row.token_ids))",
         "blocks of rejected drafts cached",
     ),
     Mutation(
@@ -135,7 +135,7 @@ SCHEDULING = [
     ),
     Mutation(
         "core/token_planner.py",
-        "step.budget - self._num_decode_tokens(behind)",
+        "step.budget - self._num_decode_tokens(later)",
         "step.budget",
         "a long prompt starves those that decode",
     ),
@@ -201,7 +201,7 @@ SCHEDULING = [
     ),
     Mutation(
         "core/features/multi_step.py",
-        "                    continue  # it ends with the tokens that are being drawn\n",
+        "                    continue  # it ends with the tokens that are being sampled\n",
         "                    return False\n",
         "one sequence that ends keeps the others from a burst",
     ),
@@ -213,8 +213,8 @@ SCHEDULING = [
     ),
     Mutation(
         "core/batch_slots.py",
-        "sample.num_pending += num_drawn",
-        "sample.num_pending += 1",
+        "sample.num_pending_tokens += num_pending",
+        "sample.num_pending_tokens += 1",
         "a burst in flight is taken for a single step",
     ),
     Mutation(
@@ -249,20 +249,20 @@ SCHEDULING = [
     ),
     Mutation(
         "core/features/interactive/step_edits.py",
-        "num_told - len(blocks) for",
-        "num_told for",
+        "num_sent - len(blocks) for",
+        "num_sent for",
         "blocks of a dropped row are never told",
     ),
     Mutation(
         "core/features/interactive/step_edits.py",
-        "[*row.replaced_blocks, *manager.changed.get(slot.seq, [])]",
-        "[*manager.changed.get(slot.seq, [])]",
+        "[*row.replaced_blocks, *manager.table_changes.get(slot.seq, [])]",
+        "[*manager.table_changes.get(slot.seq, [])]",
         "entries that a dropped row replaced are never told",
     ),
     Mutation(
         "core/features/interactive/step_edits.py",
-        "slot.seq.num_pending -= dropped[sample.row] if output.burst else 1",
-        "slot.seq.num_pending -= 1",
+        "slot.seq.num_pending_tokens -= dropped[sample.scheduled_index] if multi_step else 1",
+        "slot.seq.num_pending_tokens -= 1",
         "a dropped burst counts as one token",
     ),
     Mutation(
@@ -279,7 +279,7 @@ SCHEDULING = [
     ),
     Mutation(
         "core/features/interactive/step_edits.py",
-        "sample._replace(row=new)",
+        "sample._replace(scheduled_index=new)",
         "sample",
         "samples of a re-ordered row are drawn from another",
     ),
@@ -297,14 +297,14 @@ SCHEDULING = [
     ),
     Mutation(
         "core/features/lora.py",
-        "return behind is None or group.order < behind",
+        "return last is None or group.order < last",
         "return True",
         "requests behind one that waits for a slot use all of them on",
     ),
     Mutation(
         "core/features/lora.py",
-        "< self.num_slots\n\n    def place",
-        "<= self.num_slots\n\n    def place",
+        "< self.num_slots\n\n    def assign_slot",
+        "<= self.num_slots\n\n    def assign_slot",
         "more adapters run than there are slots",
     ),
     Mutation(

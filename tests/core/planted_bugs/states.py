@@ -43,22 +43,25 @@ STATES = [
     ),
     Mutation(
         _FILE,
-        "        return position - start, slot\n",
-        "        return position, slot\n",
+        "        return StateCheckpoint(position - start, slot)\n",
+        "        return StateCheckpoint(position, slot)\n",
         "a checkpoint too late",
     ),
     Mutation(
-        _FILE, "            pool.forget(slot)\n        elif", "        elif", "a stale checkpoint is found"
+        _FILE,
+        "            pool.remove_from_cache(slot)\n        elif",
+        "        elif",
+        "a stale checkpoint is found",
     ),
     Mutation(
         "core/kv_cache/prefix_cache.py",
-        "                is_usable &= self._states.pool.find(content._replace(group=STATE)) is not None\n",
-        "",
+        "is_usable &= self._states.pool.find_cached(content._replace(group=STATE_GROUP)) is not None\n",
+        "pass\n",
         "a prefix is used whose state is gone",
     ),
     Mutation(
         "core/kv_cache/prefix_cache.py",
-        "                walk.places.setdefault((content.hash, STATE), i)\n",
+        "                lookup.first_positions.setdefault((content.hash, STATE_GROUP), i)\n",
         "",
         "a walk that is kept does not hear of states",
     ),

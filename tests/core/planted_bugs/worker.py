@@ -5,8 +5,8 @@ from planted_bugs.mutation import Mutation
 WORKER = [
     Mutation(
         "worker/batch_builder.py",
-        "blocks * size + places % size",
-        "blocks * size + (places + 1) % size",
+        "blocks * size + table_slots % size",
+        "blocks * size + (table_slots + 1) % size",
         "slots shifted",
     ),
     Mutation(
@@ -47,14 +47,14 @@ WORKER = [
     ),
     Mutation(
         "worker/input_batch.py",
-        "            self._changed_places.append(self._place(g, batch_slot, index))\n",
+        "            self._changed_entries.append(self._table_index(g, batch_slot, index))\n",
         "",
         "the device is not told of a replaced block",
     ),
     Mutation(
         "worker/input_batch.py",
-        "range(place, place + len(blocks))",
-        "range(place, place + 1)",
+        "range(index, index + len(blocks))",
+        "range(index, index + 1)",
         "the device is told of the first new block only",
     ),
     Mutation(

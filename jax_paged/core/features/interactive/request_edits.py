@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 
-from jax_paged.core.batch_slots import PlannedRows
+from jax_paged.core.batch_slots import PlannedStep
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.preemption import Preemption
 from jax_paged.core.request import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
@@ -34,7 +34,7 @@ class Rollback:
 
     Args:
         request_id: The request.
-        num_tokens: Number of tokens to remove, at most `most_taken_back`.
+        num_tokens: Number of tokens to remove, at most `max_rollback_tokens`.
     """
 
     request_id: str
@@ -60,16 +60,16 @@ class DropBlocks:
 RequestEdit = Fork | Rollback | DropBlocks
 
 
-def most_taken_back(seq: Sequence, block_size: int) -> int:
+def max_rollback_tokens(seq: Sequence, block_size: int) -> int:
     """Returns the number of output tokens that can be taken back.
 
     If blocks were dropped, tokens before the last block that was kept at that time cannot be taken back.
     """
-    most = len(seq.output_token_ids)
-    if seq.block_places:
+    num_tokens = len(seq.output_token_ids)
+    if seq.kept_block_indices:
         # At least one computed token of the last kept block must stay, and one token after it to compute.
-        most = min(most, len(seq) - 2 - seq.block_places[-1] * block_size)
-    return most
+        num_tokens = min(num_tokens, len(seq) - 2 - seq.kept_block_indices[-1] * block_size)
+    return num_tokens
 
 
 class RequestEditor:
@@ -93,9 +93,9 @@ class RequestEditor:
     def apply(self, edit: RequestEdit) -> SequenceGroup:
         """Applies an edit. Returns the edited request, or the new request for a fork."""
         group = self._queues.find(edit.request_id)
-        assert group is not None, f"no request {edit.request_id}"
+        assert group is not None, f"there is no unfinished request {edit.request_id}"
         (seq,) = group.sequences
-        assert not seq.num_in_flight, "a step in flight computes it"
+        assert not seq.num_in_flight, "a step in flight computes the sequence"
         match edit:
             case Fork():
                 return self._fork(group, seq, edit)
@@ -126,13 +126,13 @@ class RequestEditor:
         """
         group = self._queues.running[request_id]
         (seq,) = group.sequences
-        assert seq.num_new_tokens == 1, "it decodes"
+        assert seq.num_new_tokens == 1, "the request is not decoding"
         copies = self._manager.append_slots([(seq, 1 + len(token_ids))])
         if copies is None:
             return False
         step.copies += copies
-        step.planned = PlannedRows(drafts={seq: token_ids}, scores_drafts=True)
-        step.longer_rows.append((group, seq, 1, (seq,)))
+        step.planned = PlannedStep(drafts={seq: token_ids}, scores_drafts=True)
+        step.multi_token_sequences.append((group, seq, 1, (seq,)))
         step.budget -= 1 + len(token_ids)
         return True
 
@@ -150,39 +150,39 @@ class RequestEditor:
         shares = self._has_batch_slot(group) and self._manager.fork(seq, child, seq.num_computed_tokens)
         self._queues.add(new)
         if shares:
-            self._queues.run(new)
+            self._queues.move_to_running(new)
             new.metrics.first_scheduled_time = edit.now
             new.metrics.num_cached_tokens = child.num_computed_tokens
         else:  # the new request waits like any other request, and its tokens are computed again
-            assert not child.num_dropped_tokens, "see can_fork"
+            assert not child.num_dropped_tokens, "a fork with dropped blocks cannot be recomputed"
             child.status, child.num_computed_tokens = SequenceStatus.WAITING, 0
         return new
 
     def _roll_back(self, group: SequenceGroup, seq: Sequence, num_tokens: int) -> None:
         manager = self._manager
-        assert 0 < num_tokens <= most_taken_back(seq, manager.block_size), num_tokens
+        assert 0 < num_tokens <= max_rollback_tokens(seq, manager.block_size), f"cannot remove {num_tokens}"
         seq.truncate(len(seq.output_token_ids) - num_tokens)
         del seq.block_hashes[len(seq) // manager.block_size :]
-        manager.prefixes.forget_walk()  # it may refer to tokens of this sequence that no longer exist
+        manager.prefixes.discard_lookup()  # it may refer to tokens of this sequence that no longer exist
         seq.num_computed_tokens = min(seq.num_computed_tokens, len(seq) - 1)
         tables = manager.block_tables.get(seq) or manager.swapped_tables.get(seq)
         if tables is None:
             return
-        has_left = manager.lacks(tables, seq.num_computed_tokens)
-        if has_left or manager.states.is_used:  # recurrent states cannot be rolled back
+        has_left = manager.lacks_window_blocks(tables, seq.num_computed_tokens)
+        if has_left or manager.states.has_states:  # recurrent states cannot be rolled back
             manager.free(seq)
             self._preemption.requeue(group)
         else:
-            manager.keep(seq, self._held_places(seq))
+            manager.keep_only(seq, self._computed_block_indices(seq))
 
     def _drop(self, seq: Sequence, kept: tuple[int, ...]) -> None:
-        manager, held = self._manager, self._held_places(seq)
-        assert kept[-1] == held[-1], f"the last of {len(held)} blocks is not in {kept}"
-        manager.keep(seq, list(kept))
-        seq.block_places = tuple([seq.block_place(i) for i in kept])
-        seq.num_dropped_tokens += (len(held) - len(kept)) * manager.block_size
+        manager, computed = self._manager, self._computed_block_indices(seq)
+        assert kept[-1] == computed[-1], f"the last computed block, {computed[-1]}, is not in {kept}"
+        manager.keep_only(seq, list(kept))
+        seq.kept_block_indices = tuple([seq.original_block_index(i) for i in kept])
+        seq.num_dropped_tokens += (len(computed) - len(kept)) * manager.block_size
 
-    def _held_places(self, seq: Sequence) -> list[int]:
+    def _computed_block_indices(self, seq: Sequence) -> list[int]:
         """Returns the block table indices of the blocks that contain computed tokens."""
         num_tokens = seq.num_computed_tokens - seq.num_dropped_tokens
         return list(range(self._manager.num_blocks_of(num_tokens)))

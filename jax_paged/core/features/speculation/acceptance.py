@@ -5,7 +5,7 @@ from jax_paged.core.features.speculation.num_drafts import Acceptance
 from jax_paged.core.features.speculation.probing import begins_span
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.request import Sequence
-from jax_paged.core.result_updater import DrawnTokens
+from jax_paged.core.result_updater import StepTokens
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.speculation import Speculation
 
@@ -55,7 +55,7 @@ class DraftState:
         """Adds the newest tokens of the sequence to the n-gram index."""
         self.index.extend(seq.tokens(len(self.index), len(seq)))
 
-    def note_verified(self, seq: Sequence, drafts: list[int], token_ids: list[int]) -> None:
+    def record_verified(self, seq: Sequence, drafts: list[int], token_ids: list[int]) -> None:
         """Updates the acceptance rate after a step that verified draft tokens.
 
         Args:
@@ -68,7 +68,7 @@ class DraftState:
         num_known = len(token_ids) if num_accepted == len(token_ids) else len(drafts)
         is_forced = self._forced_position == len(seq) - len(token_ids)
         acceptance = self._forced_acceptance if is_forced else self.acceptance
-        acceptance.note(num_accepted, min(len(drafts), num_known))
+        acceptance.record(num_accepted, min(len(drafts), num_known))
         self._expected, self._num_matched = [], 0
 
     def compare(self, seq: Sequence, token_ids: list[int], *, is_eager: bool) -> None:
@@ -88,7 +88,7 @@ class DraftState:
             is_match = token_id == self._expected[self._num_matched]
             self._num_matched += is_match
             if not is_match or self._num_matched == len(self._expected):
-                self.acceptance.note(self._num_matched, len(self._expected))
+                self.acceptance.record(self._num_matched, len(self._expected))
                 self._expected, self._num_matched = [], 0
                 break
         is_due = (is_eager and self.acceptance.rate >= MIN_RATE) or begins_span(seq, len(token_ids))
@@ -105,7 +105,7 @@ def verified_drafts(output: SchedulerOutput, result: ModelRunnerOutput) -> dict[
         return verified
     for i, sample in enumerate(output.samples):
         if sample.num_logits > 1:
-            row = output.scheduled[sample.row].token_ids
+            row = output.scheduled[sample.scheduled_index].token_ids
             verified[sample.seq_id] = result.drafts[i] if result.drafts else row[1 - sample.num_logits :]
     return verified
 
@@ -116,7 +116,7 @@ def num_equal(drafts: list[int], token_ids: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafts), len(token_ids)))
 
 
-def drawn(output: SchedulerOutput, result: ModelRunnerOutput) -> DrawnTokens:
+def sampled_tokens(output: SchedulerOutput, result: ModelRunnerOutput) -> StepTokens:
     """Returns the sampled tokens of a step with drafts, for each sample up to the first mismatch.
 
     A token that was sampled after a draft token is valid only if that draft token was itself sampled at its
@@ -131,7 +131,7 @@ def drawn(output: SchedulerOutput, result: ModelRunnerOutput) -> DrawnTokens:
         n = num_accepted(result.token_ids[i], drafts)
         token_ids.append(result.token_ids[i][:n])
         logprobs.append(result.logprobs[i][:n])
-    return DrawnTokens(token_ids, logprobs, num_computed, [1] * len(num_computed), {})
+    return StepTokens(token_ids, logprobs, num_computed, [1] * len(num_computed), {})
 
 
 def num_accepted(token_ids: list[int], drafts: list[int]) -> int:

@@ -4,10 +4,10 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jax_paged.core.batch_slots import PlannedRows
+from jax_paged.core.batch_slots import PlannedStep
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.features.speculation.acceptance import MIN_RATE, DraftState, num_equal, verified_drafts
-from jax_paged.core.features.speculation.num_drafts import chosen_drafts, chosen_length
+from jax_paged.core.features.speculation.num_drafts import choose_drafts, choose_length
 from jax_paged.core.features.speculation.probing import ProbingPolicy, has_turn, is_few
 from jax_paged.core.features.speculation.step_times import StepTimes
 from jax_paged.core.model_runner_output import NO_TOKEN, ModelRunnerOutput
@@ -73,13 +73,13 @@ class DraftPlanner:
         self._step_began = 0.0  # start time of the step whose result is next (seconds)
 
     @property
-    def waits(self) -> bool:
+    def verifies_next_step(self) -> bool:
         """True if the next step verifies draft tokens, so it must be scheduled after the previous results."""
         return self._probing.verifies_next and not self._has_queue
 
     @property
-    def takes_expected(self) -> bool:
-        """True if `expect` has an effect, which is the case if the host proposes the draft tokens."""
+    def accepts_forced_tokens(self) -> bool:
+        """True if `propose_forced` has an effect, which is the case if the host proposes the draft tokens."""
         return self._is_ngram
 
     @property
@@ -99,7 +99,7 @@ class DraftPlanner:
             return False
         decoding = self._decoding(is_ahead=False) if self._probing.verifies_next else None
         chosen = [] if decoding is None else self._choose(decoding)
-        self._probing.note_planned(any(chosen))
+        self._probing.record_planned(any(chosen))
         if decoding is None or not any(chosen):
             return False
         rows = [(seq, 1 + n) for (_, seq, _, _), n in zip(decoding, chosen, strict=True)]
@@ -109,9 +109,9 @@ class DraftPlanner:
         step.copies += copies
         step.awaits_results = True  # the next step depends on which draft tokens are accepted
         pairs = list(zip(decoding, chosen, strict=True))
-        step.planned = PlannedRows(drafts={seq: drafts[:n] for (_, seq, drafts, _), n in pairs if n})
+        step.planned = PlannedStep(drafts={seq: drafts[:n] for (_, seq, drafts, _), n in pairs if n})
         for (group, seq, _, _), n in pairs:
-            (step.longer_rows if n else step.rows_of_one).append((group, seq, 1, (seq,)))
+            (step.multi_token_sequences if n else step.single_token_sequences).append((group, seq, 1, (seq,)))
             step.budget -= 1 + n
         return True
 
@@ -128,14 +128,14 @@ class DraftPlanner:
         is_excluded = group.beam_params or needs_single_tokens or params.hook_args or params.pooling
         group.allows_drafts = not is_excluded and (self._is_ngram or not params.structured_outputs)
 
-    def expect(self, group: SequenceGroup, index: int, token_ids: list[int]) -> None:
+    def propose_forced(self, group: SequenceGroup, index: int, token_ids: list[int]) -> None:
         """Records the tokens that the grammar of a running request forces next for one of its sequences."""
         if group.allows_drafts:
             seq = group.sequences[index]
             self._state_of(seq).force(seq, token_ids)
             self._probing.verifies_next = True
 
-    def note_schedule(self, now: float, *, is_first: bool) -> None:
+    def record_schedule(self, now: float, *, is_first: bool) -> None:
         """Records the time at which a step is scheduled.
 
         Args:
@@ -160,9 +160,9 @@ class DraftPlanner:
         self._was_idle = len(self._queues) == 0
         if not new_tokens:
             return  # no sequence received a token, as in a step of prompt chunks
-        best_rate = self._note_acceptance(verified_drafts(output, result), new_tokens)
+        best_rate = self._record_acceptance(verified_drafts(output, result), new_tokens)
         if best_rate >= 0 or not self._is_ngram:
-            self._times.note(output, result, seconds, self._max_tokens)
+            self._times.record(output, result, seconds, self._max_tokens)
         if self._is_ngram and self.speculation.is_adaptive and best_rate < MIN_RATE:
             self._probing.stop()
         elif self._probing.begin_decision(len(new_tokens)):
@@ -175,7 +175,7 @@ class DraftPlanner:
         for seq in () if group is None else group.sequences:
             self._states.pop(seq, None)
 
-    def _note_acceptance(self, verified: dict[int, list[int]], new_tokens: list[NewTokens]) -> float:
+    def _record_acceptance(self, verified: dict[int, list[int]], new_tokens: list[NewTokens]) -> float:
         """Updates the statistics of sequences.
 
         Returns:
@@ -201,7 +201,7 @@ class DraftPlanner:
         for i in range(num_equal(drafts, token_ids)):
             self.num_accepted[i] += 1
         if state := self._states.get(seq):
-            state.note_verified(seq, drafts, token_ids)
+            state.record_verified(seq, drafts, token_ids)
 
     def _decoding(self, *, is_ahead: bool) -> list[_Decoding] | None:
         """Returns the running sequences with their draft tokens.
@@ -226,7 +226,7 @@ class DraftPlanner:
                 drafts: list[int] = []
                 max_drafts = min(self.speculation.num_tokens, num_left - 1)
                 if group.allows_drafts and max_drafts > 0:
-                    assert is_ahead or not seq.num_pending, "drafts follow the last token"
+                    assert is_ahead or not seq.num_pending_tokens, "the last token is pending"
                     drafts = self._drafts(seq, max_drafts)
                 has_drafts |= bool(drafts)
                 state = self._states.get(seq)
@@ -273,12 +273,12 @@ class DraftPlanner:
                 return step_seconds(num_rows, num_passes, num_seqs)
 
             if self._is_ngram:
-                return chosen_drafts(rates, num_drafts, self._max_tokens, cost, plain_s)
-            k = chosen_length(rates, num_drafts, self._max_tokens, cost, plain_s)
+                return choose_drafts(rates, num_drafts, self._max_tokens, cost, plain_s)
+            k = choose_length(rates, num_drafts, self._max_tokens, cost, plain_s)
             return [min(k, n) for n in num_drafts]
 
         chosen = best(self._times.verifying)
         if not self._probing.is_probe:
             return chosen
         # A probe with drafts uses the modeled durations, because the measured ones may have been outliers.
-        return [0] * num_seqs if any(chosen) else best(self._times.expected)
+        return [0] * num_seqs if any(chosen) else best(self._times.modeled)

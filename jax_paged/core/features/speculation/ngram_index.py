@@ -1,7 +1,7 @@
 """NgramIndex: proposes draft tokens by looking up earlier occurrences of the last tokens in the same text."""
 
 # Maximum number of earlier occurrences to compare, latest first, because text mostly repeats recent text.
-_NUM_PLACES = 8
+_MAX_OCCURRENCES = 8
 
 
 class NgramIndex:
@@ -24,23 +24,23 @@ class NgramIndex:
         self._min_match, self._max_match = min_match, max_match
         self._tokens: list[int] = []
         # For each n-gram of min_match tokens, the positions after its occurrences, except at the end.
-        self._places: dict[tuple[int, ...], list[int]] = {}
+        self._positions: dict[tuple[int, ...], list[int]] = {}
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def extend(self, token_ids: list[int]) -> None:
         """Appends tokens to the sequence."""
-        tokens, n, places = self._tokens, self._min_match, self._places
+        tokens, n, positions = self._tokens, self._min_match, self._positions
         first = max(0, len(tokens) - n)
         tokens.extend(token_ids)
         # The last n-gram is not added yet, because no token follows it.
         runs = zip(*[tokens[first + i : -n + i] for i in range(n)], strict=True)
-        for place, run in enumerate(runs, first + n):
-            if run in places:
-                places[run].append(place)
+        for position, run in enumerate(runs, first + n):
+            if run in positions:
+                positions[run].append(position)
             else:
-                places[run] = [place]
+                positions[run] = [position]
 
     def propose(self, num_tokens: int) -> list[int]:
         """Returns up to `num_tokens` tokens that followed an earlier occurrence of the last tokens.
@@ -49,12 +49,12 @@ class NgramIndex:
         proposal for 5 tokens is `abcab`.
         """
         tokens = self._tokens
-        places = self._places.get(tuple(tokens[-self._min_match :]), ())
+        positions = self._positions.get(tuple(tokens[-self._min_match :]), ())
         best, longest = 0, 0
-        for place in places[: -_NUM_PLACES - 1 : -1]:
-            length = self._match(place)
+        for position in positions[: -_MAX_OCCURRENCES - 1 : -1]:
+            length = self._match(position)
             if length > longest:
-                best, longest = place, length
+                best, longest = position, length
                 if length == self._max_match:
                     break
         if not longest:
@@ -64,10 +64,10 @@ class NgramIndex:
             draft.append(draft[len(draft) - (len(tokens) - best)])
         return draft
 
-    def _match(self, place: int) -> int:
+    def _match(self, position: int) -> int:
         """Returns how many tokens before a position are equal to the last tokens of the sequence."""
         tokens, n = self._tokens, 0
         end = len(tokens)
-        while n < self._max_match and n < place and tokens[place - 1 - n] == tokens[end - 1 - n]:
+        while n < self._max_match and n < position and tokens[position - 1 - n] == tokens[end - 1 - n]:
             n += 1
         return n

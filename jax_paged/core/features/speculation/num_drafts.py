@@ -30,15 +30,19 @@ class Acceptance:
         """The estimated probability that a draft token is accepted if all draft tokens before it are."""
         return self.accepted / self.tried
 
-    def note(self, num_accepted: int, num_drafts: int) -> None:
+    def record(self, num_accepted: int, num_drafts: int) -> None:
         """Records a verification of draft tokens. Draft tokens after the first rejected one do not count."""
         for i in range(min(num_accepted + 1, num_drafts)):
             self.accepted = _KEPT * self.accepted + (i < num_accepted)
             self.tried = _KEPT * self.tried + 1
 
 
-def chosen_drafts(
-    rates: list[float], most: list[int], max_tokens: int, cost: Callable[[int, int], float], before: float
+def choose_drafts(
+    rates: list[float],
+    max_drafts: list[int],
+    max_rows: int,
+    cost: Callable[[int, int], float],
+    plain_s: float,
 ) -> list[int]:
     """Returns how many draft tokens to verify for each sequence, to maximize the tokens per second.
 
@@ -50,15 +54,15 @@ def chosen_drafts(
 
     Args:
         rates: Acceptance rate of each decoding sequence.
-        most: Number of available draft tokens of each sequence.
-        max_tokens: Maximum number of token rows in the step.
+        max_drafts: Number of available draft tokens of each sequence.
+        max_rows: Maximum number of token rows in the step.
         cost: Returns the duration (seconds) of a step, given its number of token rows including padding and
             its number of draft model passes, which is 0 here.
-        before: Duration (seconds) of a step without draft tokens.
+        plain_s: Duration (seconds) of a step without draft tokens.
     """
     num_seqs = len(rates)
     likely: list[tuple[float, int]] = []
-    for i, (rate, n) in enumerate(zip(rates, most, strict=True)):
+    for i, (rate, n) in enumerate(zip(rates, max_drafts, strict=True)):
         p = rate
         for _ in range(n):
             if p < _MIN_LIKELY:
@@ -68,13 +72,13 @@ def chosen_drafts(
     likely.sort(reverse=True)
     best, best_gain = 0, MIN_GAIN
     tokens, taken = float(num_seqs), 0
-    for size in sizes_up_to(max_tokens):
+    for size in sizes_up_to(max_rows):
         while taken < min(size - num_seqs, len(likely)):
             tokens += likely[taken][0]
             taken += 1
         if taken == 0 or size < num_seqs + taken:
             continue
-        gain = tokens * before / (num_seqs * cost(size, 0))
+        gain = tokens * plain_s / (num_seqs * cost(size, 0))
         if gain > best_gain:
             best, best_gain = taken, gain
         if taken == len(likely):
@@ -85,23 +89,27 @@ def chosen_drafts(
     return chosen
 
 
-def chosen_length(
-    rates: list[float], most: list[int], max_tokens: int, cost: Callable[[int, int], float], before: float
+def choose_length(
+    rates: list[float],
+    max_drafts: list[int],
+    max_rows: int,
+    cost: Callable[[int, int], float],
+    plain_s: float,
 ) -> int:
     """Returns how many draft tokens of a draft model to verify per sequence; 0 if none is faster.
 
     The number is the same for all sequences and maximizes the tokens per second. The arguments are the same
-    as in `chosen_drafts`. A step with k draft tokens needs k + 1 passes of the draft model, because the draft
+    as in `choose_drafts`. A step with k draft tokens needs k + 1 passes of the draft model, because the draft
     model must also process the last draft token.
     """
     best, best_gain = 0, MIN_GAIN
     likely, tokens, num_rows = list(rates), float(len(rates)), len(rates)
-    for k in range(1, max(most, default=0) + 1):
-        tokens += sum([p for p, n in zip(likely, most, strict=True) if n >= k])
-        num_rows += sum([n >= k for n in most])
-        if num_rows > max_tokens:
+    for k in range(1, max(max_drafts, default=0) + 1):
+        tokens += sum([p for p, n in zip(likely, max_drafts, strict=True) if n >= k])
+        num_rows += sum([n >= k for n in max_drafts])
+        if num_rows > max_rows:
             break
-        gain = tokens * before / (len(rates) * cost(padded(num_rows, max_tokens), k + 1))
+        gain = tokens * plain_s / (len(rates) * cost(padded(num_rows, max_rows), k + 1))
         if gain > best_gain:
             best, best_gain = k, gain
         likely = [p * rate for p, rate in zip(likely, rates, strict=True)]

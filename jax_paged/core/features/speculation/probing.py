@@ -45,7 +45,7 @@ class ProbingPolicy:
             return 1
         return max(_TURNS, -(-num_seqs // _FEW))
 
-    def note_planned(self, has_drafts: bool) -> None:
+    def record_planned(self, has_drafts: bool) -> None:
         """Records whether the step that was planned verifies draft tokens."""
         if self.verifies_next:
             self.is_probe = False

@@ -5,9 +5,9 @@ from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.speculation import Speculation
 
-# Weight of the newest duration in the moving average. Durations are clipped to _MOST times the average. The
+# Weight of the newest duration in the moving average. Durations are clipped to _CLIP times the average. The
 # average is used after _MIN_TIMES durations, and starts at the smallest of these.
-_NEWEST, _MOST, _MIN_TIMES = 0.2, 1.5, 3
+_NEWEST, _CLIP, _MIN_TIMES = 0.2, 1.5, 3
 
 
 class StepTimes:
@@ -22,7 +22,7 @@ class StepTimes:
         self._plain: dict[int, tuple[float, int]] = {}
         self._verifying: dict[tuple[int, int], tuple[float, int]] = {}
 
-    def note(
+    def record(
         self, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float, max_tokens: int
     ) -> None:
         """Records the duration of a step if all of its sequences decode.
@@ -39,17 +39,17 @@ class StepTimes:
         num_drafts = max([sample.num_logits - 1 for sample in output.samples], default=0)
         if num_drafts and not output.scores_drafts:
             num_passes = num_drafts + 1 if result.drafts else 0
-            self.note_verifying(padded(num_rows, max_tokens), num_passes, seconds)
+            self.record_verifying(padded(num_rows, max_tokens), num_passes, seconds)
         elif num_rows == len(output.scheduled) > 0:
-            num_steps = max(map(len, result.token_ids)) if output.burst else 1
-            self.note_plain(num_rows, seconds / max(1, num_steps))
+            num_steps = max(map(len, result.token_ids)) if output.num_multi_step_tokens else 1
+            self.record_plain(num_rows, seconds / max(1, num_steps))
 
-    def note_plain(self, num_seqs: int, seconds: float) -> None:
+    def record_plain(self, num_seqs: int, seconds: float) -> None:
         """Records the duration of a step in which each of `num_seqs` sequences receives one token."""
         size = _size(num_seqs)
         self._plain[size] = _mean(self._plain.get(size), seconds)
 
-    def note_verifying(self, num_rows: int, num_passes: int, seconds: float) -> None:
+    def record_verifying(self, num_rows: int, num_passes: int, seconds: float) -> None:
         """Records the duration of a step with draft tokens.
 
         Args:
@@ -67,9 +67,9 @@ class StepTimes:
     def verifying(self, num_rows: int, num_passes: int, num_seqs: int) -> float:
         """Returns the duration (seconds) of a step with draft tokens. It is modeled until it is known."""
         mean, num_times = self._verifying.get((num_rows, num_passes), (0.0, 0))
-        return mean if num_times >= _MIN_TIMES else self.expected(num_rows, num_passes, num_seqs)
+        return mean if num_times >= _MIN_TIMES else self.modeled(num_rows, num_passes, num_seqs)
 
-    def expected(self, num_rows: int, num_passes: int, num_seqs: int) -> float:
+    def modeled(self, num_rows: int, num_passes: int, num_seqs: int) -> float:
         """Returns the modeled duration (seconds) of a step with draft tokens.
 
         The model scales the measured duration of a step without draft tokens. The target model takes time
@@ -78,10 +78,10 @@ class StepTimes:
         tokens also includes one pass of the draft model.
         """
         plain, speculation = self.plain(num_seqs), self._speculation
-        assert plain is not None, "asked for beside a step without drafts"
+        assert plain is not None, "the duration of steps without draft tokens is not known"
         free, share = speculation.num_free_rows, speculation.model_cost
-        before = (free + num_seqs) * (1 + share)
-        return plain * (free + num_rows + share * num_passes * (free + num_seqs)) / before
+        plain_cost = (free + num_seqs) * (1 + share)
+        return plain * (free + num_rows + share * num_passes * (free + num_seqs)) / plain_cost
 
 
 def _size(num_seqs: int) -> int:
@@ -94,5 +94,5 @@ def _mean(known: tuple[float, int] | None, seconds: float) -> tuple[float, int]:
     mean, num_times = known
     if num_times < _MIN_TIMES:
         return min(mean, seconds), num_times + 1  # the first executions of a program are slow
-    seconds = min(seconds, _MOST * mean)
+    seconds = min(seconds, _CLIP * mean)
     return mean + _NEWEST * (seconds - mean), num_times + 1

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.engine.executors import MakeExecutor
 from jax_paged.engine.features.batch_invariance.invariance import NotInvariantError
 
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 
 # This attention and matrix-product backend is available on every machine.
-_EVERYWHERE = "xla"
+_FALLBACK_BACKEND = "xla"
 
 
-def begin_with_passing_backends(
+def start_with_passing_backends(
     args: EngineArgs, make: MakeExecutor, begin: Callable[[EngineArgs, "Executor"], None]
 ) -> None:
     """Starts an engine with the first combination of backends that passes its invariance check.
@@ -46,14 +47,17 @@ def begin_with_passing_backends(
     if args.distributed_executor_backend == "external_launcher":
         # The other processes of the launcher ended with the executor and can't be restarted from here.
         raise failure
-    used = _named({"attention_backend": config.backend, "matmul_backend": config.matmul_backend})
+    backends = {"attention_backend": config.attention_backend, "matmul_backend": config.matmul_backend}
+    used = _format_args(backends)
     others = list(_others(config))
     allowed = [other for other in others if all(getattr(args, name) == "auto" for name in other)]
     for other in allowed:
         changed = dataclasses.replace(args, **other)
         if _failure(changed, make(changed), begin) is None:
             _LOGGER.warning(
-                "%s is chosen for batch_invariant, as the check fails with %s", _named(other), used
+                "using %s because batch_invariant fails with %s; pass these arguments to start faster",
+                _format_args(other),
+                used,
             )
             return
     for other in others:
@@ -64,9 +68,8 @@ def begin_with_passing_backends(
         if _failure(changed, executor, begin) is None:
             executor.close()
             raise NotInvariantError(
-                f"`batch_invariant` must be False for this model on this machine with {used} because the "
-                f"steps for outputs and for prompts add up in different orders, got True. It can be True "
-                f"with {_named(other)}"
+                f"`batch_invariant` must be False for this model on this machine with {used} because results "
+                f"depend on the batch, got True. Pass {_format_args(other)} to use batch_invariant"
             )
     raise failure
 
@@ -88,15 +91,15 @@ def _others(config: EngineConfig) -> Iterator[dict[str, str]]:
         name
         for name, backend in (
             ("matmul_backend", config.matmul_backend),
-            ("attention_backend", config.backend),
+            ("attention_backend", config.attention_backend),
         )
-        if backend != _EVERYWHERE
+        if backend != _FALLBACK_BACKEND
     ]
     for num in range(1, len(names) + 1):
         for changed in itertools.combinations(names, num):
-            yield dict.fromkeys(changed, _EVERYWHERE)
+            yield dict.fromkeys(changed, _FALLBACK_BACKEND)
 
 
-def _named(backends: dict[str, str]) -> str:
+def _format_args(backends: dict[str, str]) -> str:
     """Returns backend arguments as text, such as "matmul_backend='xla'"."""
     return " and ".join(f"{name}={value!r}" for name, value in backends.items())

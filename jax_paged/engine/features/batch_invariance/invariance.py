@@ -44,8 +44,8 @@ def check_invariance(core: EngineCore, inputs: InputProcessor) -> None:
         results.append([token for text in texts for token in _next_tokens(core, inputs, [text], 1)[0]])
     if any(result != alone[: len(result)] for result in results):
         raise NotInvariantError(
-            "`batch_invariant` must be False for this model on this machine because the steps for outputs "
-            "and for prompts add up in different orders, got True"
+            "`batch_invariant` must be False for this model on this machine because results depend on the "
+            "batch, got True"
         )
 
 

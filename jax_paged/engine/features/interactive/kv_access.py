@@ -12,7 +12,7 @@ from jax_paged.core.features.interactive.request_edits import DropBlocks
 from jax_paged.core.request import Sequence
 from jax_paged.core.scheduler_output import InspectionInput
 from jax_paged.engine.feature import EngineFeature
-from jax_paged.engine.features.interactive.request_edits import decoding_sequence, settled
+from jax_paged.engine.features.interactive.request_edits import decoding_sequence, settled_state
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.errors import check, check_int
 
@@ -50,10 +50,10 @@ class KVAccess(EngineFeature):
             ValueError: If the sequence has no blocks on the device.
         """
         core = self._core
-        state = settled(core, request_id)
+        state = settled_state(core, request_id)
         index = check_int("index", index, 0, len(state.group.sequences) - 1)
         seq, tables = state.group.sequences[index], core.scheduler.block_manager.block_tables
-        allowed = f"that of a request that runs (its sequence {index} is {seq.status.name.lower()})"
+        allowed = f"the id of a running request (its sequence {index} is {seq.status.name.lower()})"
         check(seq in tables, "request_id", request_id, allowed)
         return state, seq
 
@@ -70,7 +70,7 @@ class KVAccess(EngineFeature):
         """Returns which block holds which tokens of a sequence. Notebooks draw the result."""
         from jax_paged.lab.page_table import page_table
 
-        self._core.check_open()
+        self._core.check_can_run()
         state, seq = self._sequence_with_blocks(request_id, index)
         token_text = self.tokenizer.token_text if self.tokenizer else str
         return page_table(self._core.scheduler.block_manager, state.group, seq, token_text)
@@ -82,7 +82,7 @@ class KVAccess(EngineFeature):
         this dtype represents exactly.
         """
         core = self._core
-        core.check_open()
+        core.check_can_run()
         state, seq = self._sequence_with_blocks(request_id, index)
         manager = core.scheduler.block_manager
         num_own = seq.num_computed_tokens - seq.num_dropped_tokens
@@ -114,21 +114,21 @@ class KVAccess(EngineFeature):
             ValueError: If an argument is wrong or the request can't be inspected.
         """
         core = self._core
-        core.check_open()
+        core.check_can_run()
         state, seq = self._sequence_with_blocks(request_id, index)
-        why = "it has seen the tokens that would be computed again"
+        why = "recurrent states already include the token that would be computed again"
         core.check_not_recurrent("inspect()", why)
-        allowed = f"that of a request with one token to compute (it has {seq.num_new_tokens})"
+        allowed = f"the id of a request with one token left to compute (it has {seq.num_new_tokens})"
         check(seq.num_new_tokens == 1, "request_id", request_id, allowed)
-        is_plain = not (state.group.adapter or state.group.request.prompt_embeds or seq.stand_ins)
-        allowed = "that of a request without an adapter, images and prompt_embeds"
+        is_plain = not (state.group.adapter or state.group.request.prompt_embeds or seq.placeholder_data)
+        allowed = "the id of a request without a LoRA adapter, images or prompt_embeds"
         check(is_plain, "request_id", request_id, allowed)
         manager = core.scheduler.block_manager
         num_queries = len(seq) if num_queries is None else num_queries
         num_queries = check_int("num_queries", num_queries, 1, 1 if seq.num_dropped_tokens else len(seq))
         start, tables = len(seq) - num_queries, manager.block_tables[seq]
-        allowed = "less because blocks that the first queries attend to have left their window"
-        check(not manager.lacks(tables, start), "num_queries", num_queries, allowed)
+        allowed = "smaller because blocks that the first queries attend to have left the sliding window"
+        check(not manager.lacks_window_blocks(tables, start), "num_queries", num_queries, allowed)
         logits, attention = core.executor.inspect(
             InspectionInput(
                 token_ids=seq.tokens(start, len(seq)),
@@ -161,20 +161,20 @@ class KVAccess(EngineFeature):
                 block.
         """
         core = self._core
-        core.check_open()
-        state = settled(core, request_id)
+        core.check_can_run()
+        state = settled_state(core, request_id)
         seq, manager = decoding_sequence(core, state), core.scheduler.block_manager
         is_plain = (
             len(manager.groups) == 1 and manager.groups[0].window is None and not manager.groups[0].is_cross
         )
-        allowed = "a model all of whose layers attend to all tokens"
+        allowed = "a model in which every layer uses full attention"
         check(is_plain, "model", core.config.architecture, allowed)
         num_blocks = manager.num_blocks_of(seq.num_computed_tokens - seq.num_dropped_tokens)
         kept = tuple(map(plain, keep))
-        core.check_not_recurrent("drop_kv()", "it has seen the tokens that would be dropped")
+        core.check_not_recurrent("drop_kv()", "recurrent states include the tokens that would be dropped")
         ok = all(isinstance(i, int) and 0 <= i < num_blocks for i in kept)
         ok = ok and all(a < b for a, b in itertools.pairwise(kept)) and kept[-1:] == (num_blocks - 1,)
-        allowed = f"ascending indices of its {num_blocks} blocks that include the last, {num_blocks - 1}"
+        allowed = f"ascending block indices below {num_blocks} that include {num_blocks - 1}"
         check(ok, "keep", kept, allowed)
         if len(kept) < num_blocks:
             core.scheduler.edit_request(DropBlocks(request_id, tuple(map(int, kept))))
@@ -183,5 +183,5 @@ class KVAccess(EngineFeature):
 def positions(seq: Sequence, manager: "BlockManager") -> np.ndarray:
     """Returns the positions (int64) of all tokens that a sequence attends to, including its last one."""
     size, num_slots = manager.block_size, len(seq) - seq.num_dropped_tokens
-    first = np.array([seq.block_place(i) * size for i in range(manager.num_blocks_of(num_slots))])
+    first = np.array([seq.original_block_index(i) * size for i in range(manager.num_blocks_of(num_slots))])
     return (first[:, None] + np.arange(size)).reshape(-1)[:num_slots]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jax_paged.core.features.interactive.request_edits import Fork, Rollback, most_taken_back
+from jax_paged.core.features.interactive.request_edits import Fork, Rollback, max_rollback_tokens
 from jax_paged.core.request import Sequence, SequenceStatus
 from jax_paged.engine.engine_core import EngineCore
 from jax_paged.engine.feature import EngineFeature
@@ -31,7 +31,7 @@ class Verification:
     logprobs: list[float]
 
 
-def settled(core: EngineCore, request_id: str) -> RequestState:
+def settled_state(core: EngineCore, request_id: str) -> RequestState:
     """Waits for the steps in flight; returns the state of a request that is still unfinished after them.
 
     Raises:
@@ -39,11 +39,11 @@ def settled(core: EngineCore, request_id: str) -> RequestState:
     """
     core.settle()
     if core.planned is not None:
-        raise ValueError("a plan of schedule() has not run: run it, or call step()")
+        raise ValueError("the plan of schedule() has not run; call run() or step() first")
     state = core.requests.get(request_id)
-    names = ", ".join(map(repr, list(core.requests)[:8])) or "none runs"
-    check(state is not None, "request_id", request_id, f"that of a request that has not ended ({names})")
-    assert state is not None, "just checked"
+    names = ", ".join(map(repr, list(core.requests)[:8])) or "there is none"
+    check(state is not None, "request_id", request_id, f"the id of an unfinished request ({names})")
+    assert state is not None, "the request has no state"
     return state
 
 
@@ -54,11 +54,11 @@ def only_sequence(core: EngineCore, state: RequestState) -> Sequence:
         ValueError: If the request has several samples or beams, or uses a stateful logits processor.
     """
     group = state.group
-    stateful = core.config.stateful.intersection(group.sampling_params.extra_args or ())
-    allowed = f"that of a request without {', '.join(sorted(stateful))}, which keep a state"
+    stateful = core.config.stateful_processors.intersection(group.sampling_params.extra_args or ())
+    allowed = f"the id of a request without stateful logits processors ({', '.join(sorted(stateful))})"
     check(not stateful, "request_id", group.request_id, allowed)
-    check(not group.beam_params, "request_id", group.request_id, "that of a request without beam search")
-    ok, allowed = group.max_num_seqs == 1, "that of a request with n=1 and best_of=1"
+    check(not group.beam_params, "request_id", group.request_id, "the id of a request without beam search")
+    ok, allowed = group.max_num_seqs == 1, "the id of a request with n=1 and best_of=1"
     check(ok, "request_id", group.request_id, allowed)
     return group.sequences[0]
 
@@ -68,7 +68,7 @@ def decoding_sequence(core: EngineCore, state: RequestState) -> Sequence:
     seq = only_sequence(core, state)
     decodes = seq.status is SequenceStatus.RUNNING and seq.num_new_tokens == 1
     what = f"it is {seq.status.name.lower()} and has {seq.num_new_tokens}"
-    allowed = f"that of a request that runs and has one token to compute ({what})"
+    allowed = f"the id of a running request with one token left to compute ({what})"
     check(decodes, "request_id", state.group.request_id, allowed)
     return seq
 
@@ -93,18 +93,18 @@ class RequestEdits(EngineFeature):
             ValueError: If the request can't be forked. Nothing has changed then.
         """
         core = self._core
-        core.check_open()
+        core.check_can_run()
         new_id = core.new_name(f"{request_id}-fork") if new_id is None else new_id
         seed = SamplingParams(seed=seed).seed
         seed = core.new_seed() if seed is None else seed
         ok = isinstance(new_id, str) and new_id not in core.requests
-        check(ok, "new_id", new_id, "a string that is no other request's id")
-        state = settled(core, request_id)
+        check(ok, "new_id", new_id, "a string that is not the id of another unfinished request")
+        state = settled_state(core, request_id)
         only_sequence(core, state)
         editor = core.scheduler.editor
         allowed = (
-            "that of a request that runs while max_num_seqs has room for another, because a fork of dropped "
-            "blocks can't wait"
+            "the id of a request without dropped blocks because no batch slot is free (max_num_seqs), and a "
+            "fork that waits would have to be recomputed"
         )
         check(editor.can_fork(state.group), "request_id", request_id, allowed)
         group = core.scheduler.edit_request(Fork(request_id, new_id, seed, time.monotonic()))
@@ -125,9 +125,9 @@ class RequestEdits(EngineFeature):
             ValueError: If the tokens can't be taken back. Nothing has changed then.
         """
         core = self._core
-        core.check_open()
-        state = settled(core, request_id)
-        most = most_taken_back(only_sequence(core, state), core.scheduler.block_manager.block_size)
+        core.check_can_run()
+        state = settled_state(core, request_id)
+        most = max_rollback_tokens(only_sequence(core, state), core.scheduler.block_manager.block_size)
         num_tokens = check_int("num_tokens", num_tokens, 0, most)
         if num_tokens:
             core.scheduler.edit_request(Rollback(request_id, num_tokens))
@@ -148,30 +148,30 @@ class RequestEdits(EngineFeature):
             ValueError: If the draft can't be verified. Nothing has changed then.
         """
         core = self._core
-        core.check_open()
+        core.check_can_run()
         draft = list(draft)
-        state = settled(core, request_id)
-        core.check_not_recurrent("verify()", "it can't be taken back behind a draft that is wrong")
+        state = settled_state(core, request_id)
+        core.check_not_recurrent("verify()", "recurrent states can't be rolled back after a rejection")
         seq, params, scheduler = decoding_sequence(core, state), state.group.sampling_params, core.scheduler
         vocab_size = core.config.vocab_size
         room = scheduler.max_model_len - len(seq)
         most = min(scheduler.max_num_seqs - 1, scheduler.max_num_batched_tokens - 1, room)
         allowed = (
-            f"1 to {most} token ids in [0, {vocab_size - 1}], for which max_num_seqs, max_num_batched_tokens "
-            "and max_model_len leave room"
+            f"1 to {most} token ids in [0, {vocab_size - 1}] (limited by max_num_seqs, "
+            "max_num_batched_tokens and max_model_len)"
         )
         token_ids = np.asarray(draft)
         ok = token_ids.ndim == 1 and token_ids.dtype.kind in "iu" and 1 <= len(token_ids) <= most
         ok = ok and bool(token_ids.min() >= 0 and token_ids.max() < vocab_size)
         check(ok, "draft", draft, allowed)
         has_penalty = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-        allowed = "that of a request without penalties"
+        allowed = "the id of a request without penalties"
         check(not has_penalty, "request_id", request_id, allowed)
         drafted, num_before = token_ids.tolist(), len(seq.output_token_ids)
         result = core.run_draft(request_id, drafted)
         num_free = scheduler.block_manager.num_free_blocks
-        check(result is not None, "draft", draft, f"tokens that fit into the {num_free} free blocks")
-        assert result is not None, "just checked"
+        check(result is not None, "draft", draft, f"a draft that fits into the {num_free} free KV blocks")
+        assert result is not None, "the step has no result"
         drawn = seq.output_token_ids[num_before:]
         (entries,), (scores,) = result.logprobs, result.prompt_logprobs
         pairs = zip(drawn, drafted, strict=False)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Self
 
 from jax_paged.arguments.shown_values import Text, shown
-from jax_paged.core.features.interactive.step_edits import with_rows
+from jax_paged.core.features.interactive.step_edits import select_sequences
 from jax_paged.core.request import Sequence, SequenceGroup
 from jax_paged.core.scheduler_output import ScheduledSequence, SchedulerOutput
 from jax_paged.engine.feature import EngineFeature
-from jax_paged.engine.output_processor import outputs_of
+from jax_paged.engine.output_processor import step_outputs
 from jax_paged.errors import ArgumentError, check
 from jax_paged.outputs import RequestOutput
 
@@ -59,7 +59,7 @@ class StepPlan:
         owners = []
         for row in output.scheduled:
             found = find(row.seq_id)
-            assert found is not None, "the rows of a new step have batch slots"
+            assert found is not None, f"scheduled sequence {row.seq_id} belongs to no request"
             group, seq = found
             owners.append(RowOwner(group.request_id, group.sequences.index(seq), len(seq.prompt_token_ids)))
         return cls(output, tuple(owners))
@@ -76,7 +76,7 @@ class StepPlan:
             ValueError: If a request is not part of the plan.
         """
         for request_id in request_ids:
-            allowed = f"a request of the plan, {shown(self.request_ids)}"
+            allowed = f"a request in the plan, {shown(self.request_ids)}"
             check(request_id in self.request_ids, "request_id", request_id, allowed)
         return self.only([r for r in self.request_ids if r not in request_ids])
 
@@ -92,13 +92,13 @@ class StepPlan:
         wanted = list(request_ids)
         order = {request_id: place for place, request_id in enumerate(wanted)}
         ok = order.keys() <= set(self.request_ids) and len(order) == len(wanted)
-        check(ok, "request_ids", wanted, f"some of {shown(self.request_ids)}, each at most once")
+        check(ok, "request_ids", wanted, f"distinct requests of the plan, {shown(self.request_ids)}")
         rows = [i for i, owner in enumerate(self.owners) if owner.request_id in order]
         rows.sort(key=lambda i: (self.output.scheduled[i].num_tokens > 1, order[self.owners[i].request_id]))
         dropped = [request_id for request_id in self.request_ids if request_id not in order]
         return dataclasses.replace(
             self,
-            output=with_rows(self.output, rows),
+            output=select_sequences(self.output, rows),
             owners=tuple(self.owners[i] for i in rows),
             dropped=(*self.dropped, *dropped),
         )
@@ -112,19 +112,19 @@ class StepPlan:
         places = {row.seq_id: i for i, row in enumerate(self.output.scheduled)}
         rows = [places.get(row.seq_id, -1) for row in plan.output.scheduled]
         left_out = {owner.request_id for i, owner in enumerate(self.owners) if i not in rows}
-        ok = -1 not in rows and with_rows(self.output, rows) == plan.output
+        ok = -1 not in rows and select_sequences(self.output, rows) == plan.output
         ok = ok and left_out.isdisjoint(self.owners[i].request_id for i in rows)
-        check(ok, "plan", plan, "the plan that schedule() returned, changed by without() and only() alone")
+        check(ok, "plan", plan, "the plan that schedule() returned, modified only with without() and only()")
         return rows
 
     def __repr__(self) -> str:
-        parts = [f"{o.request_id}: {_words(r, o, n)}" for r, o, n in self._rows()] + self._other_parts()
+        parts = [f"{o.request_id}: {_description(r, o, n)}" for r, o, n in self._rows()] + self._other_parts()
         return f"<step {self.output.step_id}: {'; '.join(parts) or 'nothing to compute'}>"
 
     def _rows(self) -> list[tuple[ScheduledSequence, RowOwner, int]]:
         """Returns each scheduled sequence, its owner, and the maximum number of tokens that it computes."""
         rows = self.output.scheduled
-        num_tokens = self.output.burst or [row.num_tokens for row in rows]
+        num_tokens = self.output.num_multi_step_tokens or [row.num_tokens for row in rows]
         return list(zip(rows, self.owners, num_tokens, strict=True))
 
     def _other_parts(self) -> list[str]:
@@ -134,9 +134,9 @@ class StepPlan:
             "blocks are copied": len(output.blocks_to_copy),
             "blocks are swapped out": len(output.blocks_to_swap_out),
             "blocks are swapped in": len(output.blocks_to_swap_in),
-            "texts are encoded": len(output.to_encode),
+            "encoder inputs are computed": len(output.encoder_inputs),
         }
-        named = {"preempted": output.preempted, "ended": output.ended, "left out": self.dropped}
+        named = {"preempted": output.preempted, "ended": output.ended, "removed": self.dropped}
         parts = [f"{count} {what}" for what, count in counts.items() if count]
         return parts + [f"{what}: {', '.join(ids)}" for what, ids in named.items() if ids]
 
@@ -144,18 +144,18 @@ class StepPlan:
         """Returns an inline SVG picture, without scripts and external resources."""
         rows, step = self._rows(), self.output
         longest = max((row.start + n for row, _, n in rows), default=1)
-        drawn = "".join(_drawn(i, *row, _BAR_WIDTH / longest) for i, row in enumerate(rows))
+        drawn = "".join(_row_svg(i, *row, _BAR_WIDTH / longest) for i, row in enumerate(rows))
         height = _ROW * len(rows) + 2
         picture = (
             f'<svg viewBox="0 0 {_WIDTH} {height}" style="display:block;width:100%;max-width:{_WIDTH}px" '
             f'font-size="12" fill="currentColor">{drawn}</svg>'
         )
-        kind = "a burst of decode steps" if step.burst else f"{step.num_batched_tokens} tokens"
-        head = f"<b>Step {step.step_id}</b>: {kind}, {len(rows)} rows, {len(step.samples)} samples"
-        key = f"{_key(_bar(0, 14, 'cached'))} in the pool &ensp; {_key(_bar(0, 14, 'new'))} computed now"
+        kind = "multi-step decoding" if step.num_multi_step_tokens else f"{step.num_batched_tokens} tokens"
+        head = f"<b>Step {step.step_id}</b>: {kind}, {len(rows)} sequences, {len(step.samples)} samples"
+        legend = f"{_legend(_bar(0, 14, 'cached'))} cached &ensp; {_legend(_bar(0, 14, 'new'))} computed now"
         foot = "".join(f"<div>{html.escape(part)}</div>" for part in self._other_parts())
         return (
-            f'<div style="font-size:12px;line-height:1.7"><div>{head} &ensp; {key}</div>'
+            f'<div style="font-size:12px;line-height:1.7"><div>{head} &ensp; {legend}</div>'
             f"{picture if rows else ''}{foot}</div>"
         )
 
@@ -171,7 +171,7 @@ class StepPlans(EngineFeature):
         The plan is made after the results of all previous steps have arrived. It replaces a plan that has not
         run.
         """
-        self._core.check_open()
+        self._core.check_can_run()
         self._last_plan = StepPlan.of(self._core.plan(), self._core.scheduler.find)
         return self._last_plan
 
@@ -182,21 +182,21 @@ class StepPlans(EngineFeature):
             ValueError: If `plan` is not the last plan, has already run, or was changed other than by
                 `without` and `only`.
         """
-        self._core.check_open()
+        self._core.check_can_run()
         last = self._last_plan
         if (
             last is None
             or self._core.planned is not last.output
             or plan.output.step_id != last.output.step_id
         ):
-            allowed = "the plan that schedule() has returned last, which was neither run nor dropped"
+            allowed = "the last plan that schedule() returned, not yet run or replaced"
             given, remedy = Text(f"a plan of step {plan.output.step_id}"), ". Call schedule() for a new one"
             raise ArgumentError("plan", given, allowed, remedy=remedy)
         rows = last.rows_of(plan)
-        return outputs_of(self._core.run_planned(None if plan.output == last.output else rows))
+        return step_outputs(self._core.run_planned(None if plan.output == last.output else rows))
 
 
-def _words(row: ScheduledSequence, owner: RowOwner, num_tokens: int) -> str:
+def _description(row: ScheduledSequence, owner: RowOwner, num_tokens: int) -> str:
     """Returns a description of the tokens that a sequence computes in the step."""
     stop, length = row.start + num_tokens, owner.num_prompt_tokens
     if row.start >= length:
@@ -205,7 +205,7 @@ def _words(row: ScheduledSequence, owner: RowOwner, num_tokens: int) -> str:
     return f"computes {whole}" + (f" of {length} tokens" if row.num_tokens == length else " of its prompt")
 
 
-def _drawn(i: int, row: ScheduledSequence, owner: RowOwner, num_tokens: int, scale: float) -> str:
+def _row_svg(i: int, row: ScheduledSequence, owner: RowOwner, num_tokens: int, scale: float) -> str:
     """Returns the i-th line of the picture as SVG: a request's name, its bar, and a description."""
     name = owner.request_id if len(owner.request_id) <= 18 else f"{owner.request_id[:17]}…"
     name += f" #{owner.index}" if owner.index else ""
@@ -213,7 +213,7 @@ def _drawn(i: int, row: ScheduledSequence, owner: RowOwner, num_tokens: int, sca
     bars = _bar(_BAR_LEFT, start, "cached") + _bar(_BAR_LEFT + min(start, _BAR_WIDTH - 3), width, "new")
     return (
         f'<g transform="translate(0 {i * _ROW + 2})"><text x="0" y="14">{html.escape(name)}</text>{bars}'
-        f'<text x="{_TEXT_LEFT}" y="14">{html.escape(_words(row, owner, num_tokens))}</text></g>'
+        f'<text x="{_TEXT_LEFT}" y="14">{html.escape(_description(row, owner, num_tokens))}</text></g>'
     )
 
 
@@ -223,6 +223,6 @@ def _bar(left: float, width: float, kind: str) -> str:
     return f'<rect x="{left:.1f}" y="4" width="{width:.1f}" height="12" {paint}/>' if width else ""
 
 
-def _key(bar: str) -> str:
+def _legend(bar: str) -> str:
     """Returns a small SVG picture of a bar for the legend."""
     return f'<svg viewBox="-1 0 17 20" width="15" height="16" style="vertical-align:-4px">{bar}</svg>'

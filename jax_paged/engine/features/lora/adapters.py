@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.lora_request import LoRARequest
 from jax_paged.models.features.lora.adapter_files import Adapter, AdapterLimits, read_adapter
@@ -25,9 +25,9 @@ class Adapters:
 
     def __init__(self, config: EngineConfig) -> None:
         self._limits = AdapterLimits(
-            maps=config.lora_maps,
+            maps=config.lora_layer_sizes,
             max_rank=config.max_lora_rank,
-            hidden_size=config.embed_size,
+            hidden_size=config.prompt_embed_size,
             max_prompt_tokens=config.max_model_len - 2,
             dtype=config.dtype,
         )
@@ -52,7 +52,7 @@ class Adapters:
                 adapter, or if LoRA is not enabled.
         """
         self._check(request)
-        return self._found(request)
+        return self._get_or_read(request)
 
     def add(self, request: Any) -> bool:
         """Reads an adapter before any request uses it, and keeps it until it is removed.
@@ -64,7 +64,7 @@ class Adapters:
             ValueError: As for `get`, or if max_cpu_loras adapters have already been added.
         """
         self._check(request)
-        self._found(request)
+        self._get_or_read(request)
         with self._lock:
             if request.lora_int_id in self._added and self._requests[request.lora_int_id] == request:
                 return False
@@ -89,13 +89,13 @@ class Adapters:
             self._is_on, "lora_request", request, "None because the engine was made without enable_lora=True"
         )
 
-    def _found(self, request: LoRARequest) -> Adapter:
+    def _get_or_read(self, request: LoRARequest) -> Adapter:
         """Returns an adapter, either cached or newly read.
 
         The file is read without holding the lock, so that other threads do not wait for it.
         """
         with self._lock:
-            adapter = self._known(request)
+            adapter = self._get_cached(request)
         if adapter is None:
             try:
                 adapter = read_adapter(Path(request.lora_path).expanduser(), self._limits)
@@ -104,7 +104,7 @@ class Adapters:
                 allowed = f"the folder of an adapter ({error})"
                 raise ArgumentError("lora_path", request.lora_path, allowed) from error
         with self._lock:
-            self._known(request)
+            self._get_cached(request)
             number = request.lora_int_id
             self._requests[number] = request
             self._kept[number] = adapter
@@ -114,7 +114,7 @@ class Adapters:
                     del self._kept[other]
         return adapter
 
-    def _known(self, request: LoRARequest) -> Adapter | None:
+    def _get_cached(self, request: LoRARequest) -> Adapter | None:
         """Returns the cached adapter of a request, or None.
 
         Raises:
@@ -124,8 +124,8 @@ class Adapters:
         known = self._requests.get(number, request)
         if known != request:
             allowed = (
-                f"another number for lora_name {request.lora_name!r} and lora_path {request.lora_path!r} "
-                f"because {number} is the adapter {known.lora_name!r} of {known.lora_path!r}"
+                f"another id for lora_name {request.lora_name!r} and lora_path {request.lora_path!r} because "
+                f"{number} is the id of lora_name {known.lora_name!r} and lora_path {known.lora_path!r}"
             )
             raise ArgumentError("lora_int_id", number, allowed)
         return self._kept.get(number)

@@ -24,7 +24,7 @@ class LoRAMethods(EngineFeature):
             ValueError: If the adapter does not fit the model, if its id belongs to another adapter, or if
                 max_cpu_loras adapters have already been added.
         """
-        self._core.check_open()
+        self._core.check_can_run()
         return self.input_processor.adapters.add(lora_request)
 
     @any_thread

@@ -32,7 +32,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def fetched(url: str, domains: Collection[str]) -> bytes:
+def fetch(url: str, domains: Collection[str]) -> bytes:
     """Downloads the content of a URL.
 
     Each socket operation, and the transfer of the response body as a whole, may take up to TIMEOUT_S seconds.
@@ -49,16 +49,16 @@ def fetched(url: str, domains: Collection[str]) -> bytes:
     # Proxies that the environment may define are not used.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Redirects(domains))
     request = urllib.request.Request(url, headers={"User-Agent": "jax-paged"})
-    parts, size = [], 0
+    parts, size, allowed = [], 0, f"at most {MAX_BYTES}"
     try:
         with opener.open(request, timeout=TIMEOUT_S) as response:
             stop = time.monotonic() + TIMEOUT_S
             while part := response.read1(_PART_BYTES):
                 parts.append(part)
                 size += len(part)
-                check(size <= MAX_BYTES, "image_url.url", size, f"at most {MAX_BYTES}", aspect="the bytes at")
+                check(size <= MAX_BYTES, "image_url.url", size, allowed, aspect="the number of bytes at")
                 if time.monotonic() > stop:
-                    raise TimeoutError(f"it was not there after {TIMEOUT_S:g} s")
+                    raise TimeoutError(f"the download took more than {TIMEOUT_S:g} s")
     except (OSError, http.client.HTTPException) as error:
         raise ArgumentError("image_url.url", url, f"a URL that can be fetched ({error})") from error
     return b"".join(parts)
@@ -74,6 +74,6 @@ def _check_url(url: str, domains: Collection[str]) -> None:
         ok = ok and parts.port != 0
     except ValueError:  # not a valid URL
         ok = False
-    allowed = f"data:image/...;base64,... or an http(s) URL with one of allowed_media_domains, {domains}"
-    none = "data:image/...;base64,... because allowed_media_domains is empty"
+    allowed = f"a data:image/...;base64 URL or an http(s) URL with one of allowed_media_domains, {domains}"
+    none = "a data:image/...;base64 URL because allowed_media_domains is empty"
     check(ok, "image_url.url", url, allowed if domains else none)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
-from jax_paged.config.engine_args import EngineConfig
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.engine.features.multimodal.image_reader import image_of_url, is_data_url
 from jax_paged.errors import check, check_int
 from jax_paged.inputs import Prompt
@@ -23,17 +23,17 @@ class Conversation(NamedTuple):
     domains: tuple[str, ...] = ()
 
     @property
-    def waits(self) -> bool:
+    def has_remote_images(self) -> bool:
         """True if an image has yet to be fetched from another host."""
-        return any(map(_is_elsewhere, self.images))
+        return any(map(_is_remote_url, self.images))
 
-    def fetched(self) -> Self:
+    def with_fetched_images(self) -> Self:
         """Returns the conversation with all remote images fetched. Blocks until the other hosts answer.
 
         Raises:
             ValueError: As for `prompt`.
         """
-        images = [image_of_url(x, self.domains) if _is_elsewhere(x) else x for x in self.images]
+        images = [image_of_url(x, self.domains) if _is_remote_url(x) else x for x in self.images]
         return self._replace(images=images)
 
     def prompt(self, token_ids: list[int]) -> Prompt:
@@ -53,7 +53,7 @@ class Conversation(NamedTuple):
         return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": images}}
 
 
-def conversation(
+def extract_images(
     messages: Sequence[dict[str, Any]], config: EngineConfig, *, urls_only: bool = False
 ) -> Conversation:
     """Takes the images out of chat messages. This is fast: no image is fetched or decoded.
@@ -75,7 +75,7 @@ def conversation(
             # The tokenizer would mistake this part for an image that was taken out.
             content = message.get("content") if isinstance(message, dict) else None
             ok = not isinstance(content, list) or {"type": "image"} not in content
-            check(ok, f"messages[{i}].content", content, "text because the model reads no images")
+            check(ok, f"messages[{i}].content", content, "text because the model does not support images")
         return Conversation(messages, [])
     images: list[Any] = []
     out = [
@@ -86,7 +86,7 @@ def conversation(
     return Conversation(out, images, config.images.domains)
 
 
-def _is_elsewhere(image: Any) -> bool:
+def _is_remote_url(image: Any) -> bool:
     """Returns whether an image is a URL of another host."""
     return isinstance(image, str) and not is_data_url(image)
 
@@ -113,7 +113,7 @@ def _image(name: str, kind: str, given: Any, urls_only: bool) -> Any:
         name: Name of the message content, for error messages.
         kind: Type of the content part.
         given: Value of the content part.
-        urls_only: As for `conversation`.
+        urls_only: As for `extract_images`.
 
     Raises:
         ValueError: If the part is malformed, or its type is not accepted.
@@ -124,7 +124,7 @@ def _image(name: str, kind: str, given: Any, urls_only: bool) -> Any:
             kind == "image_url",
             name,
             kind,
-            f"'image_url', in the form {form}",
+            f"'image_url', as in {form}",
             aspect="the type of an image in",
         )
     if kind == "image_url":

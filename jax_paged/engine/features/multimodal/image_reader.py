@@ -22,8 +22,8 @@ import numpy as np
 
 from jax_paged.arguments.shown_values import Text
 from jax_paged.config.multimodal import ImageSettings
-from jax_paged.core.request import StandIn
-from jax_paged.engine.features.multimodal.image_fetch import fetched
+from jax_paged.core.request import PlaceholderData
+from jax_paged.engine.features.multimodal.image_fetch import fetch
 from jax_paged.engine.prompt_reader import TokenizedPrompt
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, check, check_int
@@ -69,10 +69,10 @@ class ImageReader:
         if given:
             prompt = {name: value for name, value in prompt.items() if name != "multi_modal_data"}
         read = tokenize(prompt)
-        token_ids, stand_ins = self.read(read.token_ids, given or {})
-        return dataclasses.replace(read, token_ids=token_ids, stand_ins=stand_ins)
+        token_ids, placeholder_data = self.read(read.token_ids, given or {})
+        return dataclasses.replace(read, token_ids=token_ids, placeholder_data=placeholder_data)
 
-    def read(self, token_ids: list[int], data: Any) -> tuple[list[int], tuple[StandIn, ...]]:
+    def read(self, token_ids: list[int], data: Any) -> tuple[list[int], tuple[PlaceholderData, ...]]:
         """Expands the image placeholders of a prompt, and cuts its images.
 
         Args:
@@ -99,14 +99,14 @@ class ImageReader:
         check_int("multi_modal_data", len(images), 0, self._settings.max_images, aspect=aspect)
         spec = self._settings.spec
         num = token_ids.count(spec.token_id)
-        allowed = f"{num}, the number of placeholders in the prompt"
+        allowed = f"{num}, the number of image placeholders in the prompt"
         check(num == len(images), "multi_modal_data", len(images), allowed, aspect=aspect)
         if not images:
             return token_ids, ()
         if self._tokenizer is None:
             raise ArgumentError("multi_modal_data", data, "None because the engine has no tokenizer")
         out: list[int] = []
-        stand_ins: list[StandIn] = []
+        placeholder_data: list[PlaceholderData] = []
         rest = iter(images)
         for token_id in token_ids:
             if token_id != spec.token_id:
@@ -119,12 +119,12 @@ class ImageReader:
                 # The grid is hashed, too: images with other rows and columns may have patches with the same
                 # bytes.
                 digest = hashlib.sha256(f"{patches.grid}".encode() + patches.pixels.data).hexdigest()
-                stand_ins.append(StandIn(first, len(out), digest, patches))
+                placeholder_data.append(PlaceholderData(first, len(out), digest, patches))
                 continue
             tiles, text = self._tiles(image, spec)
             out += self._tokenizer.encode(text, add_special_tokens=False)
-            stand_ins += self._stand_ins(tiles, out, first, spec)
-        return out, tuple(stand_ins)
+            placeholder_data += self._tile_placeholders(tiles, out, first, spec)
+        return out, tuple(placeholder_data)
 
     def _patches(self, image: "Image", spec: PatchSpec) -> Patches:
         """Resizes an image as preprocessor_config.json defines, and cuts it into patches."""
@@ -144,7 +144,7 @@ class ImageReader:
         # One frame is enough: the model repeats a still image for all frames of a patch.
         pixels, cut = self._cut(image, temporal_patch_size=1)
         _, *grid = cut["image_grid_thw"][0].tolist()
-        assert pixels.shape == (grid[0] * grid[1], 3 * spec.patch_size**2), "patches fill rows and columns"
+        assert pixels.shape == (grid[0] * grid[1], 3 * spec.patch_size**2), "patches do not fill the grid"
         num_rows, num_columns = (num // spec.merge_size for num in grid)
         scale, offset = self._scaling()
         return Patches(pixels.astype(np.uint8), scale, offset, (num_rows, num_columns))
@@ -179,9 +179,9 @@ class ImageReader:
         scale, offset = self._scaling()
         return [Tile(np.ascontiguousarray(part), scale, offset) for part in pixels], text
 
-    def _stand_ins(
+    def _tile_placeholders(
         self, tiles: list[Tile], token_ids: list[int], first: int, spec: ImageSpec
-    ) -> list[StandIn]:
+    ) -> list[PlaceholderData]:
         """Assigns each tile to its run of placeholder tokens.
 
         Args:
@@ -198,11 +198,12 @@ class ImageReader:
                 positions = list(run)
                 runs.append((positions[0], positions[-1] + 1))
         ok = [stop - start for start, stop in runs] == [spec.num_tokens] * len(tiles)
-        assert self._tokenizer is not None, "it has made these tokens"
-        check(ok, "tokenizer", self._tokenizer.name, f"one that has {_IMAGE} as token {spec.token_id}")
+        assert self._tokenizer is not None, "tiles have tokens although there is no tokenizer"
+        allowed = f"a tokenizer in which {_IMAGE} is token {spec.token_id}"
+        check(ok, "tokenizer", self._tokenizer.name, allowed)
         digests = (hashlib.sha256(tile.pixels.data).hexdigest() for tile in tiles)
         rows = zip(runs, digests, tiles, strict=True)
-        return [StandIn(start, stop, digest, tile) for (start, stop), digest, tile in rows]
+        return [PlaceholderData(start, stop, digest, tile) for (start, stop), digest, tile in rows]
 
     @functools.cached_property
     def _processor(self) -> Any:
@@ -212,7 +213,7 @@ class ImageReader:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import AutoImageProcessor
 
-        assert self._tokenizer is not None, "it has read the prompt"
+        assert self._tokenizer is not None, "the image processor is used without a tokenizer"
         folder = self._tokenizer.name
         try:
             options: Any = {"backend": "pil", "trust_remote_code": False, **self._settings.processor}
@@ -278,16 +279,14 @@ def image_of_url(url: str, domains: Collection[str] = ()) -> "Image":
     pillow = _pillow()
     head = url.partition(",")[0].strip().lower()
     is_image = head.startswith("data:image/") and head.rpartition(";")[2].strip() == "base64"
-    held = _data_of(url) if is_image else fetched(url, domains)
+    held = _data_of(url) if is_image else fetch(url, domains)
     num_scans = num_jpeg_scans(held)
     check_int("image_url.url", num_scans, 0, MAX_SCANS, aspect="the number of scans of the JPEG in")
     try:
         return pillow.open(io.BytesIO(held), formats=_FORMATS)
     except Exception as error:  # decoders raise many types of errors
-        formats = ", ".join(_FORMATS)
-        raise ArgumentError(
-            "image_url.url", url, f"that of an image of {formats} ({_shown(error)})"
-        ) from error
+        allowed = f"the URL of an image in one of the formats {', '.join(_FORMATS)} ({_shown(error)})"
+        raise ArgumentError("image_url.url", url, allowed) from error
 
 
 def is_data_url(url: str) -> bool:
@@ -357,7 +356,7 @@ def _eight_bits(image: "Image") -> np.ndarray:
 def _shown(error: Exception) -> str:
     """Returns the message of a decoding error, without the objects that Pillow puts into it."""
     if type(error).__name__ == "UnidentifiedImageError":
-        return "its first bytes are those of none of them"
+        return "the content has another format"
     return str(error) or type(error).__name__
 
 

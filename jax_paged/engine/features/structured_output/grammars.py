@@ -29,11 +29,11 @@ import numpy as np
 
 from jax_paged.arguments.shown_values import Text, shown
 from jax_paged.core.scheduler_output import SchedulerOutput, TokenMasks
-from jax_paged.engine.features.structured_output.compile_sandbox import CompileSandbox, compiled
+from jax_paged.engine.features.structured_output.compile_sandbox import CompileSandbox, compile_grammar
 from jax_paged.engine.features.structured_output.json_schema import RelaxedSchema
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, check
-from jax_paged.structured_outputs import JSON_WRITING, StructuredOutputsParams
+from jax_paged.structured_outputs import JSON_OPTIONS, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -45,7 +45,7 @@ MAX_CACHED = 64
 _DEAD_END = "NoExtensionBias"  # llguidance's error for a state in which no token is allowed
 # Maximum number of whitespace tokens that a chat template may put after a reasoning tag at the end of a
 # prompt.
-_MAX_BEHIND = 4
+_MAX_SPACES = 4
 # Warnings of llguidance about schema keywords and formats that it ignores because of the option "lenient".
 _IGNORED_KEYWORDS = re.compile(r"Unimplemented keys: (\[.*\])")
 _IGNORED_FORMAT = re.compile(r"Unknown format: (.*)", re.DOTALL)
@@ -99,10 +99,10 @@ class Grammar:
                 token on.
             ignores_eos: Whether the request continues after an end token. End tokens are not allowed then.
         """
-        behind = (
-            self._behind(prompt_token_ids, len(prompt_token_ids), _MAX_BEHIND) if self._starts_after else ""
-        )
-        if behind is not None and not behind.strip():
+        text_after, num_tokens = "", len(prompt_token_ids)
+        if self._starts_after:
+            text_after = self._text_after_marker(prompt_token_ids, num_tokens, _MAX_SPACES)
+        if text_after is not None and not text_after.strip():
             phase = _Phase.GRAMMAR
         else:
             phase = (
@@ -110,7 +110,7 @@ class Grammar:
             )
         return Matcher(self, self._root.deep_copy(), phase, ignores_eos=ignores_eos)
 
-    def begun(self, token_ids: list[int], stop: int) -> "LLMatcher | None":
+    def state_after_reasoning(self, token_ids: list[int], stop: int) -> "LLMatcher | None":
         """Returns the grammar's state if the grammar applies after the given tokens, or None.
 
         It applies if the text `starts_after` ends in the last token. Further characters of this token must be
@@ -120,8 +120,8 @@ class Grammar:
             token_ids: Tokens of an output.
             stop: Number of tokens to consider.
         """
-        behind = self._behind(token_ids, stop)
-        for text in () if behind is None else (behind, behind.lstrip()):
+        text_after = self._text_after_marker(token_ids, stop)
+        for text in () if text_after is None else (text_after, text_after.lstrip()):
             state, begin = self._root.deep_copy(), self._ll_tokenizer.greedy_tokenize(text)
             if not begin or state.validate_tokens(begin) == len(begin):
                 state.consume_tokens(begin)
@@ -134,11 +134,11 @@ class Grammar:
 
     def _is_tagged(self, token_ids: list[int]) -> bool:
         """Returns whether a prompt ends with the reasoning tag, optionally followed by whitespace."""
-        num_tokens = len(self._tag.encode()) + _MAX_BEHIND
+        num_tokens = len(self._tag.encode()) + _MAX_SPACES
         text = self._tokenizer.decode(token_ids[-num_tokens:], skip_special_tokens=False)
         return text.rstrip().endswith(self._tag)
 
-    def _behind(self, token_ids: list[int], stop: int, num_more: int = 0) -> str | None:
+    def _text_after_marker(self, token_ids: list[int], stop: int, num_more: int = 0) -> str | None:
         """Returns the text after the last occurrence of `starts_after`; None if there is none near the end.
 
         Args:
@@ -148,8 +148,8 @@ class Grammar:
         """
         num_tokens = len(self._starts_after.encode()) + num_more  # a token has at least one byte
         text = self._tokenizer.decode(token_ids[max(0, stop - num_tokens) : stop], skip_special_tokens=False)
-        _, tag, behind = text.rpartition(self._starts_after)
-        return behind if tag else None
+        _, tag, text_after = text.rpartition(self._starts_after)
+        return text_after if tag else None
 
 
 class _Phase(enum.Enum):
@@ -176,7 +176,8 @@ class Matcher:
         # begun with its first token.
         self._state = state
         self._phase = phase
-        self._fits = True  # whether `_state` accepted all tokens; may be False before the phase GRAMMAR
+        # Whether `_state` has accepted all tokens. It may be False before the phase GRAMMAR.
+        self._could_be_structured = True
         self._ignores_eos = ignores_eos
         self._num_tokens = 0  # number of tokens followed so far
         self._num_when_complete: int | None = None
@@ -184,7 +185,7 @@ class Matcher:
     def copy(self) -> "Matcher":
         """Returns an independent copy."""
         copy = Matcher(self.grammar, self._state.deep_copy(), self._phase, ignores_eos=self._ignores_eos)
-        copy._fits = self._fits
+        copy._could_be_structured = self._could_be_structured
         copy._num_tokens, copy._num_when_complete = self._num_tokens, self._num_when_complete
         return copy
 
@@ -202,7 +203,7 @@ class Matcher:
             if self._phase is _Phase.OPEN and token_ids[n] != self.grammar.tag_ids[n]:
                 # Masks only allow tokens of the tag or the grammar here. Any other token was drawn without a
                 # mask and begins reasoning.
-                fits = self._fits and self._state.validate_tokens([token_ids[n]]) == 1
+                fits = self._could_be_structured and self._state.validate_tokens([token_ids[n]]) == 1
                 self._phase = _Phase.GRAMMAR if fits else _Phase.REASONING
             if self._phase is not _Phase.GRAMMAR:
                 self._follow_both(token_ids, n)
@@ -214,19 +215,19 @@ class Matcher:
     def _follow_both(self, token_ids: list[int], n: int) -> None:
         """Follows token `n` in the phase OPEN or REASONING. It may be part of the structured output."""
         token_id = token_ids[n]
-        if self._fits and self._state.validate_tokens([token_id]):
+        if self._could_be_structured and self._state.validate_tokens([token_id]):
             self._state.consume_token(token_id)
-        elif self._fits and not all(map(self.grammar.is_space, token_ids[: n + 1])):
-            self._fits = False  # leading whitespace is ignored
+        elif self._could_be_structured and not all(map(self.grammar.is_space, token_ids[: n + 1])):
+            self._could_be_structured = False  # leading whitespace is ignored
         if self._phase is _Phase.OPEN:
             if n + 1 == len(self.grammar.tag_ids):
                 self._phase = _Phase.REASONING
-                self._fits = False
+                self._could_be_structured = False
             return
-        begun = self.grammar.begun(token_ids, n + 1)
-        if begun is not None:
-            self._state, self._phase, self._fits = begun, _Phase.GRAMMAR, True
-            self._num_when_complete = n + 1 if begun.is_stopped() and begun.is_accepting() else None
+        state = self.grammar.state_after_reasoning(token_ids, n + 1)
+        if state is not None:
+            self._state, self._phase, self._could_be_structured = state, _Phase.GRAMMAR, True
+            self._num_when_complete = n + 1 if state.is_stopped() and state.is_accepting() else None
 
     @property
     def problem(self) -> str:
@@ -253,14 +254,14 @@ class Matcher:
         bits = row.view(np.uint32)
         if self._phase is _Phase.REASONING:
             row[:] = -1
-        elif not self._fits:
+        elif not self._could_be_structured:
             row[:] = 0
         else:
             state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             # In both cases llguidance would allow an end token.
             if state.is_error() or (state.is_stopped() and not state.is_accepting()):
                 row[:] = 0
-        may_end = self._fits and state.is_accepting() and not self._ignores_eos
+        may_end = self._could_be_structured and state.is_accepting() and not self._ignores_eos
         if not may_end:  # the grammar may also allow an end token as part of the text
             for token_id in self.grammar.end_token_ids:
                 bits[token_id // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token_id % 32))
@@ -294,26 +295,26 @@ class Grammars:
             ValueError: If the constraint is not valid, nothing matches it, it contains an unsupported
                 reference, or it takes too long to compile. The message names the argument and the problem.
         """
-        value = getattr(params, params.kind)
-        key = json.dumps([params.kind, value, params.starts_after, params.reasoning_tag])
+        value = getattr(params, params.constraint_name)
+        key = json.dumps([params.constraint_name, value, params.starts_after, params.reasoning_tag])
         with self._lock:
             found = self._compiled.get(key)
             if found is not None:
                 self._compiled.move_to_end(key)
                 return found
         try:
-            source, warnings = self._source(params.kind, value)
+            source, warnings = self._source(params.constraint_name, value)
             self._sandbox.try_compile(source, MAX_COMPILE_S)
-            root = compiled(self._ll_tokenizer, source)
+            root = compile_grammar(self._ll_tokenizer, source)
             warnings += _warnings_of(root)
         except ValueError as error:
             allowed = f"compilable ({error})"
-            raise ArgumentError(f"structured_outputs.{params.kind}", value, allowed) from error
+            raise ArgumentError(f"structured_outputs.{params.constraint_name}", value, allowed) from error
         tokenizer, num_words = self._ll_tokenizer, -(-self._ll_tokenizer.vocab_size // 32)
         end_ids = self._end_token_ids
         grammar = Grammar(root, end_ids, num_words, params, self._tokenizer, tokenizer, warnings)
         for warning in warnings:
-            _LOGGER.warning("structured_outputs.%s: %s", params.kind, warning)
+            _LOGGER.warning("structured_outputs.%s: %s", params.constraint_name, warning)
         with self._lock:
             self._compiled[key] = grammar
             if len(self._compiled) > MAX_CACHED:
@@ -331,7 +332,7 @@ class Grammars:
         check(
             bool(self._end_token_ids),
             "structured_outputs",
-            Text("some"),
+            Text("a constraint"),
             "None because the model has no end token",
         )
         source = self._tokenizer.to_json()
@@ -389,7 +390,8 @@ def token_masks(output: SchedulerOutput, matchers: dict[int, tuple[Matcher, list
         sample = output.samples[i]
         if sample.num_logits > 1:  # one mask per draft prefix
             ahead, text = matcher.copy(), list(token_ids)
-            for k, token_id in enumerate(output.scheduled[sample.row].token_ids[1 - sample.num_logits :], 1):
+            drafts = output.scheduled[sample.scheduled_index].token_ids[1 - sample.num_logits :]
+            for k, token_id in enumerate(drafts, 1):
                 text.append(token_id)
                 ahead.follow(text)
                 ahead.fill(words[j + k])
@@ -401,7 +403,7 @@ def _json(value: Any) -> str:
     """Returns the grammar of a JSON schema."""
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(value, overrides={**JSON_WRITING})
+    return LLMatcher.grammar_from_json_schema(value, overrides={**JSON_OPTIONS})
 
 
 def _warnings_of(root: "LLMatcher") -> tuple[str, ...]:
@@ -415,7 +417,7 @@ def _warnings_of(root: "LLMatcher") -> tuple[str, ...]:
         if ignored := _IGNORED_KEYWORDS.match(warning):
             names = json.loads(ignored[1])
             for name in set(names) & set(_STRUCTURAL):
-                raise ValueError(f"the schema has {name}; references are $ref within the schema alone")
+                raise ValueError(f"the schema contains {name}; only $ref within the schema is supported")
             found |= dict.fromkeys(f"{name} is not enforced" for name in names)
         elif ignored := _IGNORED_FORMAT.match(warning):
             found[f"format {ignored[1]} is not enforced"] = None
@@ -446,19 +448,19 @@ def _tags(given: Any, is_special: Callable[[str], bool]) -> str:
         ok = ok and isinstance(item["begin"], str) and isinstance(item["end"], str)
         ok = ok and isinstance(item["schema"], dict)
         check(
-            ok, "structures", item, 'objects with the strings "begin" and "end" and the JSON schema "schema"'
+            ok, "structures", item, 'objects with "begin" (string), "schema" (JSON schema) and "end" (string)'
         )
         trigger = next((text for text in triggers if item["begin"].startswith(text)), None)
         check(
             trigger is not None, "begin", item["begin"], f"a string that begins with one of {shown(triggers)}"
         )
-        assert trigger is not None, "just checked"
-        schema = item["schema"] | {"x-guidance": {**JSON_WRITING}}
+        assert trigger is not None, "the structure has no trigger"
+        schema = item["schema"] | {"x-guidance": {**JSON_OPTIONS}}
         tags.append(StructTag(trigger=trigger, begin=item["begin"], grammar=schema, end=item["end"]))
     # llguidance interprets a trigger in angle brackets as a special token.
     bracketed = {tag.trigger for tag in tags if tag.trigger[0] == "<" and tag.trigger[-1] == ">"}
     special = {text for text in bracketed if is_special(text)}
     if special and special != bracketed:
-        allowed = f"all special tokens or none ({shown(sorted(special))} are)"
+        allowed = f"either all or none special tokens ({shown(sorted(special))} are special tokens)"
         raise ArgumentError("triggers", triggers, allowed)
     return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=bool(special)))

@@ -64,9 +64,9 @@ class RelaxedSchema:
         """Returns a pattern without zero-width assertions; None if it is not supported. Adds warnings."""
         relaxed = without_assertions(pattern)
         if relaxed is None:
-            self._warn(f"pattern {pattern} is not enforced, as it has back-references")
+            self._warn(f"pattern {pattern} is not enforced because it has back-references")
         elif relaxed != pattern:
-            self._warn(f"pattern {pattern} is enforced without its look-around and word boundaries")
+            self._warn(f"pattern {pattern} is enforced without look-around and word boundaries")
         return relaxed
 
     def _relax_min_properties(self, schema: dict[str, Any]) -> None:
@@ -80,11 +80,11 @@ class RelaxedSchema:
         names = set(map(str, required)) if isinstance(required, list) else set()
         if isinstance(named, dict) and not named.keys() <= names:
             if least > len(names):
-                self._warn(f"minProperties {least} is not enforced, as some of the properties are optional")
+                self._warn(f"minProperties {least} is not enforced because some properties are optional")
             del schema["minProperties"]
         elif least > len(names) + 1:
             most = schema["minProperties"] = len(names) + 1
-            self._warn(f"minProperties {least} is enforced as {most}, as a repeated key would count twice")
+            self._warn(f"minProperties {least} is enforced as {most} because repeated keys count twice")
 
     def _warn(self, text: str) -> None:
         self._warnings[text] = None

@@ -54,5 +54,5 @@ def forced_tokens(
 def _matcher_of(group: SequenceGroup, seq: Sequence, requests: Mapping[str, RequestState]) -> Matcher:
     """Returns the matcher of a sequence."""
     matcher = requests[group.request_id].matcher_of(seq)
-    assert matcher is not None, "it was made when the request was checked"
+    assert matcher is not None, f"request {group.request_id} has no grammar matcher"
     return matcher

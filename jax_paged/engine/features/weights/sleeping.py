@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from jax_paged.arguments.plain_values import plain
+from jax_paged.arguments.shown_values import Text
 from jax_paged.engine.feature import EngineFeature
 from jax_paged.engine.features.weights.weight_updates import check_can_recompute
 from jax_paged.engine.serialized import any_thread
@@ -45,8 +46,9 @@ class Sleeping(EngineFeature):
         problems = Problems()
         problems.note(check_choice, "level", level, (1, 2))
         problems.note(check_choice, "mode", mode, ("wait", "abort", "keep"))
-        asleep, remedy = list(self._asleep), ". Call wake_up() first"
-        problems.note(check, not asleep, "sleep()", asleep, "called while nothing sleeps", remedy=remedy)
+        asleep = Text(f"an engine that is asleep ({', '.join(self._asleep)})")
+        allowed, remedy = "called while the engine is awake", ". Call wake_up() first"
+        problems.note(check, not self._asleep, "sleep()", asleep, allowed, remedy=remedy)
         problems.raise_if_any()
         if mode == "keep" and not self._core.drain():
             check_can_recompute(self._core)
@@ -117,7 +119,7 @@ class Sleeping(EngineFeature):
     def _set_asleep(self, tags: tuple[str, ...]) -> None:
         """Sets the parts that are asleep, and pauses or resumes the engine accordingly."""
         self._asleep = tags
-        reason = f"the engine sleeps ({', '.join(tags)}); wake_up() wakes it"
+        reason = f"the engine is asleep ({', '.join(tags)}); call wake_up() first"
         self._core.pause_reason = reason if tags else None
 
 
@@ -128,14 +130,14 @@ def _checked_tags(tags: Iterable[str] | None, asleep: tuple[str, ...]) -> tuple[
         ValueError: If a tag is unknown or already awake, or nothing is asleep.
     """
     if tags is None:
-        check(bool(asleep), "wake_up()", [], "called while something sleeps")
+        check(bool(asleep), "wake_up()", Text("an awake engine"), "called while the engine is asleep")
         return asleep
-    problems, found = Problems(), [tags] if isinstance(tags, str) else list(tags)
-    problems.note(check, bool(found), "tags", found, "None or at least one tag")
-    for tag in found:
+    problems, waking = Problems(), [tags] if isinstance(tags, str) else list(tags)
+    problems.note(check, bool(waking), "tags", waking, "None or at least one tag")
+    for tag in waking:
         problems.note(check_choice, "tags", tag, TAGS, aspect="each of")
         if tag in TAGS:
-            allowed = f"asleep, which {list(asleep)} are"
+            allowed = f"a tag that is asleep, one of {list(asleep)}"
             problems.note(check, tag in asleep, "tags", tag, allowed, aspect="each of")
     problems.raise_if_any()
-    return tuple(found)
+    return tuple(waking)

@@ -69,7 +69,7 @@ def _check_running(core: EngineCore, running: Running) -> None:
     """Raises RuntimeError if running requests or pinned prefixes do not allow a weight update."""
     if running == "error":
         raise RuntimeError(
-            "requests are running; finish or abort them, or pass running='recompute' or 'keep'"
+            "requests are running; let them finish, abort them, or pass running='recompute' or 'keep'"
         )
     if running == "recompute":
         check_can_recompute(core)
@@ -84,7 +84,7 @@ def check_can_recompute(core: EngineCore) -> None:
     """
     problems = _pinned(core)
     if core.planned is not None:
-        problems.append("a plan of schedule() has not run: run it, or step()")
+        problems.append("the plan of schedule() has not run; call run() or step() first")
     dropped = [
         repr(state.group.request_id)
         for state in core.requests.values()
@@ -92,8 +92,8 @@ def check_can_recompute(core: EngineCore) -> None:
     ]
     if dropped:
         problems.append(
-            f"the requests {', '.join(dropped)} have dropped blocks, and can't be computed again: let them "
-            "finish, or abort them"
+            f"the requests {', '.join(dropped)} have dropped blocks and can't be recomputed; let them finish "
+            "or abort them"
         )
     _raise(problems)
 
@@ -101,8 +101,8 @@ def check_can_recompute(core: EngineCore) -> None:
 def _pinned(core: EngineCore) -> list[str]:
     """Returns an error message about pinned prefixes, as a list; empty if no prefix is pinned."""
     names = ", ".join(map(repr, core.scheduler.block_manager.pinned))
-    what = "unpin them, or let all requests finish, so that they can be computed again"
-    return [f"the prefixes {names} are pinned: {what}"] if names else []
+    problem = "are pinned and can't be recomputed while requests are running"
+    return [f"the prefixes {names} {problem}; unpin them or let all requests finish"] if names else []
 
 
 def _raise(problems: list[str]) -> None:

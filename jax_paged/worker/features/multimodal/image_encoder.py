@@ -49,7 +49,7 @@ class EncodeImagesProgram(Program):
     def trace(self, context: TraceContext) -> jax.stages.Traced:
         """Traces the program; see Program."""
         spec, n = context.features.image_spec, self.num_tiles
-        assert isinstance(spec, ImageSpec), "only a model that cuts images into tiles has it"
+        assert isinstance(spec, ImageSpec), "the model does not cut images into tiles"
 
         def encode(
             weights: list[Array], tiles: UInt8[Array, "b 3 s s"], scale: Array, offset: Array
@@ -79,7 +79,7 @@ class EncodePatchesProgram(Program):
     def trace(self, context: TraceContext) -> jax.stages.Traced:
         """Traces the program; see Program."""
         spec = context.features.image_spec
-        assert isinstance(spec, PatchSpec), "only a model that cuts images into patches has it"
+        assert isinstance(spec, PatchSpec), "the model does not cut images into patches"
 
         def encode(weights: list[Array], *image: Array) -> Float[Array, "m v"]:
             model: Any = context.merge(weights)
@@ -123,16 +123,16 @@ def check_images(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -
     else:
         name = type(loaded.model if isinstance(loaded, LoadedModel) else loaded).__name__
     if name not in IMAGE_MODELS:
-        given, allowed = args.mm_processor_kwargs, f"None because {name} reads no images"
+        given, allowed = args.mm_processor_kwargs, f"None because {name} does not accept images"
         check(not given, "mm_processor_kwargs", given, allowed)
         return
-    what = f"with {name}, which reads images"
+    condition = f"with {name}, which accepts images"
     for setting, only in (
         ("enable_lora", False),
         ("pipeline_parallel_size", 1),
         ("distributed_executor_backend", "uni"),
     ):
-        check(getattr(args, setting) == only, setting, getattr(args, setting), f"{only!r} {what}")
+        check(getattr(args, setting) == only, setting, getattr(args, setting), f"{only!r} {condition}")
 
 
 def check_images_can_be_encoded(spec: ImageSpec | PatchSpec, context: TraceContext) -> None:
@@ -146,7 +146,7 @@ def check_images_can_be_encoded(spec: ImageSpec | PatchSpec, context: TraceConte
         program.trace(context)
     except Exception as error:  # any layer may raise an error
         raise ValueError(
-            f"the model can't encode images: {_shown(error)}. Check vision_config of its config.json"
+            f"the model can't encode images: {_shortened(error)}. Check vision_config of its config.json"
         ) from error
 
 
@@ -172,7 +172,7 @@ def _encode_patches(
     return out[:num_tokens].copy()
 
 
-def _shown(error: Exception) -> str:
+def _shortened(error: Exception) -> str:
     """Returns the message of an error, shortened if it is long."""
     text = str(error) or repr(error)
     return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]}..."
@@ -190,7 +190,7 @@ class ImageEncoder:
         self._sizes = NUM_TILES[-1:] if batch_invariant else NUM_TILES
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._kept: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
+        self._cache: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
 
     def encode(
         self,
@@ -214,14 +214,14 @@ class ImageEncoder:
         needed = batch.features.missing_stand_ins(output)
         if not needed:
             return {}
-        found = {s.digest: self._kept[s.digest] for _, s in needed if s.digest in self._kept}
+        found = {s.digest: self._cache[s.digest] for _, s in needed if s.digest in self._cache}
         new = {s.digest: s.data for _, s in needed if s.digest not in found}
         errors: dict[int, str] = {}
         failed: dict[str, str] = {}
         for digest, result in zip(new, self._encoded(run, weights, list(new.values())), strict=True):
             if isinstance(result, Exception):
                 _LOGGER.error("an image could not be encoded", exc_info=result)
-                failed[digest] = f"an image could not be encoded: {_shown(result)}"
+                failed[digest] = f"an image could not be encoded: {_shortened(result)}"
             else:
                 found[digest] = result
         for batch_slot, stand_in in needed:
@@ -229,12 +229,12 @@ class ImageEncoder:
                 errors[batch_slot] = failed[stand_in.digest]
             else:
                 batch.features.embeds.setdefault(batch_slot, {})[stand_in.start] = found[stand_in.digest]
-        self._keep(found)
+        self._add_to_cache(found)
         return errors
 
     def clear(self) -> None:
         """Drops all cached vectors, because the weights have changed."""
-        self._kept.clear()
+        self._cache.clear()
         self._num_bytes = 0
 
     def _encoded(
@@ -268,12 +268,12 @@ class ImageEncoder:
         out = np.asarray(run(EncodeImagesProgram(size), weights, *map(np.stack, columns)))
         return [x.copy() for x in out[: len(tiles)]]
 
-    def _keep(self, found: dict[str, np.ndarray]) -> None:
+    def _add_to_cache(self, found: dict[str, np.ndarray]) -> None:
         """Adds vectors to the cache. Evicts the least recently used ones if the cache is too large."""
         for digest, vectors in found.items():
-            if digest not in self._kept:
+            if digest not in self._cache:
                 self._num_bytes += vectors.nbytes
-            self._kept[digest] = vectors
-            self._kept.move_to_end(digest)
+            self._cache[digest] = vectors
+            self._cache.move_to_end(digest)
         while self._num_bytes > self._max_bytes:
-            self._num_bytes -= self._kept.popitem(last=False)[1].nbytes
+            self._num_bytes -= self._cache.popitem(last=False)[1].nbytes

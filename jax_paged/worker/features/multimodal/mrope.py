@@ -6,11 +6,11 @@ Source: Wang et al., Qwen2-VL, 2024.
 import numpy as np
 from jaxtyping import Int
 
-from jax_paged.core.request import StandIn
+from jax_paged.core.request import PlaceholderData
 from jax_paged.worker.input_batch import InputBatch
 
 
-def mrope_positions(stand_ins: tuple[StandIn, ...]) -> tuple[Int[np.ndarray, "3 n"], int]:
+def mrope_positions(stand_ins: tuple[PlaceholderData, ...]) -> tuple[Int[np.ndarray, "3 n"], int]:
     """Returns the M-RoPE positions up to the end of the last image, and the offset of later positions.
 
     A text token has the same position on all three axes. An image starts at the position p that a text token

@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler_output import NewSequence, ScheduledSequence, SchedulerOutput
 from jax_paged.errors import check
@@ -29,9 +30,9 @@ from jax_paged.worker.compilation.persistent_cache import use_persistent_cache
 from jax_paged.worker.compilation.programs import Program, TraceContext
 from jax_paged.worker.features.pooling.pooler import HIDDEN, POOLED, pooling_of
 from jax_paged.worker.kv_cache import KVCacheLayout
-from jax_paged.worker.loading.caller_parts import CallerParts
-from jax_paged.worker.loading.mesh import choose_products, device_grids
-from jax_paged.worker.loading.resolve_config import ModelFacts, resolve_config
+from jax_paged.worker.loading.caller_parts import CustomComponents
+from jax_paged.worker.loading.mesh import choose_matmul_backend, device_grids
+from jax_paged.worker.loading.resolve_config import ModelProperties, resolve_config
 from jax_paged.worker.loading.weights import ServedWeights, load
 from jax_paged.worker.sampling.sampler import SamplerOptions
 
@@ -68,14 +69,14 @@ class EncodeTextsProgram(Program):
 
         def encode(weights: list[Array], tokens: Array, texts: Array) -> tuple[Array, Array]:
             model: Any = context.merge(weights)
-            lens, second_texts, places = texts
+            lens, second_texts, pooled_tokens = texts
             hidden = model.encode(tokens, lens, second_texts)
             position = jnp.arange(self.num_tokens)
             is_live = position < lens[:, None]
             mean = is_live / lens[:, None]
-            share = jnp.where(places[:, None] < 0, mean, position == places[:, None])
+            shares = jnp.where(pooled_tokens[:, None] < 0, mean, position == pooled_tokens[:, None])
             states = jnp.where(is_live[:, :, None], hidden.astype(jnp.float32), 0)
-            return model.pooled_output(jnp.einsum("bn,bne->be", share.astype(jnp.float32), states)), hidden
+            return model.pooled_output(jnp.einsum("bn,bne->be", shares.astype(jnp.float32), states)), hidden
 
         shapes = (self.num_texts, self.num_tokens), (3, self.num_texts)
         inputs = [context.shape(shape, jnp.int32) for shape in shapes]
@@ -88,13 +89,13 @@ class _PendingBatch:
 
     Args:
         rows: Indices of the texts in SchedulerOutput.scheduled.
-        kinds: SamplingParams.pooling of each text.
+        pooling_types: SamplingParams.pooling of each text.
         pooled: Pooled values, from EncodeTextsProgram.
         hidden: Hidden states, from EncodeTextsProgram.
     """
 
     rows: list[int]
-    kinds: list[str | None]
+    pooling_types: list[str | None]
     pooled: Array
     hidden: Array
 
@@ -123,15 +124,20 @@ class EncoderRunner:
         use_persistent_cache()
         _check_arguments(args)
         (grid,) = device_grids(args, first_device, 1)
-        is_own, (loaded,) = loaded is None, load(args, loaded, (grid,), (0,))
-        allowed = "False because texts of another batch take another program"
+        owns_weights, (loaded,) = loaded is None, load(args, loaded, (grid,), (0,))
+        allowed = "False because encoder-only models run different programs for different batch sizes"
         check(not args.batch_invariant, "batch_invariant", True, allowed)
         self._replicated = NamedSharding(grid.mesh, PartitionSpec())
-        matmul_backend = choose_products(args, loaded.dtype)
-        packs = matmul_backend == "onednn"
-        kind = choose_online_dtype([loaded.model], args.quantization)
-        self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, kind=kind, grid=grid, extra=[])
-        pooling = pooling_of(args, loaded, is_own=is_own)
+        matmul_backend = choose_matmul_backend(args, loaded.dtype)
+        self.served = ServedWeights(
+            loaded.model,
+            owns_weights=owns_weights,
+            uses_onednn=matmul_backend == "onednn",
+            quantized_dtype=choose_online_dtype([loaded.model], args.quantization),
+            grid=grid,
+            extra=[],
+        )
+        pooling = pooling_of(args, loaded, is_from_checkpoint=owns_weights)
         self.config = _resolve_config(args, loaded, pooling, grid.devices[0].platform, matmul_backend)
         weakref.finalize(self, self.served.close).atexit = False
         self.context = context = TraceContext(
@@ -157,7 +163,7 @@ class EncoderRunner:
         self._pending: collections.deque[tuple[SchedulerOutput, list[_PendingBatch]]] = collections.deque()
         self.buckets = plan_texts(self.config.max_model_len, self.config.max_num_batched_tokens)
         self.compiled = CompiledPrograms([], list(self.buckets), lambda p: p.lower(context))
-        weakref.finalize(self, self.compiled.abandon).atexit = False
+        weakref.finalize(self, self.compiled.stop_without_waiting).atexit = False
 
     def dispatch(self, output: SchedulerOutput) -> None:
         """Starts a step. Texts of similar length are computed together."""
@@ -184,10 +190,10 @@ class EncoderRunner:
         captured: dict[int, dict[str, np.ndarray]] = {}
         for batch in batches:
             pooled = np.asarray(batch.pooled)
-            hidden = np.asarray(batch.hidden).astype(np.float32) if "ALL" in batch.kinds else None
-            for j, (i, kind) in enumerate(zip(batch.rows, batch.kinds, strict=True)):
+            hidden = np.asarray(batch.hidden).astype(np.float32) if "ALL" in batch.pooling_types else None
+            for j, (i, pooling_type) in enumerate(zip(batch.rows, batch.pooling_types, strict=True)):
                 captured[i] = {POOLED: pooled[j]}
-                if kind == "ALL" and hidden is not None:
+                if pooling_type == "ALL" and hidden is not None:
                     captured[i] = {HIDDEN: hidden[j, : output.scheduled[i].num_tokens]}
         num_rows, num_samples = len(output.scheduled), len(output.samples)
         return ModelRunnerOutput(
@@ -230,22 +236,22 @@ class EncoderRunner:
             program: The program for this number and length of texts.
         """
         tokens = np.zeros((len(rows), program.num_tokens), np.int32)
-        texts, kinds = np.zeros((3, len(rows)), np.int32), []
+        texts, pooling_types = np.zeros((3, len(rows)), np.int32), []
         for j, i in enumerate(rows):
             n, params = scheduled[i].num_tokens, self._texts[scheduled[i].seq_id].request.sampling_params
-            kinds.append(params.pooling)
+            pooling_types.append(params.pooling)
             tokens[j, :n] = scheduled[i].token_ids
-            place = {"LAST": n - 1, "CLS": 0}.get(params.pooling or "", -1)
-            texts[:, j] = n, n if params.second_text is None else params.second_text, place
-        placed = jax.device_put((tokens, texts), self._replicated)
-        pooled, hidden = self.compiled.run(program, self.served.arrays, *placed)
+            pooled_token = {"LAST": n - 1, "CLS": 0}.get(params.pooling or "", -1)
+            texts[:, j] = n, n if params.second_text is None else params.second_text, pooled_token
+        inputs = jax.device_put((tokens, texts), self._replicated)
+        pooled, hidden = self.compiled.run(program, self.served.arrays, *inputs)
         pooled.copy_to_host_async()
-        return _PendingBatch(rows, kinds, pooled, hidden)
+        return _PendingBatch(rows, pooling_types, pooled, hidden)
 
 
 def _check_arguments(args: EngineArgs) -> None:
     """Raises ValueError if the arguments ask for several devices."""
-    allowed = "1 because an encoder runs on one device"
+    allowed = "1 because encoder-only models run on one device"
     check(args.tensor_parallel_size == 1, "tensor_parallel_size", args.tensor_parallel_size, allowed)
     num_stages = args.pipeline_parallel_size
     check(num_stages == 1, "pipeline_parallel_size", num_stages, allowed)
@@ -259,7 +265,7 @@ def _resolve_config(
     matmul_backend: str,
 ) -> EngineConfig:
     """Returns the configuration of an engine that computes each text in one step and caches nothing."""
-    facts = ModelFacts(
+    properties = ModelProperties(
         architecture=loaded.architecture,
         dtype=str(loaded.dtype),
         vocab_size=loaded.vocab_size,
@@ -280,7 +286,7 @@ def _resolve_config(
     )
     return resolve_config(
         args,
-        facts,
+        properties,
         platform=platform,
         backend="xla",
         matmul_backend=matmul_backend,
@@ -297,23 +303,23 @@ def is_encoder(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -> 
     return POOLING_MODELS.get(get_architecture(hf_config)) == "encoder"
 
 
-def check_encoder_parts(args: EngineArgs, parts: CallerParts) -> None:
+def check_encoder_args(args: EngineArgs, custom: CustomComponents) -> None:
     """Checks that no feature is requested that only generative models support.
 
     Raises:
         ValueError: If such a feature is requested.
     """
-    own: dict[str, Any] = {
-        "hooks": list(parts.hooks) or None,
-        "attend": parts.attend,
-        "sampler": parts.sampler,
-        "logits_processors": list(parts.logits_processors) or None,
+    unsupported: dict[str, Any] = {
+        "hooks": list(custom.hooks) or None,
+        "attend": custom.attend,
+        "sampler": custom.sampler,
+        "logits_processors": list(custom.logits_processors) or None,
         "enable_lora": args.enable_lora or None,
         "enable_prompt_embeds": args.enable_prompt_embeds or None,
         "speculative_config": args.speculative_config,
     }
-    for name, value in own.items():
-        check(value is None, name, value, "None because the model is an encoder")
+    for name, value in unsupported.items():
+        check(value is None, name, value, "None because the model is encoder-only")
 
 
 def plan_texts(max_model_len: int, max_num_batched_tokens: int) -> list[EncodeTextsProgram]:

@@ -23,18 +23,18 @@ from jax_paged.worker.input_batch import InputBatch
 POOLED, HIDDEN = "pooled", "hidden"
 
 
-def pooling_of(args: EngineArgs, loaded: LoadedModel, *, is_own: bool) -> PoolingSpec | None:
+def pooling_of(args: EngineArgs, loaded: LoadedModel, *, is_from_checkpoint: bool) -> PoolingSpec | None:
     """Returns how the engine's model pools texts; None if it only generates tokens.
 
     Args:
         args: Engine arguments.
         loaded: The model.
-        is_own: Whether the model was loaded from args.model, and not brought by the caller.
+        is_from_checkpoint: Whether the model was loaded from args.model, and not provided by the caller.
 
     Raises:
         ValueError: If the model does not support what the arguments ask for.
     """
-    folder = resolve_model_dir(args.model) if is_own else None
+    folder = resolve_model_dir(args.model) if is_from_checkpoint else None
     overrides = args.hf_overrides or {}
     pooler = args.pooler
     return read_pooling(
@@ -44,7 +44,7 @@ def pooling_of(args: EngineArgs, loaded: LoadedModel, *, is_own: bool) -> Poolin
         loaded.config.hidden_size,
         pools={"pooling": True, "generate": False}.get(args.runner),
         pooling_type=pooler.pooling_type,
-        normalize=pooler.normalize if pooler.use_activation is None else pooler.use_activation,
+        normalize=pooler.use_activation if pooler.normalize is None else pooler.normalize,
     )
 
 
@@ -108,23 +108,25 @@ class PendingPooled:
     """Pooled hidden states that the device is computing for the scheduled sequences of a step.
 
     Args:
-        places: Index in `sums`, by index of the scheduled sequence.
-        whole: First token row and number of token rows, by index of the scheduled sequence, for sequences
-            whose hidden states are all returned.
+        sum_index: Index in `sums`, by index of the scheduled sequence.
+        hidden_rows: First token row and number of token rows, by index of the scheduled sequence, for
+            sequences whose hidden states are all returned.
         sums: Result of PoolProgram; None if no sequence needs a sum.
         hidden: Hidden states of the step; None if no sequence needs all of them.
     """
 
-    places: dict[int, int]
-    whole: dict[int, tuple[int, int]]
+    sum_index: dict[int, int]
+    hidden_rows: dict[int, tuple[int, int]]
     sums: Array | None
     hidden: Array | None
 
     def read(self) -> dict[int, dict[str, np.ndarray]]:
         """Waits for the results; returns them by index of the scheduled sequence and by name."""
         sums, hidden = np.asarray(self.sums), np.asarray(self.hidden)
-        rows = {i: {POOLED: sums[place]} for i, place in self.places.items()}
-        return rows | {i: {HIDDEN: hidden[a : a + n].astype(np.float32)} for i, (a, n) in self.whole.items()}
+        found = {i: {POOLED: sums[index]} for i, index in self.sum_index.items()}
+        for i, (first, n) in self.hidden_rows.items():
+            found[i] = {HIDDEN: hidden[first : first + n].astype(np.float32)}
+        return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,13 +135,13 @@ class PlannedPooling:
 
     Args:
         packed: Argument of PoolProgram.
-        places: As in PendingPooled.
-        whole: As in PendingPooled.
+        sum_index: As in PendingPooled.
+        hidden_rows: As in PendingPooled.
     """
 
     packed: np.ndarray
-    places: dict[int, int]
-    whole: dict[int, tuple[int, int]]
+    sum_index: dict[int, int]
+    hidden_rows: dict[int, tuple[int, int]]
 
     def begin(self, run: Callable[..., Any], weights: list[Array], hidden: Array) -> PendingPooled:
         """Starts computing the pooled hidden states.
@@ -150,10 +152,10 @@ class PlannedPooling:
             hidden: Hidden states of the step.
         """
         sums = None
-        if self.places:
+        if self.sum_index:
             sums = run(PoolProgram(hidden.shape[1]), weights, hidden, self.packed)
             sums.copy_to_host_async()
-        return PendingPooled(self.places, self.whole, sums, hidden if self.whole else None)
+        return PendingPooled(self.sum_index, self.hidden_rows, sums, hidden if self.hidden_rows else None)
 
 
 def plan_pooling(output: SchedulerOutput, batch: InputBatch, context: TraceContext) -> PlannedPooling | None:
@@ -169,23 +171,23 @@ def plan_pooling(output: SchedulerOutput, batch: InputBatch, context: TraceConte
     packed = np.zeros((2, context.max_num_batched_tokens), np.int32)
     packed[0] = context.max_num_seqs
     weights, first = packed[1].view(np.float32), 0
-    places: dict[int, int] = {}
-    whole: dict[int, tuple[int, int]] = {}
+    sum_index: dict[int, int] = {}
+    hidden_rows: dict[int, tuple[int, int]] = {}
     batch_slots = batch.slots_of([row.seq_id for row in output.scheduled]).tolist()
     for i, (row, batch_slot) in enumerate(zip(output.scheduled, batch_slots, strict=True)):
-        kind, prompt_len = batch.features.pooling.get(batch_slot, (None, 0))
+        pooling_type, prompt_len = batch.features.pooling.get(batch_slot, (None, 0))
         end = first + row.num_tokens
         rows = slice(first, end)
         first = end
-        if kind == "ALL":
-            whole[i] = rows.start, row.num_tokens
+        if pooling_type == "ALL":
+            hidden_rows[i] = rows.start, row.num_tokens
             continue
-        if kind == "LAST":
+        if pooling_type == "LAST":
             rows = slice(end - 1, end if row.start + row.num_tokens == prompt_len else end - 1)
-        elif kind == "CLS":
+        elif pooling_type == "CLS":
             rows = slice(rows.start, rows.start + (row.start == 0))
-        if kind is not None and rows.start < rows.stop:
-            places[i] = len(places)
-            packed[0, rows] = places[i]
-            weights[rows] = 1 / prompt_len if kind == "MEAN" else 1
-    return PlannedPooling(packed, places, whole) if places or whole else None
+        if pooling_type is not None and rows.start < rows.stop:
+            sum_index[i] = len(sum_index)
+            packed[0, rows] = sum_index[i]
+            weights[rows] = 1 / prompt_len if pooling_type == "MEAN" else 1
+    return PlannedPooling(packed, sum_index, hidden_rows) if sum_index or hidden_rows else None

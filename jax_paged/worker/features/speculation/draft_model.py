@@ -56,30 +56,30 @@ class DraftModel:
     ) -> tuple[Int[Array, " t"], list[Array]]:
         """Draws draft tokens with the draft model; see Drafter.draft."""
         metadata = traced.metadata
-        num_drafts, num_rows = num_drafts_of(metadata), jnp.arange(metadata.query_start_loc.shape[0])
+        num_drafts, query_start_loc = num_drafts_of(metadata), jnp.arange(metadata.query_start_loc.shape[0])
 
         def one_pass(
-            i: Array, at: Array, is_live: Array, token_ids: Array, kv_cache: list[Array]
+            i: Array, token_rows: Array, is_live: Array, token_ids: Array, kv_cache: list[Array]
         ) -> tuple[Array, list[Array]]:
             """Runs the draft model on one token of each sequence."""
-            moved = dataclasses.replace(
+            pass_metadata = dataclasses.replace(
                 metadata,
-                positions=metadata.positions.at[at].get(mode="fill", fill_value=0),
-                slot_mapping=metadata.slot_mapping.at[:, at].get(
+                positions=metadata.positions.at[token_rows].get(mode="fill", fill_value=0),
+                slot_mapping=metadata.slot_mapping.at[:, token_rows].get(
                     mode="fill", fill_value=jnp.iinfo(jnp.int32).max
                 ),
                 context_lens=jnp.where(is_live, metadata.context_lens - num_drafts + i, 0),
-                query_start_loc=num_rows,
+                query_start_loc=query_start_loc,
                 is_decode=True,
                 shared_blocks=None,
             )
-            hidden, kv_cache = self._run(traced.weights, token_ids, kv_cache, moved)
+            hidden, kv_cache = self._run(traced.weights, token_ids, kv_cache, pass_metadata)
             logits = self._merge(traced.weights).logits(hidden)
             return whole_logits(logits, traced.target.config.vocab_size, metadata.grid), kv_cache
 
-        return draw_drafts(metadata, tokens, batch, options, one_pass, kv_cache, sees_last=True)
+        return draw_drafts(metadata, tokens, batch, options, one_pass, kv_cache, caches_last=True)
 
-    def follow(
+    def observe(
         self,
         traced: TracedModels,
         tokens: Int[Array, " t"],
@@ -90,7 +90,7 @@ class DraftModel:
         *,
         has_drafted: bool,
     ) -> tuple[list[Array], list[Array]]:
-        """Computes the tokens of a step without drafts, to fill the KV cache; see Drafter.follow."""
+        """Computes the tokens of a step without drafts, to fill the KV cache; see Drafter.observe."""
         if not has_drafted:
             _, kv_cache = self._run(traced.weights, tokens, kv_cache, traced.metadata)
         return kv_cache, states
@@ -107,8 +107,8 @@ class DraftModel:
         metadata: AttentionMetadata,
     ) -> tuple[Array, list[Array]]:
         """Computes tokens; returns their hidden states, and all KV cache arrays with its own ones updated."""
-        first = len(kv_cache) - self.layout.num_pools
-        metadata = dataclasses.replace(metadata, kv_locations=self.layout.places, attend=None)
+        first = len(kv_cache) - self.layout.num_block_arrays
+        metadata = dataclasses.replace(metadata, kv_locations=self.layout.locations, attend=None)
         hidden, own = self._merge(weights).paged(tokens, kv_cache[first:], metadata)
         return hidden, [*kv_cache[:first], *own]
 
@@ -125,21 +125,21 @@ def check_draft(draft: LoadedModel, model: LoadedModel, max_model_len: int | Non
     Raises:
         ValueError: If it can't. The message lists every reason.
     """
-    problems = []
-    for ok, what in (
-        (isinstance(draft.model, CausalLM), "is no decoder"),
-        (isinstance(model.model, CausalLM), "would draft for a model that is no decoder"),
+    problems, max_model_len = [], max_model_len or model.max_model_len
+    for ok, problem in (
+        (isinstance(draft.model, CausalLM), "is not a decoder"),
+        (isinstance(model.model, CausalLM), f"cannot draft for {model.architecture}, which is not a decoder"),
         (
             draft.vocab_size == model.vocab_size,
-            f"has {draft.vocab_size} tokens in its vocabulary, the served model {model.vocab_size}",
+            f"has a vocabulary of {draft.vocab_size} tokens instead of {model.vocab_size}",
         ),
         (
-            draft.max_model_len >= (max_model_len or model.max_model_len),
-            f"takes {draft.max_model_len} tokens, max_model_len is {max_model_len or model.max_model_len}",
+            draft.max_model_len >= max_model_len,
+            f"supports {draft.max_model_len} tokens, but max_model_len is {max_model_len}",
         ),
     ):
         if not ok:
-            problems.append(what)
+            problems.append(problem)
     allowed = "a decoder with the vocabulary and at least the max_model_len of the served model"
     remedy = f", which {', and '.join(problems)}"
     check(not problems, "speculative_config['model']", name, allowed, remedy=remedy)
@@ -156,5 +156,5 @@ def check_groups(draft: KVCacheLayout, model: KVCacheLayout, name: str) -> None:
     Raises:
         ValueError: If they can't.
     """
-    allowed = f"one with the cache groups of the served model, {model.groups}, instead of {draft.groups}"
+    allowed = f"a model with the cache groups of the served model, {model.groups}, and not {draft.groups}"
     check(draft.groups == model.groups, "speculative_config['model']", name, allowed)

@@ -93,7 +93,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def follow(
+    def observe(
         self,
         traced: TracedModels,
         tokens: Int[Array, " t"],
@@ -127,7 +127,7 @@ class OnePass[T](Protocol):
     def __call__(
         self,
         i: Int[Array, ""],
-        at: Int[Array, " b"],
+        token_rows: Int[Array, " b"],
         is_live: Bool[Array, " b"],
         tokens: Int[Array, " b"],
         carry: T,
@@ -137,7 +137,7 @@ class OnePass[T](Protocol):
 
         Args:
             i: Number of the pass, from 0.
-            at: Token row of each sequence's token; out of range if the sequence is not live.
+            token_rows: Token row of each sequence's token; out of range if the sequence is not live.
             is_live: Whether each sequence takes part in the pass.
             tokens: The token of each sequence.
             carry: The carry of the previous pass.
@@ -153,7 +153,7 @@ def draw_drafts[T](
     one_pass: OnePass[T],
     carry: T,
     *,
-    sees_last: bool,
+    caches_last: bool,
 ) -> tuple[Int[Array, " t"], T]:
     """Draws the draft tokens of all sequences, one pass after the other.
 
@@ -164,23 +164,24 @@ def draw_drafts[T](
         options: Options of the sampler.
         one_pass: Computes one pass.
         carry: The carry of the first pass.
-        sees_last: Whether to run one more pass for the last draft token, without drawing a token.
+        caches_last: Whether to run one more pass for the last draft token, without drawing a token.
 
     Returns:
         The tokens, and the carry of the last pass.
     """
     first, num_tokens = metadata.query_start_loc[:-1], tokens.shape[0]
     num_drafts = num_drafts_of(metadata)
-    num_passes = num_drafts + sees_last
+    num_passes = num_drafts + caches_last
 
     def step(state: tuple[Int[Array, ""], Array, T]) -> tuple[Int[Array, ""], Array, T]:
         i, tokens, carry = state
         is_live = i < num_passes
-        at = jnp.where(is_live, first + i, num_tokens)
-        logits, carry = one_pass(i, at, is_live, tokens.at[at].get(mode="fill", fill_value=0), carry)
-        drawn = options.sample(logits, _rows_of(batch, jnp.minimum(at, num_tokens - 1), tokens, i))
-        goes_on = jnp.where(i < num_drafts, at + 1, num_tokens)
-        return i + 1, tokens.at[goes_on].set(drawn.token_ids, mode="drop"), carry
+        token_rows = jnp.where(is_live, first + i, num_tokens)
+        token_ids = tokens.at[token_rows].get(mode="fill", fill_value=0)
+        logits, carry = one_pass(i, token_rows, is_live, token_ids, carry)
+        drawn = options.sample(logits, _rows_of(batch, jnp.minimum(token_rows, num_tokens - 1), tokens, i))
+        draft_rows = jnp.where(i < num_drafts, token_rows + 1, num_tokens)
+        return i + 1, tokens.at[draft_rows].set(drawn.token_ids, mode="drop"), carry
 
     state = lax.while_loop(lambda state: state[0] < jnp.max(num_passes), step, (jnp.int32(0), tokens, carry))
     return state[1], state[2]
@@ -201,10 +202,10 @@ def _rows_of(
         for field in dataclasses.fields(batch)
         if field.name not in shared
     }
-    assert batch.drafts is not None, "the step verifies drafts"
+    assert batch.drafts is not None, "drafts is None in a step that verifies drafts"
     back = jnp.arange(batch.drafts.shape[1])
-    behind = tokens[jnp.maximum(rows[:, None] - back, 0)]
-    drafts = jnp.where(back < num_drafts, behind, batch.token_counts.shape[1])
-    off = jnp.zeros(rows.shape, bool)
-    values |= {"drafts": drafts, "token_counts": batch.token_counts, "wants_logprobs": off}
+    previous_tokens = tokens[jnp.maximum(rows[:, None] - back, 0)]
+    drafts = jnp.where(back < num_drafts, previous_tokens, batch.token_counts.shape[1])
+    wants_logprobs = jnp.zeros(rows.shape, bool)
+    values |= {"drafts": drafts, "token_counts": batch.token_counts, "wants_logprobs": wants_logprobs}
     return SamplingBatch(**values)

@@ -43,12 +43,12 @@ class _Rows(NamedTuple):
         seq: int32 [T], index of the sequence; B in padding.
         positions: int32 [T], position of the entry, which is one before the token; -1 for the first token of
             a text.
-        places: int32 [T], slot of the entry within the sequence's block table; negative if there is none.
+        table_slots: int32 [T], slot of the entry within the sequence's block table; negative without one.
     """
 
     seq: Int[Array, " t"]
     positions: Int[Array, " t"]
-    places: Int[Array, " t"]
+    table_slots: Int[Array, " t"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,10 +74,10 @@ class EagleDrafter:
     @property
     def group(self) -> int:
         """The index of the cache group whose block tables it uses."""
-        return self.layout.places[0].group
+        return self.layout.locations[0].group
 
     def states(self, num_batch_slots: int) -> list[tuple[tuple[int, ...], Any]]:
-        """Returns shapes and dtypes of the kept arrays: features of the last tokens, and their positions."""
+        """Returns shapes and dtypes of the saved arrays: features of the last tokens, and their positions."""
         return [((num_batch_slots, self.size), self.dtype), ((num_batch_slots,), jnp.int32)]
 
     def draft(
@@ -94,37 +94,38 @@ class EagleDrafter:
         first, rows = metadata.query_start_loc[:-1], self._rows(metadata)
         seqs = jnp.arange(first.shape[0])
         # Values of unused sequences are arbitrary: `is_live` is always False for them.
-        positions, places = (x.at[first].get(mode="clip") for x in (rows.positions, rows.places))
+        positions, table_slots = (x.at[first].get(mode="clip") for x in (rows.positions, rows.table_slots))
 
         def one_pass(
-            i: Array, at: Array, is_live: Array, token_ids: Array, carry: tuple[Array, Array]
+            i: Array, token_rows: Array, is_live: Array, token_ids: Array, carry: tuple[Array, Array]
         ) -> tuple[Array, tuple[Array, Array]]:
             """Runs the head on one token of each sequence."""
             pool, features = carry
-            is_live &= places >= 0
-            slots = _each_once(self._slots(metadata, pool, seqs, jnp.where(is_live, places + i, -1)), pool)
+            is_live &= table_slots >= 0
+            slots = self._slots(metadata, pool, seqs, jnp.where(is_live, table_slots + i, -1))
+            slots = _each_once(slots, pool)
             pools = [pool]
-            moved = dataclasses.replace(
+            pass_metadata = dataclasses.replace(
                 metadata,
                 positions=jnp.where(is_live, positions + i, 0),
                 slot_mapping=slots[None],
                 block_tables=metadata.block_tables[self.group][None],
-                context_lens=jnp.where(is_live, places + i + 1, 0)[None],
+                context_lens=jnp.where(is_live, table_slots + i + 1, 0)[None],
                 query_start_loc=jnp.arange(first.shape[0] + 1),
                 is_decode=True,
                 kv_locations=(KVLocation(0, 0),),
                 attend=None,
                 shared_blocks=None,
             )
-            context = self._context(head, moved, pools)
+            context = self._context(head, pass_metadata, pools)
             hidden = head.hidden(self._embed(head, traced, token_ids, context), features, context)
             return head.logits(hidden, context), (pools[0], _finite(hidden))
 
-        carry = kv_cache[-1], self._kept(traced, states, positions)
-        tokens, (pool, _) = draw_drafts(metadata, tokens, batch, options, one_pass, carry, sees_last=False)
+        carry = kv_cache[-1], self._saved_features(traced, states, positions)
+        tokens, (pool, _) = draw_drafts(metadata, tokens, batch, options, one_pass, carry, caches_last=False)
         return tokens, [*kv_cache[:-1], pool]
 
-    def follow(
+    def observe(
         self,
         traced: TracedModels,
         tokens: Int[Array, " t"],
@@ -135,26 +136,26 @@ class EagleDrafter:
         *,
         has_drafted: bool,
     ) -> tuple[list[Array], list[Array]]:
-        """Computes the entries of the step's tokens, and keeps the last features; see Drafter.follow."""
+        """Computes the entries of the step's tokens, and saves the last features; see Drafter.observe."""
         metadata, head, pool = traced.metadata, self._merge(traced.weights), kv_cache[-1]
         rows = self._rows(metadata)
-        context = head.context(jnp.maximum(rows.positions, 0), _never, metadata.grid)
+        context = head.context(jnp.maximum(rows.positions, 0), _no_attention, metadata.grid)
         features = _finite(head.features(outputs, context))
         first = metadata.query_start_loc[:-1]
-        kept = self._kept(traced, states, rows.positions.at[first].get(mode="clip"))
+        saved = self._saved_features(traced, states, rows.positions.at[first].get(mode="clip"))
         is_first = jnp.arange(tokens.shape[0]) == first.at[rows.seq].get(mode="clip")
         before = jnp.where(
-            is_first[:, None], kept.at[rows.seq].get(mode="clip"), jnp.roll(features, 1, axis=0)
+            is_first[:, None], saved.at[rows.seq].get(mode="clip"), jnp.roll(features, 1, axis=0)
         )
         key, value = head.key_and_value(self._embed(head, traced, tokens, context), before, context)
-        slots = self._slots(metadata, pool, rows.seq, rows.places)
+        slots = self._slots(metadata, pool, rows.seq, rows.table_slots)
         firsts = _each_once(slots.at[first].get(mode="clip"), pool)
         slots = jnp.where(is_first, firsts.at[rows.seq].get(mode="clip"), slots)
         pool = write_kv(pool, key, value, slots, backend=metadata.backend, grid=metadata.grid)
-        at = jnp.maximum(last.rows, 0)
-        kept_features = states[0].at[last.batch_slots].set(features[at], mode="drop")
-        kept_positions = states[1].at[last.batch_slots].set(metadata.positions[at], mode="drop")
-        return [*kv_cache[:-1], pool], [kept_features, kept_positions]
+        last_rows = jnp.maximum(last.rows, 0)
+        saved_features = states[0].at[last.batch_slots].set(features[last_rows], mode="drop")
+        saved_positions = states[1].at[last.batch_slots].set(metadata.positions[last_rows], mode="drop")
+        return [*kv_cache[:-1], pool], [saved_features, saved_positions]
 
     def _merge(self, weights: list[Array]) -> EagleHead:
         """Returns the head with its weights."""
@@ -164,7 +165,7 @@ class EagleDrafter:
         self, head: EagleHead, traced: TracedModels, tokens: Int[Array, " t"], context: ForwardContext
     ) -> Float[Array, "t e"]:
         """Returns the embeddings of tokens, from the head's or the target model's embedding table."""
-        assert isinstance(traced.target, LlamaForCausalLM), "load_head has checked it"
+        assert isinstance(traced.target, LlamaForCausalLM), "load_head only accepts Llama models as targets"
         return head.embed(tokens, traced.target.embed_tokens, context)
 
     def _context(self, head: EagleHead, metadata: AttentionMetadata, pools: list[Array]) -> ForwardContext:
@@ -176,28 +177,28 @@ class EagleDrafter:
 
         return head.context(metadata.positions, attend, metadata.grid)
 
-    def _kept(
+    def _saved_features(
         self, traced: TracedModels, states: list[Array], positions: Int[Array, " b"]
     ) -> Float[Array, "b e"]:
-        """Returns the kept features that belong to the given positions; zeros for other positions.
+        """Returns the saved features that belong to the given positions; zeros for other positions.
 
         A new sequence may get the feature of the batch slot's previous sequence, if the position is the same.
         Like zeros, this only affects the acceptance rate.
         """
-        features, kept_positions = (x.at[traced.batch_slots].get(mode="fill", fill_value=0) for x in states)
-        return jnp.where((kept_positions == positions)[:, None], features, 0)
+        features, saved_positions = (x.at[traced.batch_slots].get(mode="fill", fill_value=0) for x in states)
+        return jnp.where((saved_positions == positions)[:, None], features, 0)
 
     def _rows(self, metadata: AttentionMetadata) -> _Rows:
         """Returns the sequence of each token row and the location of its entry."""
         lens, num_rows = metadata.context_lens[self.group], metadata.positions.shape[0]
         rows, stops = jnp.arange(num_rows), metadata.query_start_loc[1:]
         seq = rows if metadata.is_decode else jnp.sum(rows[:, None] >= stops, axis=1)
-        behind = stops.at[seq].get(mode="clip") - rows
+        num_left = stops.at[seq].get(mode="clip") - rows
         lens = lens.at[seq].get(mode="fill", fill_value=0)
-        return _Rows(seq, metadata.positions - 1, jnp.where(lens > 0, lens - behind - 1, -1))
+        return _Rows(seq, metadata.positions - 1, jnp.where(lens > 0, lens - num_left - 1, -1))
 
     def _slots(
-        self, metadata: AttentionMetadata, pool: Array, seq: Int[Array, " t"], places: Int[Array, " t"]
+        self, metadata: AttentionMetadata, pool: Array, seq: Int[Array, " t"], table_slots: Int[Array, " t"]
     ) -> Int[Array, " t"]:
         """Returns KV slots.
 
@@ -205,14 +206,14 @@ class EagleDrafter:
             metadata: Attention metadata of the step.
             pool: The head's KV cache array.
             seq: Sequence of each entry.
-            places: Slot of each entry within the sequence's block table. Negative values yield a slot that
-                does not exist.
+            table_slots: Slot of each entry within the sequence's block table. Negative values yield a slot
+                that does not exist.
         """
         size = pool.shape[3]
-        at = jnp.maximum(places, 0)
+        slots = jnp.maximum(table_slots, 0)
         tables = metadata.block_tables[self.group]
-        blocks = tables.at[seq, at // size].get(mode="fill", fill_value=0)
-        return jnp.where((places >= 0) & (blocks > 0), blocks * size + at % size, _no_slot(pool))
+        blocks = tables.at[seq, slots // size].get(mode="fill", fill_value=0)
+        return jnp.where((table_slots >= 0) & (blocks > 0), blocks * size + slots % size, _no_slot(pool))
 
 
 def _no_slot(pool: Array) -> int:
@@ -236,6 +237,6 @@ def _finite(rows: Float[Array, "t e"]) -> Float[Array, "t e"]:
     return jnp.where(jnp.all(jnp.isfinite(rows), axis=1, keepdims=True), rows, 0)
 
 
-def _never(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
+def _no_attention(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
     """Raises AssertionError, because computing keys and values needs no attention."""
-    raise AssertionError("keys and values need no attention")
+    raise AssertionError("attention is not available while only keys and values are computed")

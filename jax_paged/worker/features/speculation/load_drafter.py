@@ -27,7 +27,7 @@ def load_drafter(
     layout: KVCacheLayout,
     grid: DeviceGrid,
     *,
-    packs: bool,
+    uses_onednn: bool,
 ) -> tuple[Drafter, list[Array]]:
     """Loads a draft model or an EAGLE-3 head, in the dtype of the served model.
 
@@ -37,7 +37,7 @@ def load_drafter(
         loaded: The served model.
         layout: Cache layout of the served model.
         grid: The devices that share the weights.
-        packs: Whether weights are packed for oneDNN.
+        uses_onednn: Whether weights are packed for oneDNN.
 
     Returns:
         The drafter and its weights.
@@ -46,29 +46,31 @@ def load_drafter(
         ValueError: If the drafter can't be loaded, or does not fit the served model.
     """
     name = speculative.model
-    assert name is not None, "n-grams are found on the host"
-    if speculative.kind == "eagle3":
+    assert name is not None, "n-gram drafts are found on the host, without a drafter"
+    if speculative.resolved_method == "eagle3":
         head = load_head(resolve_model_dir(name), loaded, grid)
         window, group = _widest(layout)
         # An entry is stored one position before its token. With the full window, it would attend to one
         # position that has already left the served model's window, and whose block may be freed.
         window = None if window is None else max(1, window - 1)
-        own = plan_layout([head.kv_cache_spec(window)], layout.dtype, grid.num_devices)
-        own = dataclasses.replace(own, groups=layout.groups, places=(KVLocation(0, group),))
+        head_layout = plan_layout([head.kv_cache_spec(window)], layout.dtype, grid.num_devices)
+        head_layout = dataclasses.replace(
+            head_layout, groups=layout.groups, locations=(KVLocation(0, group),)
+        )
         paths = head.config.feature_paths(loaded.config.num_hidden_layers)
-        flat, weights, splits = flatten(packed(head, in_place=True) if packs else head)
+        flat, weights, splits = flatten(packed(head, in_place=True) if uses_onednn else head)
         weights = placed(weights, splits, grid, are_in_order=True)
-        return EagleDrafter(flat, own, paths, head.config.hidden_size, loaded.dtype, window), weights
+        return EagleDrafter(flat, head_layout, paths, head.config.hidden_size, loaded.dtype, window), weights
     dtype = "float32" if loaded.dtype == jnp.float32 else "bfloat16"
     draft = load_model(resolve_model_dir(name), dtype, None, {}, grid)
     check_draft(draft, loaded, args.max_model_len, name)
-    own = plan_layout(draft.model.kv_cache_specs(), layout.dtype, grid.num_devices)
-    allowed = "a model without recurrent state, which can't take drafts back"
-    check(not own.states, "speculative_config['model']", name, allowed)
-    check_groups(own, layout, name)
-    flat, weights, splits = flatten(packed(draft.model, in_place=True) if packs else draft.model)
+    draft_layout = plan_layout(draft.model.kv_cache_specs(), layout.dtype, grid.num_devices)
+    allowed = "a model without recurrent layers, whose states keep rejected draft tokens"
+    check(not draft_layout.states, "speculative_config['model']", name, allowed)
+    check_groups(draft_layout, layout, name)
+    flat, weights, splits = flatten(packed(draft.model, in_place=True) if uses_onednn else draft.model)
     weights = placed(weights, splits, grid, are_in_order=True)
-    return DraftModel(flat, own), weights
+    return DraftModel(flat, draft_layout), weights
 
 
 def _widest(layout: KVCacheLayout) -> tuple[int | None, int]:

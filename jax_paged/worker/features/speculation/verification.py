@@ -36,13 +36,13 @@ def accept(
         count_slots: The batch slot in whose token counts each drawn token is counted if it is accepted.
     """
     fields, num_batch_slots = step.fields, step.context.max_num_seqs
-    behind = fields["num_drafts"]
+    num_before = fields["num_drafts"]
     drafts = tokens[fields["logits_rows"]]
-    is_wrong = (behind > 0) & (jnp.roll(drawn, 1) != drafts)
+    is_wrong = (num_before > 0) & (jnp.roll(drawn, 1) != drafts)
     num_wrong = jnp.cumsum(is_wrong.astype(jnp.int32))
-    first = jnp.maximum(jnp.arange(len(behind)) - behind, 0)
+    first = jnp.maximum(jnp.arange(len(num_before)) - num_before, 0)
     counts = num_wrong == num_wrong[first]
-    has_successor = jnp.concatenate([((behind > 0) & counts)[1:], jnp.zeros(1, bool)])
+    has_successor = jnp.concatenate([((num_before > 0) & counts)[1:], jnp.zeros(1, bool)])
     return DrawnTokens(
         sample_slots=jnp.where(counts & ~has_successor, fields["sample_slots"], num_batch_slots),
         count_slots=jnp.where(counts, count_slots, num_batch_slots),
@@ -76,7 +76,7 @@ def observe(
     last = LastRows(fields["batch_slots"], fields["query_start_loc"][1:] - 1)
     if has_drafted:
         last = LastRows(rows.sample_slots, fields["logits_rows"])
-    kv_cache, draft_states = drafter.follow(
+    kv_cache, draft_states = drafter.observe(
         _traced_models(step, model, metadata),
         tokens,
         [outputs[path] for path in drafter.paths],

@@ -16,7 +16,7 @@ from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.worker.input_batch import InputBatch
 
 
-def check_order(model: LanguageModel, hooks: Sequence[Hook], grid: DeviceGrid) -> None:
+def check_column_order(model: LanguageModel, hooks: Sequence[Hook], grid: DeviceGrid) -> None:
     """Checks that the output columns of hooked modules are in the model's order on the devices.
 
     On several devices, the columns of some projections are reordered (see DeviceGrid.columns).
@@ -34,8 +34,8 @@ def check_order(model: LanguageModel, hooks: Sequence[Hook], grid: DeviceGrid) -
         if isinstance(module, Linear):
             order = grid.columns(module.split)[-1]
             allowed = (
-                f"a module whose outputs are in order on {grid.num_devices} devices, and no fused projection "
-                "or one to fewer heads than devices"
+                f"a module whose outputs are in order on {grid.num_devices} devices, not a fused projection "
+                "or a projection to fewer heads than devices"
             )
             check(order is None, "path", hook.path, allowed)
 

@@ -120,7 +120,7 @@ def redraw(
         row, position = fields["logits_rows"][j : j + 1], fields["sample_positions"][j : j + 1]
         logits = run(row_logits, weights, hidden, row)
         prompt, output = batch.known_tokens[batch_slot].before(int(position[0]))
-        changed = _applied(functions, prompt, output, np.asarray(logits)[0].copy())
+        changed = _apply(functions, prompt, output, np.asarray(logits)[0].copy())
         sampling = inputs.bias_ids, inputs.bias_values, inputs.token_mask
         rows = [np.asarray(x)[j : j + 1] for x in sampling]
         results, details = run(drawing, logits, changed[None], fields["sampling"][j : j + 1], position, *rows)
@@ -128,7 +128,7 @@ def redraw(
     return redrawn
 
 
-def _applied(
+def _apply(
     functions: list[LogitsFunction], prompt: list[int], output: list[int], logits: np.ndarray
 ) -> np.ndarray:
     """Returns the logits after all functions. If a function fails, returns NaN, which ends the request."""
@@ -142,5 +142,5 @@ def _applied(
             raise ValueError(f"logits processors must return the shape {shape}, got {logits.shape}")
         return logits
     except Exception:
-        _LOGGER.exception("a logits processor has failed; its request ends")
+        _LOGGER.exception("a logits processor raised an error; its request ends with an error")
         return np.full(shape, np.nan, np.float32)

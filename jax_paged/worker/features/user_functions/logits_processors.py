@@ -95,9 +95,9 @@ def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> 
         state = jax.tree.map(_array, p.state)
         args: Any = (jax.ShapeDtypeStruct((p.num_args,), jnp.float32), number, number)
         result = jax.eval_shape(p.fn, logits, state, ExtraArgs(*args))
-        ok = isinstance(result, tuple) and len(result) == 2 and _like(result, (logits, state))
+        ok = isinstance(result, tuple) and len(result) == 2 and _has_equal_shapes(result, (logits, state))
         if not ok:
-            allowed = f"logits in float32 of shape ({vocab_size},), and a state like the one that it receives"
+            allowed = f"float32 logits of shape ({vocab_size},) and a state with the structure of its input"
             raise ArgumentError(p.name, result, allowed, aspect="the result of logits processor")
 
 
@@ -109,11 +109,11 @@ def _array(leaf: Any) -> Array:
     return array.astype(dtype) if isinstance(dtype, np.dtype) else array
 
 
-def _like(ours: Any, theirs: Any) -> bool:
+def _has_equal_shapes(a: Any, b: Any) -> bool:
     """Returns whether two pytrees have the same structure, shapes and dtypes."""
-    same = jax.tree.structure(ours) == jax.tree.structure(theirs)
-    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=False)
-    return same and all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
+    is_same = jax.tree.structure(a) == jax.tree.structure(b)
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
+    return is_same and all((x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs)
 
 
 def process(
@@ -143,8 +143,8 @@ def process(
     for p in processors:
         mode = columns[:, first_column]
         values = columns[:, first_column + 1 : first_column + 1 + p.num_args]
-        begin, structure = jax.tree.flatten(jax.tree.map(_array, p.state))
-        own = states[first_leaf : first_leaf + len(begin)]
+        initial, structure = jax.tree.flatten(jax.tree.map(_array, p.state))
+        own = states[first_leaf : first_leaf + len(initial)]
 
         def apply(
             x: Array,
@@ -152,25 +152,26 @@ def process(
             p: LogitsProcessor = p,
             mode: Array = mode,
             values: Array = values,
-            begin: list[Array] = begin,
+            initial: list[Array] = initial,
             structure: Any = structure,
         ) -> tuple[Array, list[Array]]:
-            kept = [leaf.at[batch_slots].get(mode="clip") for leaf in own]
-            now = [jnp.where(_wide(mode == BEGINS, b), b, k) for k, b in zip(kept, begin, strict=True)]
+            saved = [leaf.at[batch_slots].get(mode="clip") for leaf in own]
+            pairs = zip(saved, initial, strict=True)
+            current = [jnp.where(_broadcastable(mode == BEGINS, i), i, s) for s, i in pairs]
             args = ExtraArgs(values, token_ids, positions)
-            new, state = jax.vmap(p.fn)(x, jax.tree.unflatten(structure, now), args)
+            new, state = jax.vmap(p.fn)(x, jax.tree.unflatten(structure, current), args)
             target = jnp.where(mode == OFF, len(own[0]) if own else 0, batch_slots)
             pairs = zip(own, jax.tree.leaves(state), strict=True)
-            return jnp.where(_wide(mode != OFF, x[0]), new, x), [
+            return jnp.where(_broadcastable(mode != OFF, x[0]), new, x), [
                 leaf.at[target].set(rows, mode="drop") for leaf, rows in pairs
             ]
 
         logits, own = lax.cond(jnp.any(mode != OFF), apply, lambda x, own: (x, own), logits, own)
-        states[first_leaf : first_leaf + len(begin)] = own
-        first_column, first_leaf = first_column + 1 + p.num_args, first_leaf + len(begin)
+        states[first_leaf : first_leaf + len(initial)] = own
+        first_column, first_leaf = first_column + 1 + p.num_args, first_leaf + len(initial)
     return logits, states
 
 
-def _wide(is_on: Array, row: Array) -> Array:
+def _broadcastable(is_on: Array, row: Array) -> Array:
     """Returns a mask of rows in a shape that broadcasts over the dimensions of `row`."""
     return is_on.reshape(-1, *[1] * row.ndim)

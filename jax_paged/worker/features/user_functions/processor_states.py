@@ -10,7 +10,7 @@ from jax_paged.worker.features.user_functions.logits_processors import BEGINS
 from jax_paged.worker.input_batch import InputBatch
 
 
-class KeptStates:
+class SavedStates:
     """Processor states of preempted sequences, in host memory, by the sequence id before the preemption."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class KeptStates:
         output: SchedulerOutput,
         batch: InputBatch,
         states: list[Array],
-        place: Callable[..., tuple[Array, ...]],
+        to_devices: Callable[..., tuple[Array, ...]],
     ) -> list[Array]:
         """Saves the states of preempted sequences, and restores the states of resumed sequences.
 
@@ -30,7 +30,7 @@ class KeptStates:
             output: The step.
             batch: State of the batch slots, already updated for the step.
             states: The device arrays, each [S, ...], after the previous steps.
-            place: Copies host arrays to all devices.
+            to_devices: Copies host arrays to all devices.
 
         Returns:
             The device arrays, with the states of resumed sequences in their new batch slots.
@@ -46,33 +46,34 @@ class KeptStates:
         if states and left:
             rows = [np.asarray(leaf)[[batch_slot for _, batch_slot in left]] for leaf in states]
             self._by_id |= {seq_id: [leaf[i] for leaf in rows] for i, (seq_id, _) in enumerate(left)}
-        return self._bring_back(output, batch, states, place)
+        return self._restore_resumed(output, batch, states, to_devices)
 
     def free(self, states: list[Array]) -> None:
         """Copies the states of all batch slots to host memory."""
         self._on_host = [np.array(leaf) for leaf in states]
 
-    def restore(self, states: list[Array], place: Callable[..., tuple[Array, ...]]) -> list[Array]:
+    def restore(self, states: list[Array], to_devices: Callable[..., tuple[Array, ...]]) -> list[Array]:
         """Returns the states that `free` has copied, or `states` if nothing was copied."""
-        return list(place(*self._on_host)) if self._on_host else states
+        saved, self._on_host = self._on_host, []
+        return list(to_devices(*saved)) if saved else states
 
-    def _bring_back(
+    def _restore_resumed(
         self,
         output: SchedulerOutput,
         batch: InputBatch,
         states: list[Array],
-        place: Callable[..., tuple[Array, ...]],
+        to_devices: Callable[..., tuple[Array, ...]],
     ) -> list[Array]:
         """Restores the states of resumed sequences. It has the same arguments as `move`."""
-        back = [new for new in output.new_sequences if new.former_id in self._by_id]
-        if not back:
+        resumed = [new for new in output.new_sequences if new.former_id in self._by_id]
+        if not resumed:
             return states
         host = [np.array(leaf) for leaf in states]
-        batch_slots = batch.slots_of([new.seq_id for new in back]).tolist()
-        for new, batch_slot in zip(back, batch_slots, strict=True):
+        batch_slots = batch.slots_of([new.seq_id for new in resumed]).tolist()
+        for new, batch_slot in zip(resumed, batch_slots, strict=True):
             for leaf, row in zip(host, self._by_id.pop(new.former_id), strict=True):
                 leaf[batch_slot] = row
-        return list(place(*host))
+        return list(to_devices(*host))
 
 
 def fill_processor_args(filled: np.ndarray, batch: InputBatch, batch_slots: np.ndarray) -> None:

@@ -15,8 +15,8 @@ from jax_paged.worker.compilation.programs import DeviceInputs, StageRole, StepS
 from jax_paged.worker.distributed.channel import Channel
 from jax_paged.worker.distributed.follower import Follower
 from jax_paged.worker.distributed.leader import Followers, Leader
-from jax_paged.worker.pipeline.own_stage import OwnStage
 from jax_paged.worker.pipeline.stage_links import RemoteArray, StageLinks
+from jax_paged.worker.pipeline.stage_runner import StageRunner
 from jax_paged.worker.traced_step import StepProgram
 
 STEP = StepProgram(Bucket(num_tokens=2, num_seqs=2, is_decode=True))
@@ -24,7 +24,7 @@ OTHER_INPUTS = {"bias_ids": None, "bias_values": None, "token_mask": None, "adap
 
 
 class Context:
-    """What OwnStage reads of a first stage's."""
+    """What StageRunner reads of a first stage's."""
 
     stage, features = StageRole(is_last=False), FeatureSet()
 
@@ -43,7 +43,7 @@ class Engine:
 
     def __init__(self, followers: Followers, engine: int) -> None:
         group, compiled, context = Leader(followers, engine), Programs(), Context()
-        own = OwnStage(engine, followers.links, context, compiled)  # pyright: ignore[reportArgumentType]
+        own = StageRunner(engine, followers.links, context, compiled)  # pyright: ignore[reportArgumentType]
         counts, tables, tokens = (jnp.zeros(2, jnp.int32) for _ in range(3))
         self.weights = [jnp.zeros(1)]
         self.state: StepState[Any] = StepState(
@@ -103,7 +103,7 @@ def test_an_engine_waits_for_its_own_step_and_for_no_other(ends: Any) -> None:
     np.testing.assert_array_equal(hidden, [1, 1])
     assert done.empty()
     tokens, results = np.array([7, 8], np.int32), np.arange(8, dtype=np.int32).reshape(4, 2)
-    followers._hand_on({"stage": 0, "engine": 0}, [tokens, results, results])
+    followers._forward({"stage": 0, "engine": 0}, [tokens, results, results])
     np.testing.assert_array_equal(np.asarray(first), results)
     done.get(timeout=60)
     (engine, _, codes, _), _ = stage.receive()
@@ -116,26 +116,26 @@ def test_an_engine_waits_for_its_own_step_and_for_no_other(ends: Any) -> None:
 def test_followers_forget_what_the_leader_has_another_number_for(ends: Any) -> None:
     followers, stage = ends
     leader, follower = Leader(followers), Follower(stage)
-    run = leader.everywhere("hand back", lambda *arrays: arrays)
-    follower.everywhere("hand back", lambda kept, changed: (kept, changed + 1))
+    run = leader.in_all_processes("hand back", lambda *arrays: arrays)
+    follower.in_all_processes("hand back", lambda kept, changed: (kept, changed + 1))
     arrays = jnp.zeros(1), jnp.zeros(1)
-    leader._numbered(arrays)
-    follower._keep(arrays)
+    leader._assign_ids(arrays)
+    follower._assign_ids(arrays)
     for _ in range(20):
         arrays = run(*arrays)
         (_, name, codes, dropped), given = stage.receive()
-        follower.do(name, codes, dropped, given)
+        follower.run_announced(name, codes, dropped, given)
     assert [int(follower._arrays[code][0]) for code in codes] == [0, 19]
     assert len(follower._arrays) == 4  # what was given to the last call is forgotten with the next
 
 
 def test_arrays_that_come_before_they_are_asked_for() -> None:
     links = StageLinks(1, 2, lambda *_: None, lambda _: None)
-    later = links.take(0)
-    links.arrive(1, [np.array([1])])
-    links.arrive(0, [np.array([2])])
-    links.arrive(0, [np.array([3])])
-    assert [int(x.result(60)[0][0]) for x in (later, links.take(0), links.take(1))] == [2, 3, 1]
+    later = links.receive(0)
+    links.deliver(1, [np.array([1])])
+    links.deliver(0, [np.array([2])])
+    links.deliver(0, [np.array([3])])
+    assert [int(x.result(60)[0][0]) for x in (later, links.receive(0), links.receive(1))] == [2, 3, 1]
 
 
 def test_what_fails_while_it_is_computed_is_told() -> None:
@@ -148,5 +148,5 @@ def test_what_fails_while_it_is_computed_is_told() -> None:
             raise RuntimeError("out of memory")
 
     array: Any = Broken()
-    StageLinks(0, 2, lambda *_: None, failed.put).give(0, [array])
+    StageLinks(0, 2, lambda *_: None, failed.put).send(0, [array])
     assert str(failed.get(timeout=60)) == "out of memory"

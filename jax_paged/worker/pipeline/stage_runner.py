@@ -40,12 +40,12 @@ def lower_part(program: Program, context: TraceContext) -> Any:
         case StepProgram(bucket):
             return StageProgram(bucket).lower(context)
         case _ if program.reads_hidden or isinstance(program, ResetTokenCountsProgram):
-            return StagedProgram([], lambda *_: None)  # only runs in the last stage; see OwnStage.run
+            return StagedProgram([], lambda *_: None)  # only runs in the last stage; see StageRunner.run
         case _:
             return program.lower(context)
 
 
-class OwnStage:
+class StageRunner:
     """Runner for one stage's part of programs, for one engine.
 
     Args:
@@ -80,9 +80,9 @@ class OwnStage:
                 return args[0]
             case _ if program.reads_hidden:
                 if not self._is_last:
-                    return RemoteArray(self._told())
+                    return RemoteArray(self._last_stage_results())
                 result = self._call(program, *args)
-                self._links.give(self._engine, [result])
+                self._links.send(self._engine, [result])
                 return result
             case _:
                 return self._call(program, *args)
@@ -95,13 +95,13 @@ class OwnStage:
         inputs: DeviceInputs[Any],
     ) -> tuple[StepResult[Any], StepState[Any]]:
         links, engine = self._links, self._engine
-        given = np.asarray(state.last_tokens) if self._is_first else links.take(engine).result()[0]
+        given = np.asarray(state.last_tokens) if self._is_first else links.receive(engine).result()[0]
         if not self._is_last:
             args = weights, state.kv_cache, state.block_tables, inputs.packed, given
             hidden, kv_cache, tables = self._call(program, *args)
-            links.give(engine, [hidden])
-            told = self._told()
-            last_tokens, tokens, details, hidden = (RemoteArray(told, place) for place in range(4))
+            links.send(engine, [hidden])
+            results = self._last_stage_results()
+            last_tokens, tokens, details, hidden = (RemoteArray(results, index) for index in range(4))
             state = dataclasses.replace(
                 state, kv_cache=kv_cache, block_tables=tables, last_tokens=last_tokens
             )
@@ -109,12 +109,12 @@ class OwnStage:
         inputs = dataclasses.replace(inputs, hidden=given)
         result, state = self._call(program, weights, state, inputs)
         arrays = [state.last_tokens, result.tokens, result.details]
-        links.give(engine, [*arrays, *([result.hidden] if self._pools else [])])
+        links.send(engine, [*arrays, *([result.hidden] if self._pools else [])])
         return result, state
 
-    def _told(self) -> Any:
+    def _last_stage_results(self) -> Any:
         """Returns a future for the results of the last stage in the first stage; None in other stages."""
-        return self._links.take(self._engine) if self._is_first else None
+        return self._links.receive(self._engine) if self._is_first else None
 
     def _call(self, program: Program, *args: Any) -> Any:
         with self._links.computing:
