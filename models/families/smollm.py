@@ -37,7 +37,10 @@ class SmolLM3Config(LlamaConfig):
         interval = read.integer("no_rope_layer_interval", 4)
         rotated = read.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(num_layers)])
         ok = isinstance(rotated, list) and len(rotated) >= num_layers and all(x in (0, 1) for x in rotated)
-        allowed = f"a list of at least {num_layers} items (num_hidden_layers), each 1 (rotary) or 0 (none)"
+        allowed = (
+            f"a list of at least {num_layers} items (num_hidden_layers), each 1 (with rotary embedding) or 0 "
+            "(without)"
+        )
         ok = read.check(ok, "no_rope_layers", rotated, allowed, also_needs=("num_hidden_layers",))
         rotated = rotated[:num_layers] if ok else [1] * num_layers
         has_window = read.choice("use_sliding_window", False, (False, True))
