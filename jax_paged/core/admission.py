@@ -73,7 +73,10 @@ class Admission:
         self._holds_back_new = False
 
     def begin_step(self, now: float) -> None:
-        """Decides whether new requests are held back in this step, to schedule more of them together."""
+        """Begins a step. Decides whether new requests are held back, to schedule more of them together.
+
+        Also makes requests that were set aside for an adapter slot available again if they may find one now.
+        """
         if self._last_prompt_start is not None:
             self._last_prompt_s, self._last_prompt_start = now - self._last_prompt_start, None
         if self.adapters is not None:
@@ -195,7 +198,8 @@ class Admission:
             num_missing = num_needed + self._num_reserved(group, num_slots, len(victims) == len(running))
             lacks_room = num_slots + group.num_reserved_slots > self.max_num_seqs or num_blocks < num_missing
             if lacks_room or (self.adapters and not self.adapters.has_room(group, without=victims)):
-                continue  # not enough yet, even if the victims shared no blocks
+                # num_blocks counts shared blocks several times, so it is an upper bound.
+                continue
             released = manager.released_by(s for victim in victims for s in victim.unfinished)
             if manager.num_free_blocks + len(released.difference(shared)) >= num_missing:
                 for victim in victims:

@@ -23,14 +23,17 @@ if TYPE_CHECKING:
     from jax_paged.core.features.lora import AdapterSlots
 
 # A scheduled sequence while its step is built: the request, the sequence, the number of tokens to compute,
-# and the sequences that sample from the logits of the last of these tokens. The latter are none before the
-# end of the prompt, all samples of the request at the end of the prompt, and the sequence itself later.
+# and the sequences that sample from the logits of the last of these tokens. In a chunk before the end of the
+# prompt, no sequence samples. At the end of the prompt, all samples of the request do. Later, only the
+# sequence itself does.
 # It is a plain tuple because tuples are cheap to create, and a step contains hundreds.
 PlannedSequence = tuple[SequenceGroup, Sequence, int, tuple[Sequence, ...]]
 
 
 class PlannedStep(NamedTuple):
-    """Instructions of a StepPlanner for the sequences of the step that it has planned.
+    """Differences between a multi-step, or a step with draft tokens, and an ordinary step.
+
+    A StepPlanner or RequestEditor.plan_draft sets it.
 
     Args:
         is_multi_step: Whether the step is a multi-step. All tokens of a sequence except the first are then
@@ -141,7 +144,7 @@ class BatchSlots:
 
         Args:
             rows: The scheduled sequences, in the order in which they are computed.
-            planned: Instructions of the StepPlanner that has planned the step; None if none has.
+            planned: Differences from an ordinary step; None for an ordinary step.
         """
         slots, changed, states = self._slots, self._manager.table_changes, self._manager.states
         new: list[NewSequence] = []

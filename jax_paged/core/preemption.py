@@ -124,7 +124,7 @@ class Preemption:
     def end_unschedulable(
         self, group: SequenceGroup, step: StepBuilder, now: float, reason: str = POOL_TOO_SMALL
     ) -> None:
-        """Ends a request that could not run, or continue, even in an empty pool."""
+        """Ends a request that could not run, or continue, even in an empty KV cache."""
         self._updater.end_group(group, StopConditions.unschedulable_status(group), now, reason)
         step.ended.append(group.request_id)
 

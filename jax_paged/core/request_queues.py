@@ -21,7 +21,7 @@ class RequestQueues:
         swapped: Requests whose blocks are in host memory.
         num_reserved_slots: Sum of the batch slots that running requests reserve.
         running_adapters: Number of running requests per LoRA adapter. Read-only for others.
-        num_changes_aside: Counter of all changes to the requests that are set aside.
+        set_aside_version: Number that changes whenever the requests that are set aside change.
         num_arrivals: Number of requests added so far.
     """
 

@@ -39,7 +39,7 @@ class StepTokens(NamedTuple):
     failures: Mapping[SequenceGroup, str]
 
 
-# Returns the sampled tokens of a step that a StepPlanner has planned.
+# Returns the sampled tokens of a multi-step or of a step with draft tokens.
 ReadStepTokens = Callable[[SchedulerOutput, ModelRunnerOutput, Mapping[int, BatchSlot]], StepTokens]
 
 
@@ -92,7 +92,7 @@ class ResultUpdater:
         queues: Owner of the requests. Requests that end are removed from it.
         batch_slots: Maps ids to sequences.
         stop_conditions: Decides when a sequence ends.
-        read_planned: Returns the sampled tokens of a step that a StepPlanner has planned.
+        read_planned: Returns the sampled tokens of a multi-step or of a step with draft tokens.
         beam_search: Selects the beams that continue.
     """
 

@@ -153,7 +153,7 @@ class DraftPlanner:
 
         1. Count accepted draft tokens. Compare the tokens of other sequences with their expected tokens.
         2. Record the duration of the step.
-        3. Stop verifying draft tokens if they are unlikely to be accepted for all sequences.
+        3. Stop verifying draft tokens if no sequence is likely to accept its draft tokens.
         4. Otherwise decide for the next step, if a decision is due.
         """
         seconds, self._step_began = now - self._step_began, now
@@ -207,7 +207,8 @@ class DraftPlanner:
         """Returns the running sequences with their draft tokens.
 
         Args:
-            is_ahead: Whether tokens may be pending. Draft tokens then follow the known tokens.
+            is_ahead: Whether steps are in flight, so that tokens may be pending. Draft tokens then follow the
+                known tokens.
 
         Returns:
             None if there are no draft tokens, if a sequence does not decode, or if the step would be too
