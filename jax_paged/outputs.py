@@ -110,7 +110,8 @@ class CompletionOutput:
             include_stop_str_in_output is set. "" without a tokenizer.
         token_ids: Generated tokens, including the token that ended the output. A list if the request has
             finished, else a Snapshot; `list(token_ids)` converts it, for example for json.dumps.
-        cumulative_logprob: Sum of the log-probabilities of `token_ids`.
+        cumulative_logprob: Sum of the log-probabilities of `token_ids`. If another engine has begun the
+            output and this engine continues it, the sum covers only the tokens of this engine.
         logprobs: One dict per token, in a list or Snapshot like token_ids; None if not requested.
         finish_reason: "stop", "length", "abort", or "error" if the request could not run; None while the
             request is running.

@@ -171,7 +171,8 @@ def make_tokenizer(args: EngineArgs) -> Tokenizer | None:
 def tokenizer_name(args: EngineArgs) -> str:
     """Returns the folder of the tokenizer, or its hub id if `args.tokenizer` is a hub id.
 
-    For a hub id, transformers downloads only the tokenizer's files and no weights.
+    For a hub id, transformers downloads only the tokenizer's files and no weights. "pagelet" is not a hub id
+    but the demo model that the package contains.
     """
     name = args.tokenizer
     if name is None or name == "pagelet" or Path(name).expanduser().is_dir():

@@ -69,7 +69,7 @@ class EngineCore:
         max_in_flight: Maximum number of dispatched steps whose results have not been processed.
         requests: The unfinished requests, by id.
         observers: Functions that are called after each step with the scheduler and the step.
-        planned: A step that is scheduled but not dispatched; None if there is none.
+        planned: A step that `plan` has scheduled and that is not dispatched yet; None if there is none.
         changed: Requests that have changed since `advance` or `run_planned` last returned, in order.
         is_closed: True if the engine is closed or about to be closed.
         failure: The error that interrupted a step; no step may run after it. None if there was none.
@@ -126,7 +126,7 @@ class EngineCore:
         Raises:
             EngineDeadError: If the engine is closed or has failed.
             EngineAsleepError: If the engine sleeps.
-            RuntimeError: If a model in memory has other weights than the engine.
+            RuntimeError: If the engine serves the caller's model, and the caller has replaced its weights.
         """
         self.check_alive()
         if self.pause_reason is not None:
@@ -250,7 +250,8 @@ class EngineCore:
     def advance(self) -> list[RequestState]:
         """Runs one step: the planned one if there is one. Returns the requests that got tokens or ended.
 
-        If no request is unfinished, it only returns the requests that changed earlier.
+        If no request is unfinished, no step is planned and some requests have changed earlier, it runs no
+        step and only returns these requests.
         """
         with self._unfinished_step():
             in_flight, most = self._in_flight, self.max_in_flight
@@ -266,8 +267,8 @@ class EngineCore:
     def plan(self) -> SchedulerOutput:
         """Schedules the next step without running it. Replaces a planned step that has not run.
 
-        A replaced step is still dispatched, but without its rows: the executor needs its other contents, such
-        as copies of blocks.
+        A replaced step is still dispatched, but without its sequences: the executor needs its other contents,
+        such as copies of blocks.
         """
         self.settle()
         with self._unfinished_step():
@@ -280,8 +281,8 @@ class EngineCore:
         """Runs the planned step. Returns the requests that got tokens or ended.
 
         Args:
-            rows: Indices of the rows to run, in this order (see Scheduler.edit); None runs the step
-                unchanged.
+            rows: Indices of the scheduled sequences to run, in this order (see Scheduler.edit); None runs the
+                step unchanged.
         """
         with self._unfinished_step():
             self._run_planned(rows)

@@ -37,9 +37,9 @@ class CheckedRequest:
     """A request that has been checked: prompt, parameters and everything that was prepared for the engine.
 
     Args:
-        request: The request, without an id. Its sampling parameters are complete: max_tokens is set, -1 as
-            the number of log-probabilities is replaced by the vocabulary size, and bad_words are also token
-            ids.
+        request: The request, without an id. Its sampling parameters are complete: max_tokens is set,
+            the vocabulary size replaces -1 as a number of log-probabilities, and bad_words_token_ids contains
+            the tokens of bad_words.
         prompt: Text of the prompt; None if the prompt was passed as token ids.
         stop: Automaton of the stop strings; None without stop strings.
         encoder_prompt: Text of the encoder prompt; None if there is none.
@@ -253,9 +253,10 @@ class InputProcessor:
         return self._prompts.read(prompt, is_truncated=is_truncated)
 
     def _with_default_prompt(self, prompt: Prompt, params: RequestParams) -> tuple[Prompt, bool]:
-        """Returns the prompt of a pooling request or beam search, and whether it is truncated.
+        """Returns the prompt of a pooling request with the model's default prompt in front of its text.
 
-        Pooling models may add a default prompt in front of the text.
+        Other prompts, such as those of beam searches, are returned unchanged. Also returns whether the prompt
+        is truncated.
         """
         is_pooled = isinstance(params, PoolingParams)
         return self.pooling.prepare(prompt, params) if is_pooled else (prompt, False)

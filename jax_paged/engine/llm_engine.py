@@ -188,8 +188,8 @@ class LLMEngine(composition.EngineFeatures):
 
         Args:
             request_id: The id of the request. Must differ from the ids of all unfinished requests.
-            prompt: A prompt; the arguments params, cache_salt, priority and lora_request then belong to it
-                (see `check_request`). Or the result of `check_request`, which already contains them.
+            prompt: A prompt, or the result of `check_request`. In the second case, params, cache_salt,
+                priority and lora_request are ignored, because the result already contains them.
             params: The parameters of the request. If they have no seed, the request gets one that depends on
                 the engine's seed and the number of earlier requests without a seed.
             arrival_time: Time of arrival, by the clock of time.monotonic() (seconds). vLLM uses time.time()
@@ -309,12 +309,12 @@ class LLMEngine(composition.EngineFeatures):
         return f"<{_described(self.config, self.executor.buckets)}>"
 
     def compile_plan(self) -> str:
-        """Returns a table of the buckets: shapes, compile times (seconds) and program sizes (bytes)."""
+        """Returns a table of all programs with compile times (seconds) and temporary memory (MiB)."""
         self._core.check_not_closed()
         return self.executor.compile_plan()
 
     def compile_report(self) -> "list[CompileRecord]":
-        """Returns the compiled programs as records with shapes, compile times (seconds) and sizes (bytes)."""
+        """Returns a record of each program, including programs that are not compiled; see CompileRecord."""
         self._core.check_not_closed()
         return self.executor.compile_report()
 

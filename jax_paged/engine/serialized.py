@@ -49,7 +49,10 @@ class CallLock:
 
     @contextlib.contextmanager
     def held(self, gives_up: Callable[[], bool]) -> Iterator[bool]:
-        """Holds the lock in a block where Ctrl-C is deferred and can't interrupt the wait.
+        """Holds the lock in a block.
+
+        Unlike `call`, it may be used if the caller has deferred Ctrl-C, which then can't interrupt the wait:
+        `gives_up` ends it instead.
 
         Args:
             gives_up: Called repeatedly while waiting. If it returns True, the block runs without the lock.

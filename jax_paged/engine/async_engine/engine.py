@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from jax_paged.worker.executor import Executor
 
 _LOGGER = logging.getLogger(__name__)
-# Minimum time between two deliveries of tokens (seconds), per stream with new tokens: 96 ms for 64 streams.
-# Delivering the tokens of a stream takes 30 us of CPU time in the server and the client, which the model may
-# need.
+# Outputs are delivered at intervals of this time (seconds) multiplied by the number of streams with new
+# tokens, for example 96 ms for 64 streams. A delivery costs 30 us of CPU time per stream in the server and
+# the client. A model on the CPU needs that time too.
 _SECONDS_PER_STREAM = 0.0015
 _MAX_DELIVERY_INTERVAL_S = 0.1
 # Interval (seconds) at which a coroutine that waits for a result checks whether the engine has stopped.

@@ -43,7 +43,7 @@ class StopStrings:
         self._fallback = [_ROOT]
         # By state: the longest stop string that the text ends with, as an index; None if there is none.
         self._found: list[int | None] = [None]
-        # By state: the number of characters at the end of the text that may become a stop string.
+        # By state: the number of characters at the end of the text that may begin a stop string.
         self._num_open = [0]
         self._build()
 
@@ -74,7 +74,7 @@ class StopStrings:
         return state, None if best is None else StopMatch(best[0], self._stops[best[1]])
 
     def num_open(self, state: int) -> int:
-        """Returns the number of characters at the end of the text that may become a stop string."""
+        """Returns the number of characters at the end of the text that may begin a stop string."""
         return self._num_open[state]
 
     def _follow(self, state: int, character: str) -> int:
