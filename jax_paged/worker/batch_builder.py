@@ -116,7 +116,8 @@ class BatchBuilder:
             bucket: The shape of the step.
         """
         batch, rows = self._input_batch, self._rows(output, bucket)
-        assert len(logits_rows.rows) <= bucket.num_logits, (len(logits_rows.rows), bucket)
+        num_logits = len(logits_rows.rows)
+        assert num_logits <= bucket.num_logits, f"{num_logits} logits rows do not fit into bucket {bucket}"
         fields, size = layout(bucket, self._options)
         packed = np.zeros(size, np.int32)
         view = views(packed, fields)
@@ -166,8 +167,8 @@ class BatchBuilder:
     def _rows(self, output: SchedulerOutput, bucket: Bucket) -> ScheduledRows:
         """Returns the scheduled sequences and token rows of a step."""
         n, total = len(output.scheduled), output.num_batched_tokens
-        assert n <= bucket.num_seqs, (n, bucket)
-        assert total <= bucket.num_tokens, (total, bucket)
+        assert n <= bucket.num_seqs, f"{n} sequences do not fit into bucket {bucket}"
+        assert total <= bucket.num_tokens, f"{total} tokens do not fit into bucket {bucket}"
         seq_ids, starts, token_ids, *_ = zip(*output.scheduled, strict=True)
         batch_slots = self._input_batch.slots_of(seq_ids)
         num_tokens = np.fromiter(map(len, token_ids), np.int32, n)
@@ -231,7 +232,10 @@ class BatchBuilder:
         return batch_slots
 
     def _check_penalties(self, sample_slots: np.ndarray, bucket: Bucket) -> None:
-        """Asserts that no sequence with penalties has several logits rows unless drafts are counted."""
+        """Asserts that no sequence with penalties has several logits rows, except in buckets for drafts.
+
+        The programs of buckets for drafts count the drafts before each logits row.
+        """
         if bucket.num_drafts:
             return
         count_slots = self._input_batch.count_slots[sample_slots]
@@ -290,7 +294,8 @@ class BatchBuilder:
             batch_slots: Batch slots of the logits rows from which tokens are drawn.
             positions: Positions of the drawn tokens.
             masks: Masks from the scheduler, for structured output; None for none.
-            is_masked: The column MASK_COLUMN of all logits rows. It is set for the rows that have a mask.
+            is_masked: View of the column MASK_COLUMN of all logits rows. For rows with a mask, this method
+                writes 1, or MASK_KEEPS_DRAW if the mask is for structured output.
         """
         by_slot = self._input_batch.token_rules
         drawn = enumerate(zip(batch_slots.tolist(), positions.tolist(), strict=True)) if by_slot else ()

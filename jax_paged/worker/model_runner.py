@@ -59,7 +59,7 @@ class ModelRunner:
         context: The context for which programs are traced (of the last stage in a pipeline).
         compiled: The compiled programs.
         builder: The builder of step inputs.
-        features: The features that work around a step.
+        features: The features' work before, in and after a step.
         served: The weights (of the first stage of this process in a pipeline). They may be replaced between
             steps.
 

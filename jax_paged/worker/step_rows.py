@@ -72,7 +72,8 @@ def plan_logits_rows(output: SchedulerOutput) -> LogitsRows:
         others = np.flatnonzero(~is_sampled)
         tokens_back = np.append(planned.tokens_back, np.zeros_like(others))
         planned = planned._replace(rows=np.append(planned.rows, others), tokens_back=tokens_back)
-    assert len(planned.rows) == output.num_logits_rows, (len(planned.rows), output.num_logits_rows)
+    num_rows, expected = len(planned.rows), output.num_logits_rows
+    assert num_rows == expected, f"the step has {num_rows} logits rows, num_logits_rows is {expected}"
     return planned
 
 

@@ -111,8 +111,9 @@ def decode(
     """Runs the model and draws a token from every logits row.
 
     Returns:
-        The drawn tokens, the batch slots that receive them, the result, and the state. Token counts and
-        everything that the model and features have written are updated in the state; last_tokens is not.
+        The drawn tokens, the batch slots that receive and count them, the result, and the state. The returned
+        state contains the new token counts and everything that the model and features have written, but not
+        the new last_tokens.
     """
     context, fields = step.context, step.fields
     model = context.merge(step.weights)
@@ -195,7 +196,7 @@ def input_shapes(context: TraceContext, bucket: Bucket) -> DeviceInputs[jax.Shap
     """Returns the shapes of a step's inputs."""
     (_, size), num_logits = layout(bucket, buffer_options(context)), bucket.num_logits
     hidden_size, features = context.stage.hidden_size, context.features
-    embeds = (bucket.num_tokens, features.embeds_size), jnp.float32
+    embeds = (bucket.num_tokens, features.total_embed_size), jnp.float32
     hidden = (bucket.num_tokens, hidden_size), context.dtype
     return DeviceInputs(
         packed=context.shape((size,), jnp.int32),
