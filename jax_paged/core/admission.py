@@ -181,7 +181,7 @@ class Admission:
             num_needed = manager.num_swapped_blocks(group.unfinished)
         else:
             seq = group.unfinished[0]
-            num_needed, prefix = manager.preview_allocation(seq, group.cache_salt, **_needs(group))
+            num_needed, prefix = manager.preview_allocation(seq, group.cache_salt, **_allocation_args(group))
             shared = prefix.blocks
             num_uncached = len(seq) - prefix.num_blocks * manager.block_size
             if not self.enable_chunked_prefill and num_uncached > step.budget:
@@ -209,7 +209,9 @@ class Admission:
 
     def allocate(self, group: SequenceGroup, seq: Sequence, num_reserved: int) -> bool:
         """Allocates the blocks of a sequence of a request; see BlockManager.allocate."""
-        return self.block_manager.allocate(seq, group.cache_salt, num_reserved=num_reserved, **_needs(group))
+        return self.block_manager.allocate(
+            seq, group.cache_salt, num_reserved=num_reserved, **_allocation_args(group)
+        )
 
     def _num_reserved(self, group: SequenceGroup, num_reserved_slots: int, is_alone: bool) -> int:
         """Returns the number of blocks that must stay free when a request is admitted."""
@@ -229,12 +231,12 @@ class Admission:
         return num_reserved + sum(num_own) * num_groups
 
 
-class _Needs(TypedDict):
+class _AllocationArgs(TypedDict):
     use_cache: bool
     num_encoder_tokens: int
 
 
-def _needs(group: SequenceGroup) -> _Needs:
+def _allocation_args(group: SequenceGroup) -> _AllocationArgs:
     features = group.request.features
     return {
         # Tokens in cached blocks are not computed, so they have no log-probabilities.

@@ -159,7 +159,7 @@ class BatchSlots:
                 replaced = changed.pop(seq)
                 new_blocks = [t[n:] for t, n in zip(slot.tables, slot.num_sent_blocks, strict=True)]
                 slot.num_sent_blocks = list(map(len, slot.tables))
-            start = seq.num_computed_tokens + seq.num_in_flight
+            start = seq.num_computed_tokens + seq.num_in_flight_tokens
             if seq.num_pending_tokens:
                 token_ids = self._pending_token
             elif num_tokens == 1 and sampling:
@@ -177,10 +177,10 @@ class BatchSlots:
                     seq.seq_id, start, token_ids, new_blocks, replaced, states.slot_of(seq), checkpoint
                 )
             )
-            seq.num_in_flight += num_tokens
+            seq.num_in_flight_tokens += num_tokens
             for sample in sampling:
                 if sample is not seq:
-                    sample.num_in_flight += num_tokens
+                    sample.num_in_flight_tokens += num_tokens
                     if sample not in slots:
                         self._take(group, sample, new)
                 sample.num_pending_tokens += num_pending

@@ -145,7 +145,7 @@ class BlockManager:
         counts = Counter(block for tables in held for table in tables for block in table)
         return {b for b, n in counts.items() if b != NULL_BLOCK and self.pool.ref_counts[b] == n}
 
-    def within_windows(self, seq: Sequence, num_tokens: int) -> int:
+    def limit_to_free_blocks(self, seq: Sequence, num_tokens: int) -> int:
         """Returns how many of the next `num_tokens` tokens can be written with the free blocks; at least 1.
 
         Only groups with a window limit the number, because they get their blocks while the sequence is

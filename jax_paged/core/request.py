@@ -178,7 +178,7 @@ class Sequence:
         status: Whether the sequence waits, runs, is swapped out or has ended.
         num_computed_tokens: Number of leading tokens that have been computed, including tokens in dropped
             blocks. The keys and values of all others of them are in the KV cache.
-        num_in_flight: Number of tokens after the computed ones that steps in flight compute.
+        num_in_flight_tokens: Number of tokens after the computed ones that steps in flight compute.
         num_pending_tokens: Number of output tokens that steps in flight sample and whose values are not
             known yet.
         stop_reason: The stop token id or stop string that ended the sequence, or the reason why it could not
@@ -203,7 +203,7 @@ class Sequence:
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
-    num_in_flight: int = 0
+    num_in_flight_tokens: int = 0
     num_pending_tokens: int = 0
     stop_reason: int | str | None = None
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
@@ -221,7 +221,7 @@ class Sequence:
     @property
     def next_position(self) -> int:
         """The first position that has not been computed and that no step in flight computes."""
-        return self.num_computed_tokens + self.num_in_flight
+        return self.num_computed_tokens + self.num_in_flight_tokens
 
     @property
     def num_new_tokens(self) -> int:
@@ -230,7 +230,7 @@ class Sequence:
         Tokens that steps in flight compute are not counted.
         """
         num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
-        return num_tokens - self.num_computed_tokens - self.num_in_flight
+        return num_tokens - self.num_computed_tokens - self.num_in_flight_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -268,7 +268,7 @@ class Sequence:
             index=index,
             seed=seed,
             num_computed_tokens=self.next_position,
-            num_in_flight=0,
+            num_in_flight_tokens=0,
             output_token_ids=list(self.output_token_ids),
             block_hashes=list(self.block_hashes),
             cumulative_logprobs=list(self.cumulative_logprobs),

@@ -69,7 +69,7 @@ class TokenPlanner:
         num_tokens = self.tokens_in_budget(num_tokens, self.prompt_budget(later, step))
         if self.enable_chunked_prefill:
             if num_tokens > 1:
-                num_tokens = self.block_manager.within_windows(seq, num_tokens)
+                num_tokens = self.block_manager.limit_to_free_blocks(seq, num_tokens)
             if num_tokens < seq.num_new_tokens:
                 # Part of the prompt does not fit into this step. New requests must not take the tokens and
                 # blocks that this request needs in the next step.

@@ -39,10 +39,10 @@ def make_executor(args: EngineArgs) -> "Executor":
         from jax_paged.engine.distributed.ray_executor import RayExecutor
 
         return RayExecutor(args)
-    return Executors().make(0, args)
+    return ExecutorFactory().make(0, args)
 
 
-class Executors:
+class ExecutorFactory:
     """Factory of the executors of all engines, which are made in the order of the engines.
 
     With pipeline_parallel_size N, N engines run their steps on the same N stages, so that every stage has

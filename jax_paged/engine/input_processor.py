@@ -9,7 +9,7 @@ from jax_paged.arguments.plain_values import as_list, plain
 from jax_paged.arguments.shown_values import Text
 from jax_paged.arguments.suggestions import suggestion
 from jax_paged.config.engine_config import EngineConfig
-from jax_paged.core.kv_cache.cache_group import blocks_of
+from jax_paged.core.kv_cache.cache_group import max_blocks_held
 from jax_paged.core.request import Request, RequestFeatures
 from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, cache_salt_of, with_soft_prompt
 from jax_paged.engine.replicas.prior_outputs import PriorOutput
@@ -213,7 +213,7 @@ class InputProcessor:
             # An adapter that is only a soft prompt needs no adapter slot: its vectors belong to the prompt.
             adapter=adapter.key if adapter and adapter.pairs else "",
             prompt_embeds=decoder.embeds,
-            placeholder_data=decoder.stand_ins,
+            placeholder_data=decoder.placeholder_data,
         )
         used = None if features == RequestFeatures() else features
         return dataclasses.replace(
@@ -390,7 +390,7 @@ class InputProcessor:
         encoder, decoder, adapter = inputs.encoder, inputs.decoder, inputs.adapter
         if adapter is not None and params.pooling is not None:
             raise ArgumentError("lora_request", Text("an adapter"), "None for pooling requests")
-        if decoder.stand_ins:
+        if decoder.placeholder_data:
             allowed = "None with images"
             for name in ("truncate_prompt_tokens", "pooling"):
                 check(getattr(params, name) is None, name, getattr(params, name), allowed)
@@ -440,7 +440,7 @@ class InputProcessor:
         encoder_len = 0 if request.features is None else self._checked_encoder_len(request.features)
         needed, usable, size = 0, config.num_blocks - 1, config.block_size
         for group in config.cache_groups:
-            needed += blocks_of(group, encoder_len if group.is_cross else n, size)
+            needed += max_blocks_held(group, encoder_len if group.is_cross else n, size)
             if num_seqs > 1 and request.sampling_params.max_tokens != 1 and not group.is_cross:
                 # The sequences share the full blocks of the prompt. A partly filled block stays with one
                 # sequence; each other sequence needs its own block for its tokens.

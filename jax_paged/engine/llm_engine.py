@@ -15,7 +15,7 @@ from jax_paged.engine.executors import MakeExecutor, check_single_engine, make_e
 from jax_paged.engine.input_processor import CheckedRequest, RequestParams
 from jax_paged.engine.new_request import check_arrival_time
 from jax_paged.engine.output_processor import RequestState, step_outputs
-from jax_paged.engine.serialized import any_thread
+from jax_paged.engine.serialized import unsynchronized
 from jax_paged.errors import ArgumentError, check
 from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
@@ -130,7 +130,7 @@ class LLMEngine(composition.EngineFeatures):
         """Makes an engine. vLLM's scripts use this name."""
         return cls(engine_args)
 
-    @any_thread
+    @unsynchronized
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Returns the tokenizer as transformers loads it.
 
@@ -141,7 +141,7 @@ class LLMEngine(composition.EngineFeatures):
             raise ArgumentError("skip_tokenizer_init", True, "False to get a tokenizer")
         return self.tokenizer.hf
 
-    @any_thread
+    @unsynchronized
     def check_request(
         self,
         prompt: Prompt,
@@ -270,13 +270,13 @@ class LLMEngine(composition.EngineFeatures):
         Returns:
             True if the engine has nothing left to do.
         """
-        return self._core.drain()
+        return self._core.wait_if_idle()
 
     def settle(self) -> None:
         """Waits for all steps in flight and processes their results. The next `step` returns what changed."""
-        self._core.settle()
+        self._core.wait_for_steps()
 
-    @any_thread
+    @unsynchronized
     def close(self) -> None:
         """Frees the weights and the KV cache, and discards all requests. A second call does nothing.
 

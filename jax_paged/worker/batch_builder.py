@@ -49,8 +49,8 @@ class StepInputs:
         bias_ids: int32 [L, MAX_BIAS_IDS], padded with V; None if no row has a bias.
         bias_values: float32 [L, MAX_BIAS_IDS]; None if no row has a bias.
         token_mask: int32 [L, ceil(V / 32)], see SamplingBatch; None if no row has a mask.
-        changes_ahead: int32 [2, n], block table changes that do not fit into the buffer, for example because
-            a sequence with a long table takes a batch slot. They are written before the step runs.
+        changes_before_step: int32 [2, n], block table changes that do not fit into the buffer, for example
+            because a sequence with a long table takes a batch slot. They are written before the step runs.
         num_shared_tokens: Number of token reads that cascade attention saves. A prefix of t tokens that n
             sequences share saves (n - 1) * t.
         embeds: float32 [T, E], embeddings that replace tokens; None if no token row has one.
@@ -61,7 +61,7 @@ class StepInputs:
     bias_ids: np.ndarray | None
     bias_values: np.ndarray | None
     token_mask: np.ndarray | None
-    changes_ahead: np.ndarray
+    changes_before_step: np.ndarray
     num_shared_tokens: int = 0
     embeds: np.ndarray | None = None
     fields: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -124,9 +124,9 @@ class BatchBuilder:
         self._fill_tokens(view, rows)
         self._fill_slots(view, rows)
         changes, filled = batch.take_table_changes(), view["table_changes"]
-        num_ahead = max(0, changes.shape[1] - filled.shape[1])
-        filled[:, : changes.shape[1] - num_ahead] = changes[:, num_ahead:]
-        filled[:, changes.shape[1] - num_ahead :] = batch.block_tables.size
+        num_before = max(0, changes.shape[1] - filled.shape[1])
+        filled[:, : changes.shape[1] - num_before] = changes[:, num_before:]
+        filled[:, changes.shape[1] - num_before :] = batch.block_tables.size
         num_shared, shared = 0, self._shared_prefixes
         if shared is not None and len(rows.batch_slots) >= shared.min_rows:
             filled = view["shared_blocks"][: len(rows.batch_slots)]
@@ -147,7 +147,7 @@ class BatchBuilder:
             bias_ids=bias_ids,
             bias_values=bias_values,
             token_mask=self._token_mask(sample_slots, sample_positions, output.token_masks, is_masked),
-            changes_ahead=changes[:, :num_ahead],
+            changes_before_step=changes[:, :num_before],
             num_shared_tokens=num_shared,
             embeds=embeds,
             fields=view,

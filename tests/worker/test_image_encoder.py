@@ -39,7 +39,7 @@ class Batch:
         self.features = self
         self.embeds = embeds
 
-    def missing_stand_ins(
+    def missing_placeholder_data(
         self, needed: list[tuple[int, PlaceholderData]]
     ) -> list[tuple[int, PlaceholderData]]:
         return needed

@@ -56,7 +56,7 @@ class AdapterSlots:
             self._refused_under.clear()
             return
         running = queues.running_adapters
-        state = queues.num_changes_aside, set(running)
+        state = queues.set_aside_version, set(running)
         if state != self._state:  # only then, because many requests may be set aside
             self._state = state
             missing = [group.order for group in queues.requests_set_aside if group.adapter not in running]

@@ -19,7 +19,7 @@ class CacheGroup:
     is_cross: bool = False
 
 
-def blocks_of(group: CacheGroup, num_tokens: int, block_size: int, num_new_tokens: int = 0) -> int:
+def max_blocks_held(group: CacheGroup, num_tokens: int, block_size: int, num_new_tokens: int = 0) -> int:
     """Returns the largest number of blocks that a sequence holds at the same time in a cache group.
 
     Args:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.engine.async_engine.request_methods import RequestMethods
-from jax_paged.engine.async_engine.request_stream import NoOpCoroutine, RequestStream, deliver, run_for
+from jax_paged.engine.async_engine.request_stream import NoOpCoroutine, RequestStream, deliver, run_into
 from jax_paged.engine.async_engine.statistics import EngineStatistics
 from jax_paged.engine.errors import EngineAsleepError, EngineDeadError, stopped_by
 from jax_paged.engine.input_processor import CheckedRequest
@@ -175,7 +175,7 @@ class AsyncLLMEngine(RequestMethods):
     async def _call[T](self, function: Callable[[], T]) -> T:
         """Runs a function in the engine's thread, between two steps, and returns its result."""
         done: Future[T] = Future()
-        self._calls.put(lambda: run_for(done, function))
+        self._calls.put(lambda: run_into(done, function))
         if self.error is not None:  # checked after the put, as in `start`
             raise self._stopped()
         return await self._result(done)
@@ -288,7 +288,7 @@ class AsyncLLMEngine(RequestMethods):
             level, mode, done = self._falling_asleep
             is_over = self.error is not None or done.cancelled()
             if is_over or mode == "keep" or not self.engine.has_unfinished_requests():
-                run_for(done, lambda: self._sleep(level, mode))
+                run_into(done, lambda: self._sleep(level, mode))
                 self._falling_asleep = None
 
     def _sleep(self, level: int, mode: "Mode") -> None:

@@ -144,7 +144,7 @@ def put_all(items: list[tuple[RequestStream, RequestOutput | Exception]]) -> Non
         stream.put(item)
 
 
-def run_for[T](done: Future[T], function: Callable[[], T]) -> None:
+def run_into[T](done: Future[T], function: Callable[[], T]) -> None:
     """Runs a function and gives its result or error to a future. Does nothing if the future is canceled."""
     if done.set_running_or_notify_cancel():
         try:

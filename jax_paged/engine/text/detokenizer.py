@@ -64,7 +64,7 @@ class Detokenizer:
         """The number of characters of `text` that no later token can remove."""
         if self._finished or self._stop is None:
             return len(self.text)
-        return len(self.text) - self._stop.num_open(self._stop_state)
+        return len(self.text) - self._stop.num_held_back(self._stop_state)
 
     @property
     def is_at_start(self) -> bool:

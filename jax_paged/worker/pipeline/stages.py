@@ -33,7 +33,7 @@ from jax_paged.worker.compilation.programs import (
     StepState,
     TraceContext,
 )
-from jax_paged.worker.traced_step import StepProgram, input_shapes, known_tokens, open_step
+from jax_paged.worker.traced_step import StepProgram, input_shapes, open_step, with_drawn_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class StageProgram(Program):
         ) -> tuple[Array, list[Array], Array]:
             inputs = DeviceInputs(packed=packed, bias_ids=packed, bias_values=packed, token_mask=packed)
             opened, block_tables = open_step(context, bucket, weights, block_tables, inputs)
-            x = known_tokens(opened.fields, given) if is_first else given
+            x = with_drawn_tokens(opened.fields, given) if is_first else given
             hidden, kv_cache = context.merge(weights).paged(x, kv_cache, opened.metadata())
             return hidden, kv_cache, block_tables
 

@@ -96,7 +96,7 @@ class RequestEditor:
         group = self._queues.find(edit.request_id)
         assert group is not None, f"there is no unfinished request {edit.request_id}"
         (seq,) = group.sequences
-        assert not seq.num_in_flight, "a step in flight computes the sequence"
+        assert not seq.num_in_flight_tokens, "a step in flight computes the sequence"
         match edit:
             case Fork():
                 return self._fork(group, seq, edit)

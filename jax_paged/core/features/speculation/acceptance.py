@@ -129,13 +129,13 @@ def sampled_tokens(output: SchedulerOutput, result: ModelRunnerOutput) -> StepTo
         computed = output.scheduled[row].token_ids
         num_computed.append(len(computed) + 1 - num_logits)
         drafts = result.drafts[i] if result.drafts else computed[num_computed[-1] :]
-        n = num_accepted(result.token_ids[i], drafts)
+        n = num_valid_tokens(result.token_ids[i], drafts)
         token_ids.append(result.token_ids[i][:n])
         logprobs.append(result.logprobs[i][:n])
     return StepTokens(token_ids, logprobs, num_computed, [1] * len(num_computed), {})
 
 
-def num_accepted(token_ids: list[int], drafts: list[int]) -> int:
+def num_valid_tokens(token_ids: list[int], drafts: list[int]) -> int:
     """Returns the number of valid tokens: all up to and including the first one unlike its draft token."""
     pairs = zip(token_ids, drafts, strict=False)
     return next((i + 1 for i, (token_id, draft) in enumerate(pairs) if token_id != draft), len(token_ids))

@@ -70,7 +70,7 @@ class ProbingPolicy:
             True if the planner has to decide now whether to verify draft tokens.
         """
         self._num_results += 1
-        interval = _DECISION_INTERVAL if is_few(num_seqs) else _DECISION_INTERVAL_MANY
+        interval = _DECISION_INTERVAL if can_examine_all(num_seqs) else _DECISION_INTERVAL_MANY
         is_due = not self._is_adaptive or self.verifies_next or self.is_probe
         is_due = is_due or self._num_results % interval == 0
         if not is_due or (self.is_probe and self.verifies_next):
@@ -88,7 +88,7 @@ class ProbingPolicy:
             self._num_doublings = min(self._num_doublings + 1, _MAX_DOUBLINGS) if self.is_probe else 0
 
 
-def is_few(num_seqs: int) -> bool:
+def can_examine_all(num_seqs: int) -> bool:
     """Returns whether the number of decoding sequences is small enough to examine all of them at once."""
     return num_seqs <= _FEW
 

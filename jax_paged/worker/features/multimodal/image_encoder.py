@@ -211,7 +211,7 @@ class ImageEncoder:
             Error messages by batch slot, for sequences whose image could not be encoded. These sequences must
             end, and their results of the step are invalid.
         """
-        needed = batch.features.missing_stand_ins(output)
+        needed = batch.features.missing_placeholder_data(output)
         if not needed:
             return {}
         found = {s.digest: self._cache[s.digest] for _, s in needed if s.digest in self._cache}
