@@ -97,7 +97,8 @@ class Executor(Protocol):
     def fingerprint(self) -> tuple[str, str]:
         """Returns a hash of the served weights, and an identifier of their packing in this engine.
 
-        The state of another engine can be loaded only if both are equal.
+        A saved engine state without weights fits an engine with an equal hash, a state with weights an engine
+        with an equal packing.
         """
         ...
 

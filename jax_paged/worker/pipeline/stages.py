@@ -40,9 +40,9 @@ from jax_paged.worker.traced_step import StepProgram, input_shapes, open_step, w
 class StageProgram(Program):
     """The step of one bucket in any stage except the last.
 
-    Arguments: weights, arrays of the pool, block tables (pool and block tables are donated), the packed input
-    buffer, and the hidden states of the previous stage. The first stage takes the last token of every batch
-    slot instead of hidden states. Results: hidden states, arrays of the pool, block tables.
+    Arguments: weights, arrays of the KV cache, block tables (arrays and block tables are donated), the packed
+    input buffer, and the hidden states of the previous stage. The first stage takes the last token of every
+    batch slot instead of hidden states. Results: hidden states, arrays of the KV cache, block tables.
 
     Args:
         bucket: The shape of the step.
