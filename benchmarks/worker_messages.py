@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from jax_paged import EngineArgs, LLMEngine, SamplingParams
-from jax_paged.engine.executors import Executors
+from jax_paged.engine.executors import ExecutorFactory
 from jax_paged.models.weights import random_checkpoint
 from jax_paged.worker.distributed.channel import Channel
 
@@ -94,7 +94,7 @@ def step_times(folder: Path, backend: str, **sizes: int) -> list[float]:
         swap_space=0,
     )
     with contextlib.ExitStack() as stack:
-        executors = Executors()
+        executors = ExecutorFactory()
         engine, *_ = [
             stack.enter_context(LLMEngine(args, executors.make(i, args))) for i in range(args.num_engines)
         ]

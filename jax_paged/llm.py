@@ -13,13 +13,13 @@ from jax_paged.arguments.suggestions import check_keywords, field_names
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.config.ignored_args import IGNORED, UNSUPPORTED_BY_REQUESTS
 from jax_paged.engine import composition
-from jax_paged.engine.executors import Executors, check_single_engine
+from jax_paged.engine.executors import ExecutorFactory, check_single_engine
 from jax_paged.engine.input_processor import CheckedRequest, RequestParams
 from jax_paged.engine.list_runner import ListRunner
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.prompt_reader import as_prompts
 from jax_paged.engine.replicas.placement import make_replicas
-from jax_paged.engine.serialized import any_thread
+from jax_paged.engine.serialized import unsynchronized
 from jax_paged.engine.text.tokenizer import Messages
 from jax_paged.errors import ArgumentError, check
 from jax_paged.inputs import Prompt
@@ -138,7 +138,7 @@ class LLM(PoolingMethods):
         if executor is not None or loaded is not None:
             allowed = "1 with `executor` or `loaded`"
             check_single_engine(args, allowed)
-        self._replicas = _make_engines(args, executor, Executors(**custom_parts), scheduler)
+        self._replicas = _make_engines(args, executor, ExecutorFactory(**custom_parts), scheduler)
         self.llm_engine = self._replicas[0]
         self._runner = ListRunner(self._replicas)
 
@@ -370,7 +370,7 @@ class LLM(PoolingMethods):
             outputs.append(BeamSearchOutput(beams))
         return outputs
 
-    @any_thread
+    @unsynchronized
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Returns the tokenizer as an object of the transformers library.
 
@@ -379,7 +379,7 @@ class LLM(PoolingMethods):
         """
         return self.llm_engine.get_tokenizer()
 
-    @any_thread
+    @unsynchronized
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns a copy of the default sampling parameters, from the model's generation_config.json."""
         return self.llm_engine.input_processor.default_params
@@ -388,7 +388,7 @@ class LLM(PoolingMethods):
         """Returns a table of the compiled programs, as LLMEngine.compile_plan does."""
         return self.llm_engine.compile_plan()
 
-    @any_thread
+    @unsynchronized
     def close(self) -> None:
         """Frees the memory of weights and KV cache; a second call does nothing.
 
@@ -440,7 +440,7 @@ class LLM(PoolingMethods):
 def _make_engines(
     args: EngineArgs,
     executor: "Executor | None",
-    executors: Executors,
+    executors: ExecutorFactory,
     scheduler: composition.CustomScheduler | None,
 ) -> tuple[LLMEngine, ...]:
     """Creates the engines of an LLM.

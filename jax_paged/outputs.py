@@ -110,7 +110,8 @@ class CompletionOutput:
             include_stop_str_in_output is set. "" without a tokenizer.
         token_ids: Generated tokens, including the token that ended the output. A list if the request has
             finished, else a Snapshot; `list(token_ids)` converts it, for example for json.dumps.
-        cumulative_logprob: Sum of the log-probabilities of `token_ids`.
+        cumulative_logprob: Sum of the log-probabilities of `token_ids`. If another engine has begun the
+            output and this engine continues it, the sum covers only the tokens of this engine.
         logprobs: One dict per token, in a list or Snapshot like token_ids; None if not requested.
         finish_reason: "stop", "length", "abort", or "error" if the request could not run; None while the
             request is running.
@@ -194,7 +195,8 @@ class RequestOutput:
         finished: Whether all outputs have finished.
         metrics: Times of arrival, first token and end, in seconds of time.monotonic(); None for events that
             have not happened. The object does not change later.
-        num_cached_tokens: Number of prompt tokens found in the prefix cache.
+        num_cached_tokens: Number of prompt tokens found in the prefix cache; for a fork, number of tokens
+            whose blocks it shares with the forked request.
         encoder_prompt: Text of the encoder's prompt; None if it was passed as token ids, or without an
             encoder.
         encoder_prompt_token_ids: Tokens of the encoder's prompt; None without an encoder.

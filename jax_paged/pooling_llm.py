@@ -12,7 +12,7 @@ from jax_paged.engine.features import pooling
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.prompt_reader import as_prompts
-from jax_paged.engine.serialized import Serialized
+from jax_paged.engine.serialized import Synchronized
 from jax_paged.errors import check
 from jax_paged.inputs import Prompt
 from jax_paged.outputs import (
@@ -33,7 +33,7 @@ UseTqdm = bool | Callable[..., tqdm]
 Params = PoolingParams | Sequence[PoolingParams] | None
 
 
-class PoolingMethods(Serialized, abc.ABC):
+class PoolingMethods(Synchronized, abc.ABC):
     """Methods of LLM for pooling models: embeddings, class probabilities and scores.
 
     Each call runs all of its texts together in batches.

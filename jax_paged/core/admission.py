@@ -73,7 +73,10 @@ class Admission:
         self._holds_back_new = False
 
     def begin_step(self, now: float) -> None:
-        """Decides whether new requests are held back in this step, to schedule more of them together."""
+        """Begins a step. Decides whether new requests are held back, to schedule more of them together.
+
+        Also makes requests that were set aside for an adapter slot available again if they may find one now.
+        """
         if self._last_prompt_start is not None:
             self._last_prompt_s, self._last_prompt_start = now - self._last_prompt_start, None
         if self.adapters is not None:
@@ -178,7 +181,7 @@ class Admission:
             num_needed = manager.num_swapped_blocks(group.unfinished)
         else:
             seq = group.unfinished[0]
-            num_needed, prefix = manager.preview_allocation(seq, group.cache_salt, **_needs(group))
+            num_needed, prefix = manager.preview_allocation(seq, group.cache_salt, **_allocation_args(group))
             shared = prefix.blocks
             num_uncached = len(seq) - prefix.num_blocks * manager.block_size
             if not self.enable_chunked_prefill and num_uncached > step.budget:
@@ -195,7 +198,8 @@ class Admission:
             num_missing = num_needed + self._num_reserved(group, num_slots, len(victims) == len(running))
             lacks_room = num_slots + group.num_reserved_slots > self.max_num_seqs or num_blocks < num_missing
             if lacks_room or (self.adapters and not self.adapters.has_room(group, without=victims)):
-                continue  # not enough yet, even if the victims shared no blocks
+                # num_blocks counts shared blocks several times, so it is an upper bound.
+                continue
             released = manager.released_by(s for victim in victims for s in victim.unfinished)
             if manager.num_free_blocks + len(released.difference(shared)) >= num_missing:
                 for victim in victims:
@@ -205,7 +209,9 @@ class Admission:
 
     def allocate(self, group: SequenceGroup, seq: Sequence, num_reserved: int) -> bool:
         """Allocates the blocks of a sequence of a request; see BlockManager.allocate."""
-        return self.block_manager.allocate(seq, group.cache_salt, num_reserved=num_reserved, **_needs(group))
+        return self.block_manager.allocate(
+            seq, group.cache_salt, num_reserved=num_reserved, **_allocation_args(group)
+        )
 
     def _num_reserved(self, group: SequenceGroup, num_reserved_slots: int, is_alone: bool) -> int:
         """Returns the number of blocks that must stay free when a request is admitted."""
@@ -225,12 +231,12 @@ class Admission:
         return num_reserved + sum(num_own) * num_groups
 
 
-class _Needs(TypedDict):
+class _AllocationArgs(TypedDict):
     use_cache: bool
     num_encoder_tokens: int
 
 
-def _needs(group: SequenceGroup) -> _Needs:
+def _allocation_args(group: SequenceGroup) -> _AllocationArgs:
     features = group.request.features
     return {
         # Tokens in cached blocks are not computed, so they have no log-probabilities.

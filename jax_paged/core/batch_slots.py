@@ -23,14 +23,17 @@ if TYPE_CHECKING:
     from jax_paged.core.features.lora import AdapterSlots
 
 # A scheduled sequence while its step is built: the request, the sequence, the number of tokens to compute,
-# and the sequences that sample from the logits of the last of these tokens. The latter are none before the
-# end of the prompt, all samples of the request at the end of the prompt, and the sequence itself later.
+# and the sequences that sample from the logits of the last of these tokens. In a chunk before the end of the
+# prompt, no sequence samples. At the end of the prompt, all samples of the request do. Later, only the
+# sequence itself does.
 # It is a plain tuple because tuples are cheap to create, and a step contains hundreds.
 PlannedSequence = tuple[SequenceGroup, Sequence, int, tuple[Sequence, ...]]
 
 
 class PlannedStep(NamedTuple):
-    """Instructions of a StepPlanner for the sequences of the step that it has planned.
+    """Differences between a multi-step, or a step with draft tokens, and an ordinary step.
+
+    A StepPlanner or RequestEditor.plan_draft sets it.
 
     Args:
         is_multi_step: Whether the step is a multi-step. All tokens of a sequence except the first are then
@@ -141,7 +144,7 @@ class BatchSlots:
 
         Args:
             rows: The scheduled sequences, in the order in which they are computed.
-            planned: Instructions of the StepPlanner that has planned the step; None if none has.
+            planned: Differences from an ordinary step; None for an ordinary step.
         """
         slots, changed, states = self._slots, self._manager.table_changes, self._manager.states
         new: list[NewSequence] = []
@@ -156,7 +159,7 @@ class BatchSlots:
                 replaced = changed.pop(seq)
                 new_blocks = [t[n:] for t, n in zip(slot.tables, slot.num_sent_blocks, strict=True)]
                 slot.num_sent_blocks = list(map(len, slot.tables))
-            start = seq.num_computed_tokens + seq.num_in_flight
+            start = seq.num_computed_tokens + seq.num_in_flight_tokens
             if seq.num_pending_tokens:
                 token_ids = self._pending_token
             elif num_tokens == 1 and sampling:
@@ -174,10 +177,10 @@ class BatchSlots:
                     seq.seq_id, start, token_ids, new_blocks, replaced, states.slot_of(seq), checkpoint
                 )
             )
-            seq.num_in_flight += num_tokens
+            seq.num_in_flight_tokens += num_tokens
             for sample in sampling:
                 if sample is not seq:
-                    sample.num_in_flight += num_tokens
+                    sample.num_in_flight_tokens += num_tokens
                     if sample not in slots:
                         self._take(group, sample, new)
                 sample.num_pending_tokens += num_pending

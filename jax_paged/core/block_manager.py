@@ -31,7 +31,7 @@ class BlockManager:
         num_swap_state_slots: Number of state slots in host memory.
 
     Raises:
-        ValueError: If num_blocks is less than 2 or block_size is less than 1.
+        ValueError: If num_blocks is less than 2, block_size is less than 1, or num_swap_blocks is negative.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class BlockManager:
         """Allocates the blocks for all tokens of a sequence without block tables.
 
         Shares the cached blocks of the longest cached prefix. At least the last token is left to compute.
-        Sets `seq.num_computed_tokens` to the number of tokens in shared blocks. For groups with a window,
-        `append_slots` allocates the new blocks while the sequence is computed; one free block per such group
-        is required here.
+        Sets `seq.num_computed_tokens` to the number of tokens in shared blocks. Groups with a
+        window get their new blocks later, from `append_slots`. For each of these groups, one block must be
+        free now.
 
         Args:
             seq: The sequence. Its `block_hashes` are extended.
@@ -145,8 +145,12 @@ class BlockManager:
         counts = Counter(block for tables in held for table in tables for block in table)
         return {b for b, n in counts.items() if b != NULL_BLOCK and self.pool.ref_counts[b] == n}
 
-    def within_windows(self, seq: Sequence, num_tokens: int) -> int:
-        """Returns how many of the next `num_tokens` tokens fit into groups with a window; at least 1."""
+    def limit_to_free_blocks(self, seq: Sequence, num_tokens: int) -> int:
+        """Returns how many of the next `num_tokens` tokens can be written with the free blocks; at least 1.
+
+        Only groups with a window limit the number, because they get their blocks while the sequence is
+        computed. Each of them may use an equal share of the free blocks.
+        """
         if not self._windows:
             return num_tokens
         table = self.block_tables[seq][self._windows[0][0]]
@@ -234,7 +238,11 @@ class BlockManager:
         return True
 
     def lacks_window_blocks(self, tables: BlockTables, num_tokens: int) -> bool:
-        """Returns whether the token at position `num_tokens` attends to blocks that fell out of a window."""
+        """Returns whether computing the token at position `num_tokens` requires blocks that were freed.
+
+        Blocks are freed once they lie outside of the window of all later tokens. If a sequence continues from
+        an earlier position, the window at that position may contain freed blocks.
+        """
         first, num_blocks = self.prefixes.first_in_window, self.num_blocks_of(num_tokens)
         return any(
             NULL_BLOCK in tables[i][first(window, num_tokens) : num_blocks] for i, window in self._windows
@@ -286,8 +294,8 @@ class BlockManager:
             (device block, host block) pairs to copy before the device blocks are overwritten. None if host
             memory does not have enough free blocks; then only blocks outside of windows have been freed.
         """
-        # Blocks that were swapped in must not be freed in the same step. Therefore, blocks outside of windows
-        # are freed before the swap-out.
+        # A step must not free blocks that it swaps in. append_slots would free swapped-in blocks outside of
+        # windows, so these blocks are freed now and are never swapped.
         self._free_out_of_window([(seq, 0) for seq in seqs if seq in self.block_tables])
         if len(
             distinct(self.block_tables[seq] for seq in seqs if seq in self.block_tables)
@@ -389,7 +397,7 @@ class BlockManager:
         return [num_cross if g.is_cross else num_own if g.window is None else 0 for g in self.groups]
 
     def _num_taken(self, num_new: list[int], shared: list[int]) -> int:
-        """Returns how many free blocks are needed: new blocks, shared blocks, and one per window group."""
+        """Returns how many free blocks are needed: new ones, free ones to share, and one per window group."""
         # Cached blocks without references are free now, and no longer free once they are shared.
         counts = list(map(self.pool.ref_counts.__getitem__, shared))
         return sum(num_new) + len(self._windows) + counts.count(0)

@@ -1,4 +1,6 @@
-"""Connects the scheduler with its features. No other module of core/ imports from core/features/.
+"""Connects the scheduler with its features.
+
+Apart from type annotations, no other module of core/ imports from core/features/.
 
 - lora: device slots of LoRA adapters.
 - multi_step: several decode steps in one step.

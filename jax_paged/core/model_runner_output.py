@@ -45,8 +45,8 @@ class ModelRunnerOutput:
             log-probabilities of the draft tokens.
         captured: NumPy arrays that hooks have captured or pooling has computed, by index into
             SchedulerOutput.scheduled and name.
-        num_shared_tokens: Number of token reads that cascade attention has saved: tokens of shared blocks,
-            counted once for each sequence after the first one.
+        num_shared_tokens: Number of token reads that cascade attention has saved. A prefix of t tokens that
+            n sequences share saves (n - 1) * t reads.
         drafts: For each entry of SchedulerOutput.samples, the draft tokens that a draft model on the device
             has proposed in place of NO_TOKEN; empty without a draft model.
         errors: Errors of single sequences, by index into SchedulerOutput.scheduled, such as an image that

@@ -98,7 +98,7 @@ class Preemption:
         for seq in group.unfinished:
             if seq in self.block_manager.block_tables or seq in self.block_manager.swapped_tables:
                 self.block_manager.free(seq)
-            assert not seq.num_in_flight, "a step in flight computes the sequence"
+            assert not seq.num_in_flight_tokens, "a step in flight computes the sequence"
             assert not seq.num_dropped_tokens, "a sequence with dropped blocks cannot be recomputed"
             seq.status, seq.num_computed_tokens = SequenceStatus.WAITING, 0
         self.queues.move_to_waiting(group)
@@ -124,7 +124,7 @@ class Preemption:
     def end_unschedulable(
         self, group: SequenceGroup, step: StepBuilder, now: float, reason: str = POOL_TOO_SMALL
     ) -> None:
-        """Ends a request that could not run, or continue, even in an empty pool."""
+        """Ends a request that could not run, or continue, even in an empty KV cache."""
         self._updater.end_group(group, StopConditions.unschedulable_status(group), now, reason)
         step.ended.append(group.request_id)
 

@@ -59,7 +59,10 @@ class RequestFeatures:
 
     @property
     def logprob_temperature(self) -> float:
-        """The divisor of the logits from which log-probabilities are computed; 1 except for beam searches."""
+        """The number by which logits are divided to compute log-probabilities; 1 if there is no beam search.
+
+        For a beam search it is the temperature, or 1 if the temperature is 0.
+        """
         return (self.beam_params.temperature if self.beam_params else 0) or 1.0
 
     def num_seqs(self, num_samples: int) -> int:
@@ -114,7 +117,7 @@ class Request:
 
     @property
     def placeholder_data(self) -> tuple[PlaceholderData, ...]:
-        """Data for other placeholder tokens of the prompt, in order of position."""
+        """Data for placeholder tokens that stand for images, not for prompt_embeds, in order of position."""
         return () if self.features is None else self.features.placeholder_data
 
     @property
@@ -125,7 +128,15 @@ class Request:
 
 
 class SequenceStatus(enum.Enum):
-    """Status of a sequence: waiting, running, swapped out, or finished for one of four reasons."""
+    """Status of a sequence: waiting, running, swapped out, or finished for one of four reasons.
+
+    - FINISHED_STOPPED: it ended at an end token, a stop token, a stop string or the end of a grammar.
+    - FINISHED_LENGTH_CAPPED: it reached a length limit, or it has output and the KV cache is too small for
+      more.
+    - FINISHED_ABORTED: the request was aborted, or ended because of an error.
+    - FINISHED_IGNORED: it has no output and can never run, for example because even the empty KV cache is too
+      small.
+    """
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -165,8 +176,9 @@ class Sequence:
         seed: Random seed. Each draw is keyed by the seed and the position of the token.
         output_token_ids: Output tokens so far.
         status: Whether the sequence waits, runs, is swapped out or has ended.
-        num_computed_tokens: Number of leading tokens whose keys and values are in the KV cache.
-        num_in_flight: Number of tokens after the computed ones that steps in flight compute.
+        num_computed_tokens: Number of leading tokens that have been computed, including tokens in dropped
+            blocks. The keys and values of all others of them are in the KV cache.
+        num_in_flight_tokens: Number of tokens after the computed ones that steps in flight compute.
         num_pending_tokens: Number of output tokens that steps in flight sample and whose values are not
             known yet.
         stop_reason: The stop token id or stop string that ended the sequence, or the reason why it could not
@@ -176,10 +188,12 @@ class Sequence:
         cumulative_logprobs: For each output token, the sum of the log-probabilities up to this token.
         seq_id: Id of the sequence in SchedulerOutput. It changes with each batch slot that the sequence
             takes, for example after a preemption. 0 before the first batch slot.
-        num_dropped_tokens: Number of tokens whose blocks the user has dropped. The slot of a later token in
-            the block table is its position minus this number.
-        kept_block_indices: Only if blocks were dropped: for each block that was kept, its index before any
-            blocks were dropped, in ascending order. Blocks added later follow the last one without a gap.
+        num_dropped_tokens: Number of tokens whose blocks the user has dropped. These blocks have no block
+            table entry: the token at position p after them has the index p - num_dropped_tokens among the
+            tokens of the block table.
+        kept_block_indices: Empty unless blocks were dropped. Entry i is the index that block i of the block
+            table would have if no blocks had ever been dropped. The entries ascend. Blocks after these have
+            consecutive indices that follow the last entry.
         placeholder_data: Data for placeholder tokens, from the request.
     """
 
@@ -189,7 +203,7 @@ class Sequence:
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
-    num_in_flight: int = 0
+    num_in_flight_tokens: int = 0
     num_pending_tokens: int = 0
     stop_reason: int | str | None = None
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
@@ -207,7 +221,7 @@ class Sequence:
     @property
     def next_position(self) -> int:
         """The first position that has not been computed and that no step in flight computes."""
-        return self.num_computed_tokens + self.num_in_flight
+        return self.num_computed_tokens + self.num_in_flight_tokens
 
     @property
     def num_new_tokens(self) -> int:
@@ -216,7 +230,7 @@ class Sequence:
         Tokens that steps in flight compute are not counted.
         """
         num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
-        return num_tokens - self.num_computed_tokens - self.num_in_flight
+        return num_tokens - self.num_computed_tokens - self.num_in_flight_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -254,7 +268,7 @@ class Sequence:
             index=index,
             seed=seed,
             num_computed_tokens=self.next_position,
-            num_in_flight=0,
+            num_in_flight_tokens=0,
             output_token_ids=list(self.output_token_ids),
             block_hashes=list(self.block_hashes),
             cumulative_logprobs=list(self.cumulative_logprobs),
@@ -286,7 +300,8 @@ class RequestMetrics:
         first_scheduled_time: Time of the first step that computes tokens of the request; None before it.
         first_token_time: Time of the first output token; None before it.
         finished_time: Time at which the last sequence ended; None before it.
-        num_cached_tokens: Number of prompt tokens that were found in the prefix cache at first admission.
+        num_cached_tokens: Number of prompt tokens that were found in the prefix cache at first admission. For
+            a fork, the number of tokens whose blocks it shares with the forked request, including output.
         num_preemptions: How often the request was preempted.
     """
 

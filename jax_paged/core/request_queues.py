@@ -21,7 +21,7 @@ class RequestQueues:
         swapped: Requests whose blocks are in host memory.
         num_reserved_slots: Sum of the batch slots that running requests reserve.
         running_adapters: Number of running requests per LoRA adapter. Read-only for others.
-        num_changes_aside: Counter of all changes to the requests that are set aside.
+        set_aside_version: Number that changes whenever the requests that are set aside change.
         num_arrivals: Number of requests added so far.
     """
 
@@ -35,7 +35,7 @@ class RequestQueues:
         self._heap: list[tuple[tuple[Any, int], SequenceGroup]] = []
         self._in_heap: set[SequenceGroup] = set()
         self._aside: dict[SequenceGroup, None] = {}
-        self.num_changes_aside = 0
+        self.set_aside_version = 0
         self.num_arrivals = 0
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class RequestQueues:
         self._batch_slots[group.request_id] = group.num_reserved_slots
         self.num_reserved_slots += group.num_reserved_slots
         if group.request.features is not None:
-            self._count_features(group, 1)
+            self._count_adapter(group, 1)
         if last is not None and group.order < last.order:
             self.running = _in_order(self.running)
 
@@ -82,11 +82,11 @@ class RequestQueues:
         if self.running.pop(group.request_id, None) is not None:
             self.num_reserved_slots -= self._batch_slots.pop(group.request_id)
             if group.request.features is not None:
-                self._count_features(group, -1)
+                self._count_adapter(group, -1)
         elif self.waiting.pop(group.request_id, None) is not None:
             if group in self._aside:
                 del self._aside[group]
-                self.num_changes_aside += 1
+                self.set_aside_version += 1
             self._forget_stale_entries()
         else:
             self.swapped.pop(group.request_id, None)
@@ -122,16 +122,16 @@ class RequestQueues:
         assert self.first_waiting() is group, "only the first waiting request can be set aside"
         self._in_heap.remove(heapq.heappop(self._heap)[1])
         self._aside[group] = None
-        self.num_changes_aside += 1
+        self.set_aside_version += 1
 
     def restore_set_aside(self) -> None:
         """Makes the requests that were set aside available again, in their order."""
         for group in self._aside:
             self._push(group)
-        self.num_changes_aside += len(self._aside)
+        self.set_aside_version += len(self._aside)
         self._aside.clear()
 
-    def _count_features(self, group: SequenceGroup, change: int) -> None:
+    def _count_adapter(self, group: SequenceGroup, change: int) -> None:
         if adapter := group.adapter:
             self.running_adapters[adapter] = self.running_adapters.get(adapter, 0) + change
             if not self.running_adapters[adapter]:

@@ -39,7 +39,7 @@ class StepTokens(NamedTuple):
     failures: Mapping[SequenceGroup, str]
 
 
-# Returns the sampled tokens of a step that a StepPlanner has planned.
+# Returns the sampled tokens of a multi-step or of a step with draft tokens.
 ReadStepTokens = Callable[[SchedulerOutput, ModelRunnerOutput, Mapping[int, BatchSlot]], StepTokens]
 
 
@@ -92,7 +92,7 @@ class ResultUpdater:
         queues: Owner of the requests. Requests that end are removed from it.
         batch_slots: Maps ids to sequences.
         stop_conditions: Decides when a sequence ends.
-        read_planned: Returns the sampled tokens of a step that a StepPlanner has planned.
+        read_planned: Returns the sampled tokens of a multi-step or of a step with draft tokens.
         beam_search: Selects the beams that continue.
     """
 
@@ -132,7 +132,7 @@ class ResultUpdater:
         self._abort_failed(output, result, changes, now)
         prompt_logprobs = self._prompt_logprobs(output, result)
         captured = self._captured(output, result)
-        self._count_unsampled(output)
+        self._record_chunks(output)
         tokens = self._sampled_tokens(output, result)
         self._accept_all(output, tokens, changes, now)
         for group, reason in tokens.failures.items():
@@ -177,14 +177,15 @@ class ResultUpdater:
             if slot is not None and slot.seq.status is SequenceStatus.RUNNING
         ]
 
-    def _count_unsampled(self, output: SchedulerOutput) -> None:
+    def _record_chunks(self, output: SchedulerOutput) -> None:
+        """Records the computed tokens of sequences without a sample, which are in chunks of their prompts."""
         sampled = {sample.scheduled_index for sample in output.samples}
         if len(sampled) == len(output.scheduled):
             return
         for i, row in enumerate(output.scheduled):
             slot = None if i in sampled else self.batch_slots.by_id.get(row.seq_id)
             if slot is not None and slot.seq.status is SequenceStatus.RUNNING:
-                slot.seq.num_in_flight -= row.num_tokens
+                slot.seq.num_in_flight_tokens -= row.num_tokens
                 self._record_computed(slot.group, slot.seq, row.start, row.start + row.num_tokens)
 
     def _sampled_tokens(self, output: SchedulerOutput, result: ModelRunnerOutput) -> StepTokens:
@@ -213,7 +214,7 @@ class ResultUpdater:
             if slot is None or slot.seq.status is not SequenceStatus.RUNNING:
                 continue
             group, seq, row = slot.group, slot.seq, output.scheduled[i]
-            seq.num_in_flight -= num_computed
+            seq.num_in_flight_tokens -= num_computed
             seq.num_pending_tokens -= num_pending
             changes.changed[group] = None
             if group.metrics.first_token_time is None and token_ids[0] != NO_TOKEN:

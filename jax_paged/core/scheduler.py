@@ -59,7 +59,7 @@ class Scheduler:
     do not all fit into the budget.
 
     Preemption: when blocks run out, the last running request in the order is preempted with all its
-    sequences. It is either recomputed after it is admitted again, or its blocks are swapped out to host
+    sequences. Its blocks are either freed, and recomputed after it is admitted again, or swapped out to host
     memory. A waiting request may also preempt running requests with higher keys, but only if that frees
     enough blocks for it to run. See preemption.py.
 
@@ -74,8 +74,8 @@ class Scheduler:
 
     Args:
         block_manager: Owner of the blocks. It must not be shared with another scheduler.
-        max_num_seqs: Maximum number of running sequences. A request counts as the largest number of sequences
-            that it can still have.
+        max_num_seqs: Maximum number of running sequences. Each request counts with the largest number of
+            sequences that it can still have at the same time.
         max_num_batched_tokens: Token budget of one step.
         max_model_len: Maximum number of tokens in a prompt and its output together.
         eos_token_ids: Tokens that end a sequence, unless its request ignores them.
@@ -394,8 +394,8 @@ class Scheduler:
         """Adds running requests and candidates for admission to a step, merged in scheduling order.
 
         No request is admitted after a request was preempted for a running one, or after the step was closed.
-        After a waiting request has preempted others, admission ends at the next running request that
-        continues.
+        Once a waiting request has preempted others, waiting requests are admitted only until the next running
+        request in the order continues.
         """
         running = deque(self.queues.running.values())
         candidate = None if step.preempted else phase.next_candidate()
@@ -454,7 +454,7 @@ class Scheduler:
             case AdmissionResult.NO_TOKENS:
                 step.is_closed = True
             case AdmissionResult.NO_ROOM if not self.queues.running and not step.is_ahead:
-                self._preemption.end_unschedulable(group, step, now)  # even the whole pool is too small
+                self._preemption.end_unschedulable(group, step, now)  # even the whole KV cache is too small
             case missing:
                 if not self._admission.make_room(group, missing, step, now):
                     step.is_closed = True

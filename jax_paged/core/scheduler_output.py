@@ -30,8 +30,8 @@ class NewSequence(NamedTuple):
         end_token_ids: Tokens that end the sequence: the end tokens of the model, unless ignored, and the
             request's stop_token_ids. They are not sampled before min_tokens.
         block_tables: All blocks of the sequence, including the blocks for this step. Read-only.
-        num_dropped_tokens: Number of tokens whose blocks the user has dropped. The slot of a token in the
-            block table is its position minus this number.
+        num_dropped_tokens: Number of tokens whose blocks the user has dropped. The token at position p after
+            them has the index p - num_dropped_tokens among the tokens of the block table.
         former_id: Id of the sequence in its previous batch slot; 0 if there was none.
         adapter_slot: Device slot of its LoRA adapter; 0 without an adapter.
     """

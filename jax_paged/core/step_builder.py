@@ -26,7 +26,7 @@ class StepBuilder:
         # Sequences that compute one token in this step, and sequences that compute several tokens.
         self.single_token_sequences: list[PlannedSequence] = []
         self.multi_token_sequences: list[PlannedSequence] = []
-        self.planned: PlannedStep | None = None  # set by a StepPlanner that takes the whole step
+        self.planned: PlannedStep | None = None  # None for an ordinary step
         self.swap_out: Copies = []
         self.swap_in: Copies = []
         self.copies: Copies = []
@@ -80,7 +80,12 @@ class StepPlanner(Protocol):
     """A feature that may plan a whole step: multi-step decoding or speculative decoding."""
 
     def plan(self, step: StepBuilder) -> bool:
-        """Fills an empty step with all running sequences, or leaves it empty and returns False."""
+        """Fills an empty step with all running sequences if the feature applies now.
+
+        Returns:
+            True if the step has been filled. If False, the step is still empty, but blocks outside of windows
+            may have been freed.
+        """
         ...
 
     def set_flag(self, group: SequenceGroup) -> None:

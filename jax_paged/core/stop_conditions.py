@@ -6,7 +6,7 @@ from jax_paged.core.request import Sequence, SequenceGroup, SequenceStatus
 POOL_TOO_SMALL = "the KV cache is too small for the request; increase kv_cache_memory_bytes"
 HOST_TOO_SMALL = "host memory is too small to swap out a request with dropped blocks; increase swap_space"
 NON_FINITE = "non-finite logits"
-NO_TOKEN_ALLOWED = "no token is allowed"
+NO_TOKEN_ALLOWED = "no token is allowed by the sampling parameters"
 
 # Final status and stop reason of a sequence.
 Ending = tuple[SequenceStatus, int | str | None]
@@ -65,6 +65,6 @@ class StopConditions:
 
     @staticmethod
     def unschedulable_status(group: SequenceGroup) -> SequenceStatus:
-        """Returns the final status of a request that cannot run, or continue, even in an empty pool."""
+        """Returns the final status of a request that cannot run, or continue, even in an empty KV cache."""
         has_output = any(seq.output_token_ids for seq in group.sequences)
         return SequenceStatus.FINISHED_LENGTH_CAPPED if has_output else SequenceStatus.FINISHED_IGNORED

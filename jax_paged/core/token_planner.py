@@ -49,7 +49,7 @@ class TokenPlanner:
 
         Args:
             group: The request.
-            later: Running requests that are planned after it. One token of the budget is reserved for each
+            later: Running requests that come after it. One token of the budget is reserved for each
                 of their sequences that decodes, so that a long prompt does not delay them.
             step: The step that is being scheduled.
             now: Time in the engine's clock (seconds).
@@ -69,9 +69,10 @@ class TokenPlanner:
         num_tokens = self.tokens_in_budget(num_tokens, self.prompt_budget(later, step))
         if self.enable_chunked_prefill:
             if num_tokens > 1:
-                num_tokens = self.block_manager.within_windows(seq, num_tokens)
+                num_tokens = self.block_manager.limit_to_free_blocks(seq, num_tokens)
             if num_tokens < seq.num_new_tokens:
-                # New requests must not take tokens or blocks that this request could not use.
+                # Part of the prompt does not fit into this step. New requests must not take the tokens and
+                # blocks that this request needs in the next step.
                 step.is_closed = True
         return [(seq, num_tokens)] if num_tokens else []
 
@@ -83,8 +84,8 @@ class TokenPlanner:
         After a preemption with recomputation, only one sequence has blocks. The other sequences get theirs
         when the tokens that they share with a computed sequence have been computed. Until all sequences have
         blocks, no sequence computes its last token, because sampling could end a sequence and free blocks
-        that others are about to share. All beams must sample in the same step, so beams also wait with the
-        last token until all beams have computed the tokens before it.
+        that others are about to share. All beams must sample in the same step, so no beam
+        computes its last token before all beams have computed the tokens before theirs.
         """
         tables, can_run_ahead = self.block_manager.block_tables, self._stop_conditions.can_run_ahead
         seqs = [s for s in group.unfinished if not s.num_pending_tokens or can_run_ahead(group, s)]

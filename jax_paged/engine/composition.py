@@ -15,7 +15,7 @@ from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.request import SequenceGroup
 from jax_paged.core.scheduler import Scheduler
-from jax_paged.engine.engine_core import EngineCore, StepFeatures
+from jax_paged.engine.engine_core import EngineCore, StepCallbacks
 from jax_paged.engine.features.batch_invariance.backend_choice import start_with_passing_backends
 from jax_paged.engine.features.batch_invariance.invariance import check_invariance
 from jax_paged.engine.features.encoder_decoder import read_encoder_decoder_prompt
@@ -76,7 +76,7 @@ def make_core(
     """Makes the core of an engine, which runs requests."""
     config = with_end_token(executor.config, tokenizer)
     make = functools.partial(make_scheduler, config, custom_scheduler)
-    features = StepFeatures(with_adapters, with_token_masks, forced_tokens)
+    features = StepCallbacks(with_adapters, with_token_masks, forced_tokens)
     return EngineCore(config, tokenizer, executor, make, features, seed=args.seed)
 
 
@@ -171,7 +171,8 @@ def make_tokenizer(args: EngineArgs) -> Tokenizer | None:
 def tokenizer_name(args: EngineArgs) -> str:
     """Returns the folder of the tokenizer, or its hub id if `args.tokenizer` is a hub id.
 
-    For a hub id, transformers downloads only the tokenizer's files and no weights.
+    For a hub id, transformers downloads only the tokenizer's files and no weights. "pagelet" is not a hub id
+    but the demo model that the package contains.
     """
     name = args.tokenizer
     if name is None or name == "pagelet" or Path(name).expanduser().is_dir():

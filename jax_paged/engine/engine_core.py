@@ -30,8 +30,8 @@ Requests = Mapping[str, RequestState]
 
 
 @dataclasses.dataclass(frozen=True)
-class StepFeatures:
-    """Functions through which features take part in a step. Each is called only for steps that need it.
+class StepCallbacks:
+    """Functions of features that the engine calls in its steps. Each is called only for steps that need it.
 
     Args:
         with_adapters: Adds the weights of the LoRA adapters that a step loads.
@@ -69,7 +69,7 @@ class EngineCore:
         max_in_flight: Maximum number of dispatched steps whose results have not been processed.
         requests: The unfinished requests, by id.
         observers: Functions that are called after each step with the scheduler and the step.
-        planned: A step that is scheduled but not dispatched; None if there is none.
+        planned: A step that `plan` has scheduled and that is not dispatched yet; None if there is none.
         changed: Requests that have changed since `advance` or `run_planned` last returned, in order.
         is_closed: True if the engine is closed or about to be closed.
         failure: The error that interrupted a step; no step may run after it. None if there was none.
@@ -87,7 +87,7 @@ class EngineCore:
         tokenizer: Tokenizer | None,
         executor: "Executor",
         make_scheduler: Callable[[], Scheduler],
-        features: StepFeatures,
+        features: StepCallbacks,
         *,
         seed: int,
     ) -> None:
@@ -126,7 +126,7 @@ class EngineCore:
         Raises:
             EngineDeadError: If the engine is closed or has failed.
             EngineAsleepError: If the engine sleeps.
-            RuntimeError: If a model in memory has other weights than the engine.
+            RuntimeError: If the engine serves the caller's model, and the caller has replaced its weights.
         """
         self.check_alive()
         if self.pause_reason is not None:
@@ -214,7 +214,7 @@ class EngineCore:
         if self.is_closed:
             return
         with deferred_interrupt(), contextlib.ExitStack() as stack:
-            stack.callback(lambda: self.failure is not None or self.drain())
+            stack.callback(lambda: self.failure is not None or self.wait_if_idle())
             # The stack calls abort for each request, even if abort raises an error for another one.
             for request_id in request_ids:
                 stack.callback(self.abort, request_id)
@@ -250,9 +250,10 @@ class EngineCore:
     def advance(self) -> list[RequestState]:
         """Runs one step: the planned one if there is one. Returns the requests that got tokens or ended.
 
-        If no request is unfinished, it only returns the requests that changed earlier.
+        If no request is unfinished, no step is planned and some requests have changed earlier, it runs no
+        step and only returns these requests.
         """
-        with self._unfinished_step():
+        with self._uninterrupted_step():
             in_flight, most = self._in_flight, self.max_in_flight
             if self.planned is not None:
                 self._dispatch(self.planned)
@@ -266,11 +267,11 @@ class EngineCore:
     def plan(self) -> SchedulerOutput:
         """Schedules the next step without running it. Replaces a planned step that has not run.
 
-        A replaced step is still dispatched, but without its rows: the executor needs its other contents, such
-        as copies of blocks.
+        A replaced step is still dispatched, but without its sequences: the executor needs its other contents,
+        such as copies of blocks.
         """
-        self.settle()
-        with self._unfinished_step():
+        self.wait_for_steps()
+        with self._uninterrupted_step():
             if self.planned is not None:
                 self._run_planned([] if self.planned.scheduled else None)
             self.planned = self._schedule()
@@ -280,10 +281,10 @@ class EngineCore:
         """Runs the planned step. Returns the requests that got tokens or ended.
 
         Args:
-            rows: Indices of the rows to run, in this order (see Scheduler.edit); None runs the step
-                unchanged.
+            rows: Indices of the scheduled sequences to run, in this order (see Scheduler.edit); None runs the
+                step unchanged.
         """
-        with self._unfinished_step():
+        with self._uninterrupted_step():
             self._run_planned(rows)
             return self.take_changed()
 
@@ -297,8 +298,8 @@ class EngineCore:
         Returns:
             The result of the step; None if there are not enough free blocks.
         """
-        self.settle()
-        with self._unfinished_step():
+        self.wait_for_steps()
+        with self._uninterrupted_step():
             output = self.scheduler.schedule_draft(request_id, token_ids)
             if output is None:
                 return None
@@ -307,13 +308,13 @@ class EngineCore:
             self._process_result(output, result)
             return result
 
-    def settle(self) -> None:
+    def wait_for_steps(self) -> None:
         """Waits for all steps in flight and processes their results. The next step returns what changed."""
-        with self._unfinished_step():
+        with self._uninterrupted_step():
             while self._in_flight:
                 self._process_result(self._in_flight.popleft(), self.executor.result())
 
-    def drain(self) -> bool:
+    def wait_if_idle(self) -> bool:
         """Waits for all steps in flight if no request is unfinished; does not wait otherwise.
 
         Returns:
@@ -322,10 +323,10 @@ class EngineCore:
         while self._is_busy and not self.scheduler.has_unfinished:
             if self.planned is not None:
                 self._dispatch(self.planned)
-            self.settle()
+            self.wait_for_steps()
         return not self.has_unfinished
 
-    def finish_all(self) -> None:
+    def run_all_to_end(self) -> None:
         """Runs all requests to their end. The next step returns what changed."""
         changed: dict[RequestState, None] = {}
         while self.has_unfinished:
@@ -333,7 +334,7 @@ class EngineCore:
         self.changed |= changed
 
     @contextlib.contextmanager
-    def _unfinished_step(self) -> Iterator[None]:
+    def _uninterrupted_step(self) -> Iterator[None]:
         """Delays Ctrl-C until the end of the block, and stores an error that interrupts the step."""
         with deferred_interrupt():
             try:

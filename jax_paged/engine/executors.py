@@ -23,8 +23,8 @@ def make_executor(args: EngineArgs) -> "Executor":
 
     Raises:
         ValueError: If the model can't be loaded, or a limit does not fit it.
-        SystemExit: If a launcher has started this process as a follower of the first one, and the first one
-            has ended.
+        SystemExit: In a process that a launcher has started as a follower. The call runs the follower's work,
+            and raises this when the first process ends.
     """
     backend = args.distributed_executor_backend
     if backend == "mp":
@@ -39,14 +39,15 @@ def make_executor(args: EngineArgs) -> "Executor":
         from jax_paged.engine.distributed.ray_executor import RayExecutor
 
         return RayExecutor(args)
-    return Executors().make(0, args)
+    return ExecutorFactory().make(0, args)
 
 
-class Executors:
+class ExecutorFactory:
     """Factory of the executors of all engines, which are made in the order of the engines.
 
-    The engines of a pipeline share devices: the executor of each later engine refers to the executor of the
-    first engine.
+    With pipeline_parallel_size N, N engines run their steps on the same N stages, so that every stage has
+    work. The executor of the first of these engines owns the devices. The executors of the others refer to
+    it.
 
     Args:
         **custom_parts: Arguments of LocalExecutor that customize steps: loaded, hooks, attend, sampler and
@@ -58,10 +59,12 @@ class Executors:
         self._pipeline_leader: Any = None  # first executor of the current pipeline
 
     def make(self, engine: int, args: EngineArgs) -> "Executor":
-        """Makes the executor of an engine. May be called again for the last engine, with other arguments.
+        """Makes the executor of an engine.
 
-        An executor whose devices belong to this process imports JAX. The engines of a pipeline share the same
-        devices.
+        May be called again, with other arguments, for the engine whose executor was made last. This happens
+        if the backends of the earlier executor did not pass the check of batch_invariant.
+
+        An executor whose devices belong to this process imports JAX.
 
         Args:
             engine: Index of the engine.
@@ -69,8 +72,7 @@ class Executors:
 
         Raises:
             ValueError: If the model can't be loaded, or a limit does not fit it.
-            SystemExit: If a launcher has started this process as a follower of the first one, and the first
-                one has ended.
+            SystemExit: See `make_executor`.
         """
         num_stages = args.pipeline_parallel_size
         if args.distributed_executor_backend == "uni" or self._custom_parts:

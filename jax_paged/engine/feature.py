@@ -3,11 +3,11 @@
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.engine.engine_core import EngineCore
 from jax_paged.engine.input_processor import InputProcessor
-from jax_paged.engine.serialized import Serialized
+from jax_paged.engine.serialized import Synchronized
 from jax_paged.engine.text.tokenizer import Tokenizer
 
 
-class EngineFeature(Serialized):
+class EngineFeature(Synchronized):
     """Base class of features that add methods to LLMEngine. LLMEngine inherits from all of them.
 
     Attributes:

@@ -9,7 +9,7 @@ from jax_paged.arguments.plain_values import as_list, plain
 from jax_paged.arguments.shown_values import Text
 from jax_paged.arguments.suggestions import suggestion
 from jax_paged.config.engine_config import EngineConfig
-from jax_paged.core.kv_cache.cache_group import blocks_of
+from jax_paged.core.kv_cache.cache_group import max_blocks_held
 from jax_paged.core.request import Request, RequestFeatures
 from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, cache_salt_of, with_soft_prompt
 from jax_paged.engine.replicas.prior_outputs import PriorOutput
@@ -37,9 +37,9 @@ class CheckedRequest:
     """A request that has been checked: prompt, parameters and everything that was prepared for the engine.
 
     Args:
-        request: The request, without an id. Its sampling parameters are complete: max_tokens is set, -1 as
-            the number of log-probabilities is replaced by the vocabulary size, and bad_words are also token
-            ids.
+        request: The request, without an id. Its sampling parameters are complete: max_tokens is set,
+            the vocabulary size replaces -1 as a number of log-probabilities, and bad_words_token_ids contains
+            the tokens of bad_words.
         prompt: Text of the prompt; None if the prompt was passed as token ids.
         stop: Automaton of the stop strings; None without stop strings.
         encoder_prompt: Text of the encoder prompt; None if there is none.
@@ -253,9 +253,10 @@ class InputProcessor:
         return self._prompts.read(prompt, is_truncated=is_truncated)
 
     def _with_default_prompt(self, prompt: Prompt, params: RequestParams) -> tuple[Prompt, bool]:
-        """Returns the prompt of a pooling request or beam search, and whether it is truncated.
+        """Returns the prompt of a pooling request with the model's default prompt in front of its text.
 
-        Pooling models may add a default prompt in front of the text.
+        Other prompts, such as those of beam searches, are returned unchanged. Also returns whether the prompt
+        is truncated.
         """
         is_pooled = isinstance(params, PoolingParams)
         return self.pooling.prepare(prompt, params) if is_pooled else (prompt, False)
@@ -439,7 +440,7 @@ class InputProcessor:
         encoder_len = 0 if request.features is None else self._checked_encoder_len(request.features)
         needed, usable, size = 0, config.num_blocks - 1, config.block_size
         for group in config.cache_groups:
-            needed += blocks_of(group, encoder_len if group.is_cross else n, size)
+            needed += max_blocks_held(group, encoder_len if group.is_cross else n, size)
             if num_seqs > 1 and request.sampling_params.max_tokens != 1 and not group.is_cross:
                 # The sequences share the full blocks of the prompt. A partly filled block stays with one
                 # sequence; each other sequence needs its own block for its tokens.

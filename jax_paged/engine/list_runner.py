@@ -19,7 +19,9 @@ from jax_paged.outputs import RequestOutput
 # A list takes as long as its slowest engine, so a prefix stays on its engine only if no other has less work.
 _MAX_LAG = 0
 
-# Result of a step: the number of requests that got tokens, and the outputs of ended requests, by id.
+# Result of a step: the number of requests that got tokens or ended, and the outputs of ended requests, by id.
+# The progress bar adds these numbers up as tokens. The rate that it shows is too low if steps produce several
+# tokens per request: with n > 1, multi-step decoding or accepted draft tokens.
 _Step = tuple[int, dict[str, RequestOutput]]
 
 

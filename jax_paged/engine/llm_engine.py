@@ -15,7 +15,7 @@ from jax_paged.engine.executors import MakeExecutor, check_single_engine, make_e
 from jax_paged.engine.input_processor import CheckedRequest, RequestParams
 from jax_paged.engine.new_request import check_arrival_time
 from jax_paged.engine.output_processor import RequestState, step_outputs
-from jax_paged.engine.serialized import any_thread
+from jax_paged.engine.serialized import unsynchronized
 from jax_paged.errors import ArgumentError, check
 from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
@@ -130,7 +130,7 @@ class LLMEngine(composition.EngineFeatures):
         """Makes an engine. vLLM's scripts use this name."""
         return cls(engine_args)
 
-    @any_thread
+    @unsynchronized
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Returns the tokenizer as transformers loads it.
 
@@ -141,7 +141,7 @@ class LLMEngine(composition.EngineFeatures):
             raise ArgumentError("skip_tokenizer_init", True, "False to get a tokenizer")
         return self.tokenizer.hf
 
-    @any_thread
+    @unsynchronized
     def check_request(
         self,
         prompt: Prompt,
@@ -188,8 +188,8 @@ class LLMEngine(composition.EngineFeatures):
 
         Args:
             request_id: The id of the request. Must differ from the ids of all unfinished requests.
-            prompt: A prompt; the arguments params, cache_salt, priority and lora_request then belong to it
-                (see `check_request`). Or the result of `check_request`, which already contains them.
+            prompt: A prompt, or the result of `check_request`. In the second case, params, cache_salt,
+                priority and lora_request are ignored, because the result already contains them.
             params: The parameters of the request. If they have no seed, the request gets one that depends on
                 the engine's seed and the number of earlier requests without a seed.
             arrival_time: Time of arrival, by the clock of time.monotonic() (seconds). vLLM uses time.time()
@@ -270,13 +270,13 @@ class LLMEngine(composition.EngineFeatures):
         Returns:
             True if the engine has nothing left to do.
         """
-        return self._core.drain()
+        return self._core.wait_if_idle()
 
     def settle(self) -> None:
         """Waits for all steps in flight and processes their results. The next `step` returns what changed."""
-        self._core.settle()
+        self._core.wait_for_steps()
 
-    @any_thread
+    @unsynchronized
     def close(self) -> None:
         """Frees the weights and the KV cache, and discards all requests. A second call does nothing.
 
@@ -309,12 +309,12 @@ class LLMEngine(composition.EngineFeatures):
         return f"<{_described(self.config, self.executor.buckets)}>"
 
     def compile_plan(self) -> str:
-        """Returns a table of the buckets: shapes, compile times (seconds) and program sizes (bytes)."""
+        """Returns a table of all programs with compile times (seconds) and temporary memory (MiB)."""
         self._core.check_not_closed()
         return self.executor.compile_plan()
 
     def compile_report(self) -> "list[CompileRecord]":
-        """Returns the compiled programs as records with shapes, compile times (seconds) and sizes (bytes)."""
+        """Returns a record of each program, including programs that are not compiled; see CompileRecord."""
         self._core.check_not_closed()
         return self.executor.compile_report()
 

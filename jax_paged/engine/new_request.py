@@ -95,7 +95,8 @@ def _prior_sequences(request: Request, prior_outputs: tuple[PriorOutput, ...]) -
             list(prior.token_ids),
             SequenceStatus.WAITING if prior.finish_reason is None else _ENDED[prior.finish_reason],
             stop_reason=prior.stop_reason,
-            # Log-probabilities are known only if the request asks for them. Nothing reads these sums.
+            # The log-probabilities of prior tokens are not known here. The sums begin at 0, so the
+            # cumulative_logprob of the continued output covers only the new tokens.
             cumulative_logprobs=[0.0] * len(prior.token_ids),
             placeholder_data=request.placeholder_data,
         )

@@ -140,7 +140,7 @@ class RequestState:
         return state
 
     def roll_back(self) -> None:
-        """Restores the state of the only sequence after the sequence has lost its last tokens."""
+        """Makes the output match the tokens of the only sequence, whose last tokens were removed."""
         self._samples[0] = self._samples[0].rolled_back()
 
     def matcher_of(self, seq: Sequence) -> "Matcher | None":

@@ -68,7 +68,7 @@ class SampleState:
         self._num_chars_sent = 0
 
     def with_replayed_text(self, seq: Sequence, group: SequenceGroup) -> "SampleState":
-        """Returns the state of a sequence whose output is the beginning of this one.
+        """Returns a new state for a sequence whose output tokens are the first ones, or all, of this output.
 
         The text of the sequence is decoded again.
         """

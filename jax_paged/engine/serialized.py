@@ -1,4 +1,4 @@
-"""Serialized: a base class whose public methods run one at a time, whichever threads call them."""
+"""Synchronized: a base class whose public methods run one at a time, whichever threads call them."""
 
 import contextlib
 import functools
@@ -9,12 +9,12 @@ from typing import Any, Self
 
 # Interval (seconds) at which a thread that waits for a lock checks whether to give up.
 _POLL_INTERVAL_S = 0.1
-_ANY_THREAD = "runs_in_any_thread"
+_UNSYNCHRONIZED = "is_unsynchronized"
 
 
-def any_thread[F: Callable[..., Any]](method: F) -> F:
+def unsynchronized[F: Callable[..., Any]](method: F) -> F:
     """Marks a public method as safe during calls of other threads, so that it does not wait for them."""
-    setattr(method, _ANY_THREAD, True)
+    setattr(method, _UNSYNCHRONIZED, True)
     return method
 
 
@@ -49,7 +49,10 @@ class CallLock:
 
     @contextlib.contextmanager
     def held(self, gives_up: Callable[[], bool]) -> Iterator[bool]:
-        """Holds the lock in a block where Ctrl-C is deferred and can't interrupt the wait.
+        """Holds the lock in a block.
+
+        Unlike `call`, it may be used if the caller has deferred Ctrl-C, which then can't interrupt the wait:
+        `gives_up` ends it instead.
 
         Args:
             gives_up: Called repeatedly while waiting. If it returns True, the block runs without the lock.
@@ -74,12 +77,12 @@ class CallLock:
                 self._lock.release()
 
 
-class Serialized:
+class Synchronized:
     """Base class of objects whose public methods run one at a time. Each object has its own lock.
 
     The public methods of a subclass are wrapped when the subclass is defined. Class methods, properties
-    (which read a single value), names with a leading underscore and methods marked with `any_thread` are not
-    wrapped. A method may call other methods of the same object.
+    (which read a single value), names with a leading underscore and methods marked with `unsynchronized` are
+    not wrapped. A method may call other methods of the same object.
     """
 
     _calls: CallLock
@@ -105,14 +108,14 @@ class Serialized:
         super().__init_subclass__(**kwargs)
         for name, method in list(vars(cls).items()):
             is_method = isinstance(method, types.FunctionType) and not name.startswith("_")
-            is_marked = any(hasattr(vars(base).get(name), _ANY_THREAD) for base in cls.__mro__)
+            is_marked = any(hasattr(vars(base).get(name), _UNSYNCHRONIZED) for base in cls.__mro__)
             if is_method and not is_marked:
-                setattr(cls, name, _serialized(method))
+                setattr(cls, name, _synchronized(method))
 
 
-def _serialized(method: Callable[..., Any]) -> Callable[..., Any]:
+def _synchronized(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(self: Serialized, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Synchronized, /, *args: Any, **kwargs: Any) -> Any:
         return self._calls.call(method, self, *args, **kwargs)
 
     return call

@@ -49,8 +49,8 @@ class StepInputs:
         bias_ids: int32 [L, MAX_BIAS_IDS], padded with V; None if no row has a bias.
         bias_values: float32 [L, MAX_BIAS_IDS]; None if no row has a bias.
         token_mask: int32 [L, ceil(V / 32)], see SamplingBatch; None if no row has a mask.
-        changes_ahead: int32 [2, n], block table changes that do not fit into the buffer, for example because
-            a sequence with a long table takes a batch slot. They are written before the step runs.
+        changes_before_step: int32 [2, n], block table changes that do not fit into the buffer, for example
+            because a sequence with a long table takes a batch slot. They are written before the step runs.
         num_shared_tokens: Number of token reads that cascade attention saves. A prefix of t tokens that n
             sequences share saves (n - 1) * t.
         embeds: float32 [T, E], embeddings that replace tokens; None if no token row has one.
@@ -61,7 +61,7 @@ class StepInputs:
     bias_ids: np.ndarray | None
     bias_values: np.ndarray | None
     token_mask: np.ndarray | None
-    changes_ahead: np.ndarray
+    changes_before_step: np.ndarray
     num_shared_tokens: int = 0
     embeds: np.ndarray | None = None
     fields: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -116,16 +116,17 @@ class BatchBuilder:
             bucket: The shape of the step.
         """
         batch, rows = self._input_batch, self._rows(output, bucket)
-        assert len(logits_rows.rows) <= bucket.num_logits, (len(logits_rows.rows), bucket)
+        num_logits = len(logits_rows.rows)
+        assert num_logits <= bucket.num_logits, f"{num_logits} logits rows do not fit into bucket {bucket}"
         fields, size = layout(bucket, self._options)
         packed = np.zeros(size, np.int32)
         view = views(packed, fields)
         self._fill_tokens(view, rows)
         self._fill_slots(view, rows)
         changes, filled = batch.take_table_changes(), view["table_changes"]
-        num_ahead = max(0, changes.shape[1] - filled.shape[1])
-        filled[:, : changes.shape[1] - num_ahead] = changes[:, num_ahead:]
-        filled[:, changes.shape[1] - num_ahead :] = batch.block_tables.size
+        num_before = max(0, changes.shape[1] - filled.shape[1])
+        filled[:, : changes.shape[1] - num_before] = changes[:, num_before:]
+        filled[:, changes.shape[1] - num_before :] = batch.block_tables.size
         num_shared, shared = 0, self._shared_prefixes
         if shared is not None and len(rows.batch_slots) >= shared.min_rows:
             filled = view["shared_blocks"][: len(rows.batch_slots)]
@@ -146,7 +147,7 @@ class BatchBuilder:
             bias_ids=bias_ids,
             bias_values=bias_values,
             token_mask=self._token_mask(sample_slots, sample_positions, output.token_masks, is_masked),
-            changes_ahead=changes[:, :num_ahead],
+            changes_before_step=changes[:, :num_before],
             num_shared_tokens=num_shared,
             embeds=embeds,
             fields=view,
@@ -166,8 +167,8 @@ class BatchBuilder:
     def _rows(self, output: SchedulerOutput, bucket: Bucket) -> ScheduledRows:
         """Returns the scheduled sequences and token rows of a step."""
         n, total = len(output.scheduled), output.num_batched_tokens
-        assert n <= bucket.num_seqs, (n, bucket)
-        assert total <= bucket.num_tokens, (total, bucket)
+        assert n <= bucket.num_seqs, f"{n} sequences do not fit into bucket {bucket}"
+        assert total <= bucket.num_tokens, f"{total} tokens do not fit into bucket {bucket}"
         seq_ids, starts, token_ids, *_ = zip(*output.scheduled, strict=True)
         batch_slots = self._input_batch.slots_of(seq_ids)
         num_tokens = np.fromiter(map(len, token_ids), np.int32, n)
@@ -231,7 +232,10 @@ class BatchBuilder:
         return batch_slots
 
     def _check_penalties(self, sample_slots: np.ndarray, bucket: Bucket) -> None:
-        """Asserts that no sequence with penalties has several logits rows unless drafts are counted."""
+        """Asserts that no sequence with penalties has several logits rows, except in buckets for drafts.
+
+        The programs of buckets for drafts count the drafts before each logits row.
+        """
         if bucket.num_drafts:
             return
         count_slots = self._input_batch.count_slots[sample_slots]
@@ -290,7 +294,8 @@ class BatchBuilder:
             batch_slots: Batch slots of the logits rows from which tokens are drawn.
             positions: Positions of the drawn tokens.
             masks: Masks from the scheduler, for structured output; None for none.
-            is_masked: The column MASK_COLUMN of all logits rows. It is set for the rows that have a mask.
+            is_masked: View of the column MASK_COLUMN of all logits rows. For rows with a mask, this method
+                writes 1, or MASK_KEEPS_DRAW if the mask is for structured output.
         """
         by_slot = self._input_batch.token_rules
         drawn = enumerate(zip(batch_slots.tolist(), positions.tolist(), strict=True)) if by_slot else ()

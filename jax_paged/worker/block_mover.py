@@ -18,9 +18,9 @@ from jax_paged.worker.compilation.programs import Program, TraceContext
 
 # Dimension of the KV cache arrays that devices divide: kv heads.
 _HEADS = 2
-# Number of blocks that one swap moves, and number of blocks that the smaller copy program copies. If a step
-# has fewer left, the call is padded.
+# Number of blocks that one call of a swap program moves. If fewer are left, the call is padded.
 SWAP_BLOCKS = 32
+# Number of blocks that one call of the smaller copy program copies. If fewer are left, the call is padded.
 FEW_COPIES = 8
 # Number of state slots that one swap moves. A slot may be as large as a thousand blocks.
 SWAP_SLOTS = 2
@@ -122,7 +122,7 @@ def _copy_slots(states: Array, src: Array, dst: Array) -> Array:
 
 
 class BlockMover:
-    """Mover of blocks, many per call.
+    """Copies blocks within the KV cache, and swaps them out to host memory and back, many blocks per call.
 
     Args:
         num_blocks: Number of blocks in the KV cache.
@@ -155,7 +155,7 @@ class BlockMover:
         return [*self._copies, SwapOutProgram(self._moves_states), SwapInProgram(self._moves_states)]
 
     def move(self, run: Callable[..., Any], pool: list[Array], step: SchedulerOutput) -> list[Array]:
-        """Swaps and copies the blocks of a step; returns the KV cache, which is donated.
+        """Swaps and copies the blocks of a step. The argument `pool` is donated. Returns the new KV cache.
 
         Blocks are swapped out first because the same step may reuse them. Then blocks are swapped in and
         copied.
@@ -206,7 +206,7 @@ class BlockMover:
     ) -> list[Array]:
         """Copies (host block, device block) pairs back to the device.
 
-        Returns the KV cache, which is donated.
+        The argument `pool` is donated. Returns the new KV cache.
         """
         assert self._load is not None, "a step swaps in blocks, but the engine has no host blocks"
         n, program = self._num_swapped, SwapInProgram(self._moves_states)

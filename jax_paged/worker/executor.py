@@ -95,7 +95,11 @@ class Executor(Protocol):
         ...
 
     def fingerprint(self) -> tuple[str, str]:
-        """Returns a hash of the served weights and a hash of this machine's packed weight layout."""
+        """Returns a hash of the served weights, and an identifier of their packing in this engine.
+
+        A saved engine state without weights fits an engine with an equal hash, a state with weights an engine
+        with an equal packing.
+        """
         ...
 
     def read_kv(
@@ -106,7 +110,7 @@ class Executor(Protocol):
         Args:
             layer: Index into the model's kv_cache_specs().
             block_tables: Block tables of the sequence. Tokens in null blocks are left out.
-            num_tokens: Number of filled slots of each table.
+            num_tokens: Number of tokens whose keys and values the blocks of each table contain.
 
         Returns:
             Keys and values, each [tokens, kv_heads, head_dim] in the model's dtype.
@@ -121,7 +125,7 @@ class Executor(Protocol):
 
         Returns:
             The logits of the last token, float32 [V], and the attention probabilities of all tokens by layer,
-            float32 [heads, tokens, slots of the block table].
+            float32 [heads, tokens, tokens in the blocks of the block table].
         """
         ...
 
@@ -157,7 +161,7 @@ class Executor(Protocol):
         ...
 
     def check_weights(self) -> None:
-        """Raises RuntimeError if the weights of a model in memory are no longer the served ones."""
+        """Raises RuntimeError if the engine serves the caller's model, and its weights were replaced."""
         ...
 
     def free_memory(self, *, keeps_weights: bool) -> None:
@@ -301,7 +305,7 @@ class LocalExecutor:
             self._source = None
 
     def fingerprint(self) -> tuple[str, str]:
-        """Returns a hash of the served weights and a hash of this machine's packed weight layout."""
+        """Returns a hash of the served weights and an identifier of their packing; see Executor."""
         self._check_single_stage("to save or load an engine state")
         from jax_paged.worker.composition import snapshot
 

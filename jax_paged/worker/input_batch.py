@@ -54,7 +54,7 @@ class InputBatch:
         num_top_logprobs: int32 [S], number of most likely tokens to report; -1 for no log-probabilities.
         token_rules: Biases and forbidden tokens, for sequences that have any.
         known_tokens: The tokens so far, for sequences with bad words or logits processors.
-        forced_tokens: (prompt length, forced output tokens), for sequences whose output is forced.
+        forced_tokens: (prompt length, forced_token_ids), for sequences of requests with forced_token_ids.
         prompts: (prompt, number of most likely tokens to report), for sequences with prompt
             log-probabilities.
     """

@@ -13,10 +13,9 @@ one pool. For example, four layers in two groups need two arrays if every second
 In a quantized cache each row has a scale after its numbers (pallas_kernels/quantization.py). If layers cache
 latents, the second dimension is 1 instead of 2 (pallas_kernels/ops.py).
 
-Layers may differ in the number and size of heads. The arrays then have the size of the layers with the most
-numbers per token. Layers with a half or a third of these numbers share an array with one or two other layers
-of their group (PageView in models/kv_location.py). In this example layers 1, 3, 4 and 5 have a window and
-half as many numbers:
+Layers may differ in the number and size of heads. Each array then has the size of the layer with the most
+elements per token. If layers have 1/n of these elements, n layers of the same group share one array (PageView
+in models/kv_location.py). In this example layers 1, 3, 4 and 5 have a window and half as many elements:
 
     layer            0        1        2        3        4        5
     group            0        1        0        1        1        1
@@ -124,8 +123,8 @@ class KVCacheLayout:
 def stage_layout(layout: KVCacheLayout, layers: Sequence[int]) -> KVCacheLayout:
     """Returns the layout of one pipeline stage, which has its own arrays.
 
-    Block ids are the same in all stages. If one cache group has more layers in the stage than another, the
-    smaller group does not use its blocks in the last arrays.
+    Block ids are the same in all stages. If a cache group has fewer layers in the stage than another, the
+    last arrays contain unused space: no layer reads or writes the blocks of the smaller group there.
 
     Args:
         layout: Layout of all layers.
@@ -157,9 +156,10 @@ def plan_layout(
 ) -> KVCacheLayout:
     """Splits the layers of a model into cache groups.
 
-    The layer type that fills the fewest arrays determines how many arrays a group fills, so that no array is
-    used by only a few groups. If all types fill nearly the same number of arrays, the largest number is used
-    instead.
+    Each layer type would need a number of arrays if its layers were one group. The smallest of these numbers
+    is the maximum number of arrays per group, and types that need more are divided into several groups. So no
+    array is used by only a few groups. If the largest number is less than 25% above the smallest, the largest
+    is used instead, and every type is one group.
 
     Args:
         specs: The cache spec of each layer.

@@ -59,7 +59,7 @@ class ModelRunner:
         context: The context for which programs are traced (of the last stage in a pipeline).
         compiled: The compiled programs.
         builder: The builder of step inputs.
-        features: The features that work around a step.
+        features: The features' work before, in and after a step.
         served: The weights (of the first stage of this process in a pipeline). They may be replaced between
             steps.
 
@@ -151,7 +151,7 @@ class ModelRunner:
         logits_rows = plan_logits_rows(output)
         bucket = self._smallest_ready(output, None if plan is None else plan.variant)
         inputs = self.builder.build(output, logits_rows, bucket)
-        self._write_tables_ahead(inputs.changes_ahead)
+        self._write_changes_before_step(inputs.changes_before_step)
         device_inputs = self._device_inputs(inputs, bucket)
         if plan is not None:
             device_inputs = self.features.with_adapters(device_inputs, plan)
@@ -271,7 +271,7 @@ class ModelRunner:
             variant, num_tokens=num_tokens, num_seqs=num_seqs, num_logits=output.num_logits_rows
         )
 
-    def _write_tables_ahead(self, changes: np.ndarray) -> None:
+    def _write_changes_before_step(self, changes: np.ndarray) -> None:
         """Writes the block table changes that do not fit into the packed buffer."""
         if changes.shape[1]:
             tables = write_block_tables(self._run, self._state.block_tables, changes)

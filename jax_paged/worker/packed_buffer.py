@@ -39,8 +39,8 @@ row is S, which does not exist.
                       arguments (P columns in total)
     max_draws         the maximum number of tokens that a sequence draws in multi-step decoding
     end_tokens        E = MAX_END_TOKENS tokens after which a sequence draws no more, padded with -1
-    num_drafts        the number of drafts that precede the token drawn from a logits row; they are the tokens
-                      of this many token rows, the last of which is the row's own
+    num_drafts        the number n of drafts that precede the token drawn from a logits row: the tokens of the
+                      logits row's token row and of the n - 1 token rows before it
     adapter_slots     the slot of a sequence's adapter, 0 for none
     has_embeds        whether an embedding replaces the token of a token row
     state_slots       see AttentionMetadata; empty if no layer has a recurrent state
@@ -76,8 +76,9 @@ FLOATS = (*OPTION_FLOATS, "logprob_temperature")
 INTS = ("top_k", "seed_low", "seed_high", "wants_logprobs", "has_token_mask")
 NUM_SAMPLING_COLUMNS = len(FLOATS) + len(INTS)
 MASK_COLUMN = len(FLOATS) + INTS.index("has_token_mask")
-# Value of MASK_COLUMN for rows with a structured output mask. Rows with any other mask have 1, rows without a
-# mask have 0.
+# Value of MASK_COLUMN for rows with a structured output mask. Such a row first draws without the mask, and
+# keeps the token if the mask allows it (SamplingBatch.keeps_draw). Rows with any other mask have 1, rows
+# without a mask have 0.
 MASK_KEEPS_DRAW = 2
 
 

@@ -111,6 +111,7 @@ class _LoadedStages:
             splits_experts=self.grids[0].splits_experts,
             attend=self.custom.attend,
             min_shared_rows=min_shared_rows(config, self.custom),
+            # The free memory is measured before the number of state slots is known. Two slots suffice then.
             num_state_slots=config.num_state_slots or 2 * has_states,
             stage=StageRole(
                 hidden_size=last.config.hidden_size if stage else 0,
@@ -149,7 +150,8 @@ class _LoadedStages:
 class ServedModel:
     """Model, configuration and compiled programs that several engines on the same devices share.
 
-    Each engine of a pipeline uses the same ServedModel. Without a pipeline there is one engine.
+    With N pipeline stages, N engines run their steps on the same stages, so that every stage has work. They
+    share one ServedModel. Without a pipeline, only one engine uses it.
 
     Args:
         args: Model and limits.
@@ -160,7 +162,8 @@ class ServedModel:
     Attributes:
         config: The resolved configuration of each engine.
         grids: The devices of each stage; a single entry without a pipeline. If each stage has its own
-            process, all entries are the devices of this process.
+            process, the devices of other stages are not known here, and every entry contains the devices of
+            this process.
         stages: The trace context of each stage of this process.
         served: The weights of each of these stages.
         weights: The weights of all these stages in one list.

@@ -1,7 +1,7 @@
-"""Features that work around a step: before its inputs are built, in the packed buffer, and after it.
+"""The features' work in a step: before its inputs are built, in its inputs, and after it.
 
     StepFields       fills the fields of the packed buffer that belong to features
-    RunnerFeatures   runs programs around a step: prepare() and plan() before it, finish() after it
+    RunnerFeatures   runs programs for a step: prepare() and plan() before it, finish() after it
     RowOutputs       the outputs that finish() has started; they are read with the step's result
 
 A plain step of an engine without features calls nothing in this module.
@@ -58,15 +58,15 @@ class StepFields:
         input_batch: The batch slots.
         block_size: Number of tokens per block.
         num_state_slots: Number of slots for recurrent states; 0 if no layer has such states.
-        embeds_size: Size of an embedding that replaces a token, including the parts that are added to module
-            outputs.
+        total_embed_size: Size of an embedding that replaces a token, plus one vector of the same size for
+            each of FeatureSet.added_paths.
         has_mrope: Whether image tokens have M-RoPE positions.
     """
 
     input_batch: InputBatch
     block_size: int
     num_state_slots: int = 0
-    embeds_size: int = 0
+    total_embed_size: int = 0
     has_mrope: bool = False
 
     @classmethod
@@ -79,7 +79,7 @@ class StepFields:
             input_batch=batch,
             block_size=config.block_size,
             num_state_slots=config.num_state_slots,
-            embeds_size=features.embeds_size,
+            total_embed_size=features.total_embed_size,
             has_mrope=features.has_mrope,
         )
 
@@ -114,7 +114,7 @@ class StepFields:
             view["adapter_slots"][:n] = batch.features.adapter_slots[rows.batch_slots]
         if not bucket.has_embeds:
             return None
-        return prompt_embeds.step_embeds(batch, view["has_embeds"], output, self.embeds_size)
+        return prompt_embeds.step_embeds(batch, view["has_embeds"], output, self.total_embed_size)
 
 
 def make_feature_rows(config: EngineConfig, context: TraceContext) -> FeatureRows:
@@ -235,8 +235,8 @@ class RunnerFeatures:
 
         Args:
             output: The step.
-            has_mixed: Whether the engine has buckets for mixed steps. Only these return hidden states in the
-                size that the programs of features read.
+            has_mixed: Whether the engine has buckets for mixed steps. Only their programs pad hidden states
+                to max_num_batched_tokens, the size that the programs of features expect.
         """
         batch, rows, config = self._batch, self._batch.features, self._config
         targets, pooling = row_targets(output, batch), plan_pooling(output, batch, self._context)

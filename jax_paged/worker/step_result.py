@@ -122,7 +122,8 @@ class PendingStep:
         """Returns the result of multi-step decoding, in which sequence i is also sample i.
 
         Args:
-            results: int32 [K, 5, num_samples] for K decode steps.
+            results: int32 [K, 5, num_samples] for K decode steps. The first four rows are those of
+                StepResult.tokens. The fifth row is 1 if the sequence was not finished before the decode step.
             details: int32 [K, B, 1 + 2N], or None.
         """
         token_ids, logprobs, is_finite, has_choice, is_live = results.transpose(1, 2, 0)

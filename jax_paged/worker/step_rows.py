@@ -65,15 +65,16 @@ def plan_logits_rows(output: SchedulerOutput) -> LogitsRows:
     is_sampled = np.zeros(len(output.scheduled), bool)
     is_sampled[rows] = True
     if (num_logits != 1).any():
-        planned = _with_several_per_sample(rows, num_logits)
+        logits_rows = _with_several_per_sample(rows, num_logits)
     else:
-        planned = LogitsRows(rows, np.zeros(num_samples, np.int64), np.arange(num_samples))
+        logits_rows = LogitsRows(rows, np.zeros(num_samples, np.int64), np.arange(num_samples))
     if not is_sampled.all():
         others = np.flatnonzero(~is_sampled)
-        tokens_back = np.append(planned.tokens_back, np.zeros_like(others))
-        planned = planned._replace(rows=np.append(planned.rows, others), tokens_back=tokens_back)
-    assert len(planned.rows) == output.num_logits_rows, (len(planned.rows), output.num_logits_rows)
-    return planned
+        tokens_back = np.append(logits_rows.tokens_back, np.zeros_like(others))
+        logits_rows = logits_rows._replace(rows=np.append(logits_rows.rows, others), tokens_back=tokens_back)
+    num_rows, expected = len(logits_rows.rows), output.num_logits_rows
+    assert num_rows == expected, f"the step has {num_rows} logits rows, num_logits_rows is {expected}"
+    return logits_rows
 
 
 def _with_several_per_sample(rows: np.ndarray, num_logits: np.ndarray) -> LogitsRows:

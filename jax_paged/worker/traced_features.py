@@ -15,7 +15,7 @@ from jax_paged.models.attention import AttentionMetadata
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.features.hooks import at_paths, recording_hooks
 from jax_paged.worker.compilation.programs import StepResult, StepState
-from jax_paged.worker.compilation.traced_values import DrawnTokens, ModuleEdits, TracedStep
+from jax_paged.worker.compilation.traced_values import ModuleEdits, TokenTargets, TracedStep
 from jax_paged.worker.features import prompt_embeds
 from jax_paged.worker.features.lora import adapter_edits, adapter_shapes
 from jax_paged.worker.features.multi_step import decode_steps
@@ -90,14 +90,14 @@ def observe(
     metadata: AttentionMetadata,
     tokens: Int[Array, " t"],
     edits: ModuleEdits,
-    rows: DrawnTokens,
+    targets: TokenTargets,
     state: StepState[Array],
 ) -> StepState[Array]:
     """Lets the drafter, if there is one, read the outputs of the model; returns the state."""
     drafter = step.context.features.drafter
     if drafter is None:
         return state
-    return verification.observe(drafter, step, model, metadata, tokens, edits.outputs, rows, state)
+    return verification.observe(drafter, step, model, metadata, tokens, edits.outputs, targets, state)
 
 
 def with_drafts(step: TracedStep, tokens: Int[Array, " t"], result: StepResult[Array]) -> StepResult[Array]:

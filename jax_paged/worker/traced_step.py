@@ -30,13 +30,13 @@ from jax_paged.worker.compilation.programs import (
     TraceContext,
     packed_results,
 )
-from jax_paged.worker.compilation.traced_values import DrawnTokens, ModuleEdits, TracedStep
+from jax_paged.worker.compilation.traced_values import ModuleEdits, TokenTargets, TracedStep
 from jax_paged.worker.packed_buffer import BufferOptions, layout, unpack
 from jax_paged.worker.sampling.sampler import SampledTokens
 from jax_paged.worker.sampling.token_counts import add_tokens
 
 
-def known_tokens(fields: dict[str, Array], last_tokens: Int[Array, " s"]) -> Int[Array, " t"]:
+def with_drawn_tokens(fields: dict[str, Array], last_tokens: Int[Array, " s"]) -> Int[Array, " t"]:
     """Returns the tokens of a step, with NO_TOKEN replaced by the last token drawn for its batch slot.
 
     Args:
@@ -90,29 +90,30 @@ def traced_step(
     """Computes one step; see StepProgram."""
     step, block_tables = open_step(context, bucket, weights, state.block_tables, inputs)
     state = dataclasses.replace(state, block_tables=block_tables)
-    tokens = known_tokens(step.fields, state.last_tokens)
+    tokens = with_drawn_tokens(step.fields, state.last_tokens)
     if bucket.num_steps > 1:
         result, last, state = traced_features.decode_steps(decode, step, tokens, state)
         return result, with_last_tokens(state, step.fields["sample_slots"], last)
     if bucket.num_drafts:
         tokens, state = traced_features.propose(step, tokens, state)
-    drawn, rows, result, state = decode(step, tokens, state)
+    drawn, targets, result, state = decode(step, tokens, state)
     if bucket.num_drafts:
         result = traced_features.with_drafts(step, tokens, result)
     padding = 0 if bucket.is_decode else context.max_num_batched_tokens - bucket.num_tokens
     hidden: Any = result.hidden
     result = dataclasses.replace(result, hidden=jnp.pad(hidden, ((0, padding), (0, 0))))
-    return result, with_last_tokens(state, rows.sample_slots, drawn.token_ids)
+    return result, with_last_tokens(state, targets.sample_slots, drawn.token_ids)
 
 
 def decode(
     step: TracedStep, tokens: Int[Array, " t"], state: StepState[Array]
-) -> tuple[SampledTokens, DrawnTokens, StepResult[Array], StepState[Array]]:
+) -> tuple[SampledTokens, TokenTargets, StepResult[Array], StepState[Array]]:
     """Runs the model and draws a token from every logits row.
 
     Returns:
-        The drawn tokens, the batch slots that receive them, the result, and the state. Token counts and
-        everything that the model and features have written are updated in the state; last_tokens is not.
+        The drawn tokens, the batch slots that receive and count them, the result, and the state. The returned
+        state contains the new token counts and everything that the model and features have written, but not
+        the new last_tokens.
     """
     context, fields = step.context, step.fields
     model = context.merge(step.weights)
@@ -125,15 +126,15 @@ def decode(
     batch = step.sampling_batch(state.token_counts, drafts)
     processed, state = traced_features.process(step, logits, tokens, batch, state)
     drawn = context.sampling.sample(logits, batch, processed=processed, forced=fields["forced_tokens"][:, 0])
-    rows = DrawnTokens(fields["sample_slots"], batch.count_slots)
+    targets = TokenTargets(fields["sample_slots"], batch.count_slots)
     if num_drafts:
-        rows = traced_features.accept(step, tokens, drawn.token_ids, batch.count_slots)
-    token_counts = add_tokens(state.token_counts, rows.count_slots, drawn.token_ids)
+        targets = traced_features.accept(step, tokens, drawn.token_ids, batch.count_slots)
+    token_counts = add_tokens(state.token_counts, targets.count_slots, drawn.token_ids)
     state = dataclasses.replace(state, token_counts=token_counts)
-    state = traced_features.observe(step, model, metadata, tokens, edits, rows, state)
+    state = traced_features.observe(step, model, metadata, tokens, edits, targets, state)
     results, details = packed_results(drawn)
     result = StepResult(tokens=results, details=details, hidden=hidden, captured=edits.captured)
-    return drawn, rows, result, state
+    return drawn, targets, result, state
 
 
 def forward(
@@ -195,7 +196,7 @@ def input_shapes(context: TraceContext, bucket: Bucket) -> DeviceInputs[jax.Shap
     """Returns the shapes of a step's inputs."""
     (_, size), num_logits = layout(bucket, buffer_options(context)), bucket.num_logits
     hidden_size, features = context.stage.hidden_size, context.features
-    embeds = (bucket.num_tokens, features.embeds_size), jnp.float32
+    embeds = (bucket.num_tokens, features.total_embed_size), jnp.float32
     hidden = (bucket.num_tokens, hidden_size), context.dtype
     return DeviceInputs(
         packed=context.shape((size,), jnp.int32),

@@ -323,7 +323,7 @@ def test_drafts_by_hand_are_not_counted(engine: LLMEngine) -> None:
     add(engine, [Request([5, 6, 7], params)])
     while not engine.step()[0].outputs[0].token_ids:
         pass
-    engine._core.settle()
+    engine._core.wait_for_steps()
     seq = next(iter(engine.scheduler.queues.running.values())).sequences[0]
     right = list(expected.outputs[0].token_ids)[len(seq.output_token_ids) :][:9]
     before = engine.scheduler.drafts.num_drafts

@@ -25,7 +25,7 @@ class Naive:
                 first, found = position, stop
         return None if found is None else (first - len(self.text) + len(new), found)
 
-    def num_open(self):
+    def num_held_back(self):
         """Returns the length of the longest end of the text with which a stop string begins, but not ends."""
         lengths = [n for s in self.stops for n in range(1, len(s)) if self.text.endswith(s[:n])]
         return max(lengths, default=0)
@@ -46,7 +46,7 @@ def test_equals_looking_for_each_on_its_own(stops, parts):
     for part in parts:
         state, match = automaton.feed(state, part)
         assert match == naive.feed(part)
-        assert automaton.num_open(state) == naive.num_open()
+        assert automaton.num_held_back(state) == naive.num_held_back()
 
 
 def test_cost_of_a_character_does_not_depend_on_how_many_there_are():

@@ -104,16 +104,16 @@ _SPECIAL = ["   ", "<|end|>", "aaa", "\u0301", "\x00", "\ufdfa", "\ud55c", "好"
 def test_no_text_has_fewer_tokens_than_its_lower_bound(name: str, parts: list[str]) -> None:
     backend, has_bound = BACKENDS[name]
     text, codec = "".join(parts), TextCodec(backend)
-    least = codec.min_tokens(text)
+    least = codec.min_num_tokens_of(text)
     assert least <= len(backend.encode(text, add_special_tokens=False).ids)
-    assert (codec.min_tokens("xyz" * 1000) > 0) == has_bound
+    assert (codec.min_num_tokens_of("xyz" * 1000) > 0) == has_bound
 
 
 def test_a_character_of_several_is_allowed_for() -> None:
     backend = byte_level(normalizers.NFKC())
     rng = random.Random(1)
     text = "".join(rng.choice("aeiou") + rng.choice("\u0301\u0300\u0308") for _ in range(100))
-    assert 0 < TextCodec(backend).min_tokens(text) <= 100
+    assert 0 < TextCodec(backend).min_num_tokens_of(text) <= 100
 
 
 @pytest.mark.parametrize("name", ["bert_embedder", "xlm_roberta_embedder", "roberta_classifier"])

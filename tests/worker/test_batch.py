@@ -71,7 +71,7 @@ class Worker:
     def fields(self, inputs: StepInputs, bucket: Bucket) -> dict[str, np.ndarray]:
         """What the device makes of a step: its fields, and the block tables of its rows."""
         fields = unpack(jnp.asarray(inputs.packed), bucket, BufferOptions(self.num_groups))
-        for changes in (jnp.asarray(inputs.changes_ahead), fields["table_changes"]):
+        for changes in (jnp.asarray(inputs.changes_before_step), fields["table_changes"]):
             self.device_tables = write_changes(self.device_tables, changes)
         fields["block_tables"] = tables_of(self.device_tables, fields["batch_slots"])
         return {k: np.asarray(v) for k, v in fields.items()}

@@ -79,7 +79,7 @@ def test_a_long_table_takes_its_seat_and_grows() -> None:
     bucket, table = Bucket(True, 2, 2), [*range(1, 8_193)]
     device = jnp.full((1, 3, max_blocks), -1, jnp.int32)
     new = [new_sequence(1, [1] * 16 * len(table), tables=[table])]
-    num_ahead = []
+    num_before = []
     for position in itertools.chain([16 * 8_192 - 1], range(16 * 8_192, 16 * 8_192 + 40)):
         blocks = [[10_000 + position // 16]] if position % 16 == 0 else []
         table = [*table, *(blocks[0] if blocks else [])]
@@ -87,13 +87,13 @@ def test_a_long_table_takes_its_seat_and_grows() -> None:
         new = []
         batch.update(output)
         inputs = builder.build(output, plan_logits_rows(output), bucket)
-        num_ahead.append(inputs.changes_ahead.shape[1])
+        num_before.append(inputs.changes_before_step.shape[1])
         device = write_block_tables(
-            lambda program, *args: jax.jit(write_changes)(*args), device, inputs.changes_ahead
+            lambda program, *args: jax.jit(write_changes)(*args), device, inputs.changes_before_step
         )
         fields = unpack(jnp.asarray(inputs.packed), bucket, BufferOptions(1))
         device = write_changes(device, fields["table_changes"])
         got = tables_of(device, fields["batch_slots"])
         assert got[0, 0, : len(table)].tolist() == table
         assert not got[0, 1].any()
-    assert num_ahead == [8_192 - num_step_changes(bucket, 1), *[0] * 40]
+    assert num_before == [8_192 - num_step_changes(bucket, 1), *[0] * 40]

@@ -127,7 +127,7 @@ def test_a_chunk_encodes_what_it_computes_and_no_more() -> None:
         features=FeatureRows(4),
     )
     sizes = {"block_size": 4, "num_blocks": 50, "groups": (CacheGroup(),), "vocab_size": 100}
-    features = StepFields(input_batch=batch, block_size=4, embeds_size=2)
+    features = StepFields(input_batch=batch, block_size=4, total_embed_size=2)
     builder = BatchBuilder(batch, **sizes, features=features)  # pyright: ignore[reportArgumentType]
     run, encoder, bucket = Encoder(), ImageEncoder(10**6), Bucket(False, 32, 4, has_embeds=True)
     placeholder_data = tuple(s._replace(start=s.start + 3, stop=s.stop + 3) for _, s in needs(0, 8, 20))

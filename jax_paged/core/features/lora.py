@@ -56,7 +56,7 @@ class AdapterSlots:
             self._refused_under.clear()
             return
         running = queues.running_adapters
-        state = queues.num_changes_aside, set(running)
+        state = queues.set_aside_version, set(running)
         if state != self._state:  # only then, because many requests may be set aside
             self._state = state
             missing = [group.order for group in queues.requests_set_aside if group.adapter not in running]
@@ -81,10 +81,10 @@ class AdapterSlots:
         return frozenset(self._queues.running_adapters), self._closed, self._closed_after
 
     def _may_preempt(self) -> bool:
-        """Returns whether preempting requests with higher keys gives the first request set aside a slot.
+        """Returns whether preempting others would free an adapter slot for the first request set aside.
 
-        Such a request is tried again in every step, because the number of free blocks changes with every
-        step.
+        Only running requests with higher keys count as others. If it would, the request is tried again in
+        every step, because the number of free blocks changes with every step.
         """
         first = self._first_aside
         assert first is not None, "no request is set aside"
@@ -131,7 +131,7 @@ class AdapterSlots:
         return slot
 
     def slot_of(self, request: Request) -> int:
-        """Returns the slot of the adapter of a running request; 0 without an adapter."""
+        """Returns the slot of the adapter of a request, and assigns one if needed; 0 without an adapter."""
         return self.assign_slot(request.adapter) if request.adapter else 0
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:

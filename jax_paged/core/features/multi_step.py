@@ -21,8 +21,9 @@ class Failure(NamedTuple):
 
     Args:
         num_steps: Number of decode steps before the one that fails.
-        num_samples: Number of leading samples of the step that still receive a token in the decode step that
-            fails, as they would with single steps.
+        num_samples: Samples of the step with a lower index still receive their token of the failing decode
+            step, because single steps would have processed them before the failure. -1 if the logits are not
+            finite: no sample of the request then receives a token of this decode step.
         reason: Stop reason.
     """
 

@@ -177,7 +177,7 @@ class BlockPool:
         """Restores the state of another pool in this new pool.
 
         Args:
-            values: The result of `values` of the other pool.
+            values: The result of `to_json` of the other pool.
             counts: Reference count of each block.
         """
         self._free = OrderedDict.fromkeys(values["free"])

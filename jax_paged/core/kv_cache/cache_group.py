@@ -19,14 +19,15 @@ class CacheGroup:
     is_cross: bool = False
 
 
-def blocks_of(group: CacheGroup, num_tokens: int, block_size: int, num_new_tokens: int = 0) -> int:
-    """Returns the number of blocks that a sequence holds at the same time in a cache group.
+def max_blocks_held(group: CacheGroup, num_tokens: int, block_size: int, num_new_tokens: int = 0) -> int:
+    """Returns the largest number of blocks that a sequence holds at the same time in a cache group.
 
     Args:
         group: The cache group.
         num_tokens: Tokens of the sequence, or of the encoder input if the group holds encoder tokens.
         block_size: Tokens per block.
-        num_new_tokens: Tokens that one step writes before blocks that fell out of the window are freed.
+        num_new_tokens: How many of the num_tokens tokens the last step writes. Blocks that fall out of the
+            window because of these tokens are freed only after that step.
     """
     first = 0 if group.window is None else max(0, num_tokens - group.window - num_new_tokens) // block_size
     return -(-num_tokens // block_size) - first

@@ -60,7 +60,8 @@ class _Lookup:
             there.
         usable: For each block position, the length in blocks of the longest prefix up to it that is cached in
             all groups.
-        first_positions: For each content key that was looked up, the first block position of the lookup.
+        first_positions: For each content key that was looked up, the first block position at which it was
+            looked up.
         num_valid: Number of leading block positions whose entries are still correct.
         result: The result of the lookup; None if the cache has changed since.
     """

@@ -155,7 +155,10 @@ class StateSlots:
             self._last[seq] = slot, content
 
     def revert_prepare(self, seq: Sequence, start: int) -> None:
-        """Reverts the preparation of a step that was edited so that it does not compute a sequence.
+        """Records that a step, after `prepare`, was edited and does not compute a sequence.
+
+        Resets the position of the sequence's state, and releases the checkpoints that the step would have
+        made. If `prepare` has given the sequence its own copy of a shared slot, the sequence keeps it.
 
         Args:
             seq: The sequence.

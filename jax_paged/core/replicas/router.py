@@ -27,8 +27,8 @@ class ReplicaRouter:
 
     Args:
         replica_ids: Unique names of the replicas.
-        max_lag: Maximum difference between the load of a prefix's home and the lowest load at which the home
-            is still chosen.
+        max_lag: A prefix's home is chosen if its load exceeds the lowest load of all replicas by at most this
+            number.
 
     Raises:
         ValueError: If a name is not unique, or max_lag is negative.

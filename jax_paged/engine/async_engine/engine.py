@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.engine.async_engine.request_methods import RequestMethods
-from jax_paged.engine.async_engine.request_stream import NoOpCoroutine, RequestStream, deliver, run_for
+from jax_paged.engine.async_engine.request_stream import NoOpCoroutine, RequestStream, deliver, run_into
 from jax_paged.engine.async_engine.statistics import EngineStatistics
 from jax_paged.engine.errors import EngineAsleepError, EngineDeadError, stopped_by
 from jax_paged.engine.input_processor import CheckedRequest
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from jax_paged.worker.executor import Executor
 
 _LOGGER = logging.getLogger(__name__)
-# Minimum time between two deliveries of tokens (seconds), per stream with new tokens: 96 ms for 64 streams.
-# Delivering the tokens of a stream takes 30 us of CPU time in the server and the client, which the model may
-# need.
+# Outputs are delivered at intervals of this time (seconds) multiplied by the number of streams with new
+# tokens, for example 96 ms for 64 streams. A delivery costs 30 us of CPU time per stream in the server and
+# the client. A model on the CPU needs that time too.
 _SECONDS_PER_STREAM = 0.0015
 _MAX_DELIVERY_INTERVAL_S = 0.1
 # Interval (seconds) at which a coroutine that waits for a result checks whether the engine has stopped.
@@ -175,7 +175,7 @@ class AsyncLLMEngine(RequestMethods):
     async def _call[T](self, function: Callable[[], T]) -> T:
         """Runs a function in the engine's thread, between two steps, and returns its result."""
         done: Future[T] = Future()
-        self._calls.put(lambda: run_for(done, function))
+        self._calls.put(lambda: run_into(done, function))
         if self.error is not None:  # checked after the put, as in `start`
             raise self._stopped()
         return await self._result(done)
@@ -288,7 +288,7 @@ class AsyncLLMEngine(RequestMethods):
             level, mode, done = self._falling_asleep
             is_over = self.error is not None or done.cancelled()
             if is_over or mode == "keep" or not self.engine.has_unfinished_requests():
-                run_for(done, lambda: self._sleep(level, mode))
+                run_into(done, lambda: self._sleep(level, mode))
                 self._falling_asleep = None
 
     def _sleep(self, level: int, mode: "Mode") -> None:

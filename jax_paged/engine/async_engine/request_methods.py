@@ -50,9 +50,8 @@ class RequestMethods(abc.ABC):
         """Checks a request and starts it.
 
         Args:
-            prompt: A prompt; the arguments sampling_params, cache_salt, priority and lora_request then belong
-                to it (see LLMEngine.check_request). Or the result of LLMEngine.check_request, which already
-                contains them.
+            prompt: A prompt, or the result of LLMEngine.check_request. In the second case, sampling_params,
+                cache_salt, priority and lora_request are ignored, because the result already contains them.
             sampling_params: See LLMEngine.check_request.
             request_id: The id of the request. Must differ from the ids of all unfinished requests.
             cache_salt: See LLMEngine.check_request.
@@ -157,7 +156,10 @@ class RequestMethods(abc.ABC):
             stream.abort()
 
     async def is_sleeping(self) -> bool:
-        """Returns whether the engine sleeps, at least in part. Several engines never sleep."""
+        """Returns whether the engine sleeps, at least in part.
+
+        Always False for a ReplicatedEngine, which does not support sleep mode.
+        """
         return self.engine.is_sleeping()
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:

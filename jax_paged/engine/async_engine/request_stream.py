@@ -13,9 +13,9 @@ class RequestStream:
     """The outputs of one request as an asynchronous iterator.
 
     Each output is a delta: its text, token ids and logprobs contain only the part after the previous output.
-    Deltas that arrive while the consumer is busy are merged into one. The engine also merges deltas for 1.5
-    ms times the number of streams, at most 0.1 s. For beam searches and for requests with best_of > n, only
-    the last output has completions.
+    Deltas that arrive while the consumer is busy are merged into one. The engine also collects deltas before
+    it delivers them: for 1.5 ms per stream with new tokens, at most 0.1 s. For beam searches and for requests
+    with best_of > n, only the last output has completions.
 
     A stream must be iterated to the end or aborted, in the event loop in which it was made. Instead of
     iterating, a consumer may call `take` after each call of `on_ready`, which avoids waking a task.
@@ -144,7 +144,7 @@ def put_all(items: list[tuple[RequestStream, RequestOutput | Exception]]) -> Non
         stream.put(item)
 
 
-def run_for[T](done: Future[T], function: Callable[[], T]) -> None:
+def run_into[T](done: Future[T], function: Callable[[], T]) -> None:
     """Runs a function and gives its result or error to a future. Does nothing if the future is canceled."""
     if done.set_running_or_notify_cancel():
         try:

@@ -52,8 +52,10 @@ class EngineStatistics:
 
     Attributes:
         num_steps: Number of steps whose results have been processed.
-        num_prompt_tokens: Number of prompt tokens of the requests that have got their first token.
-        num_cached_tokens: Number of these prompt tokens that were found in the prefix cache.
+        num_prompt_tokens: Number of prompt tokens of the requests that have got their first token. For an
+            encoder-decoder model, number of their encoder tokens.
+        num_cached_tokens: Number of tokens of the same requests that were found in the prefix cache. For an
+            encoder-decoder model, these are prompt tokens of the decoder.
         num_generated_tokens: Number of output tokens of all sequences.
         inter_token: Time between two tokens of a sequence (seconds), with one value per token.
     """

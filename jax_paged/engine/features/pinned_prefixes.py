@@ -40,7 +40,7 @@ class PinnedPrefixes(EngineFeature):
 
     def _pin(self, prompt: Prompt, cache_salt: str, name: str) -> str:
         """Computes a prefix, pins it under the given name, and returns the name."""
-        if not self._core.drain():
+        if not self._core.wait_if_idle():
             raise RuntimeError("requests are running; pin prefixes before or after them")
         manager = self._core.scheduler.block_manager
         if not manager.enable_prefix_caching:

@@ -76,7 +76,7 @@ class Recordings(EngineFeature):
 
 def _check_idle(core: EngineCore) -> None:
     """Raises RuntimeError if requests are running or prefixes are pinned."""
-    if not core.drain() or core.scheduler.block_manager.pinned:
+    if not core.wait_if_idle() or core.scheduler.block_manager.pinned:
         raise RuntimeError("requests are running or prefixes are pinned; end and unpin all of them first")
 
 

@@ -41,7 +41,7 @@ class Scoring(EngineFeature):
             RuntimeError: If requests are running.
         """
         self._core.check_can_run()
-        if not self._core.drain():
+        if not self._core.wait_if_idle():
             raise RuntimeError("requests are running; score texts before or after them")
         number = plain(num_prompt_tokens)
         counts = [number] * len(token_lists) if isinstance(number, int) else number

@@ -110,7 +110,7 @@ class Snapshots(EngineFeature):
         """
         core, config = self._core, self._core.config
         core.check_can_run()
-        core.settle()
+        core.wait_for_steps()
         if core.planned is not None:
             raise RuntimeError("the plan of schedule() has not run; call run() or step() before state()")
         scheduler = core.scheduler

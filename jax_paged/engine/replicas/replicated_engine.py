@@ -11,7 +11,7 @@ from jax_paged.engine.async_engine.engine import AsyncLLMEngine
 from jax_paged.engine.async_engine.request_methods import RequestMethods
 from jax_paged.engine.async_engine.request_stream import NoOpCoroutine, RequestStream
 from jax_paged.engine.errors import EngineDeadError, stopped_by
-from jax_paged.engine.executors import Executors, check_single_engine
+from jax_paged.engine.executors import ExecutorFactory, check_single_engine
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.replicas.placement import Placement, make_replicas
 
@@ -46,7 +46,7 @@ class ReplicatedEngine(RequestMethods):
     """
 
     def __init__(self, args: EngineArgs, executors: "Sequence[Executor] | None" = None) -> None:
-        makers = Executors()
+        makers = ExecutorFactory()
 
         def make_engine(replica: int) -> AsyncLLMEngine:
             nonlocal args

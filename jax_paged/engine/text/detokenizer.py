@@ -30,7 +30,7 @@ class Detokenizer:
         prompt_token_ids: The prompt. The text of the first output token may depend on it (leading spaces).
         stop: Strings that end the output; None for none. The text is cut off before the stop string.
         skip_special_tokens: Whether to leave special tokens out of the text.
-        min_tokens: Number of output tokens, from the first one on, in which stop strings are ignored.
+        min_tokens: Stop strings that are complete after at most this number of output tokens are ignored.
         include_stop: Whether the text is cut off after the stop string instead of before it.
     """
 
@@ -64,7 +64,7 @@ class Detokenizer:
         """The number of characters of `text` that no later token can remove."""
         if self._finished or self._stop is None:
             return len(self.text)
-        return len(self.text) - self._stop.num_open(self._stop_state)
+        return len(self.text) - self._stop.num_held_back(self._stop_state)
 
     @property
     def is_at_start(self) -> bool:

@@ -43,8 +43,8 @@ class StopStrings:
         self._fallback = [_ROOT]
         # By state: the longest stop string that the text ends with, as an index; None if there is none.
         self._found: list[int | None] = [None]
-        # By state: the number of characters at the end of the text that may become a stop string.
-        self._num_open = [0]
+        # By state: the number of characters at the end of the text that may begin a stop string.
+        self._num_held_back = [0]
         self._build()
 
     @property
@@ -73,9 +73,9 @@ class StopStrings:
                 best = match if best is None else min(best, match)
         return state, None if best is None else StopMatch(best[0], self._stops[best[1]])
 
-    def num_open(self, state: int) -> int:
-        """Returns the number of characters at the end of the text that may become a stop string."""
-        return self._num_open[state]
+    def num_held_back(self, state: int) -> int:
+        """Returns the number of characters at the end of the text that may begin a stop string."""
+        return self._num_held_back[state]
 
     def _follow(self, state: int, character: str) -> int:
         while (after := self._next.get((state, character))) is None:
@@ -100,7 +100,7 @@ class StopStrings:
             if self._found[state] is None:  # if stop strings are equal, the first one counts
                 self._found[state] = index
         self._fallback = [_ROOT] * len(children)
-        self._num_open = [0] * len(children)
+        self._num_held_back = [0] * len(children)
         # Breadth first: fallback states are shorter, so they are complete when they are used.
         depths, queue = [0] * len(children), deque([_ROOT])
         while queue:
@@ -108,7 +108,7 @@ class StopStrings:
             fallback = self._fallback[state]
             if self._found[state] is None:
                 self._found[state] = self._found[fallback]
-            self._num_open[state] = depths[state] if children[state] else self._num_open[fallback]
+            self._num_held_back[state] = depths[state] if children[state] else self._num_held_back[fallback]
             for character, child in children[state]:
                 depths[child] = depths[state] + 1
                 if state != _ROOT:

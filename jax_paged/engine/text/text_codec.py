@@ -92,7 +92,7 @@ class TextCodec:
         """Returns the vocabulary entries of token ids, which are not decoded text; None for unknown ids."""
         return [self._backend.id_to_token(token_id) for token_id in token_ids]
 
-    def min_tokens(self, text: str) -> int:
+    def min_num_tokens_of(self, text: str) -> int:
         """Returns a lower bound for the number of tokens of a text; 0 if none is known for the tokenizer."""
         max_characters = self._vocabulary.max_characters
         if max_characters is None:
@@ -137,7 +137,7 @@ class TextCodec:
             TooLongError: If `min_tokens` of the text exceeds `max_model_len`.
         """
         if max_model_len is not None:
-            least = self.min_tokens(text)
+            least = self.min_num_tokens_of(text)
             if least > max_model_len:
                 raise TooLongError(Text(f"at least {least}"), max_model_len)
 

@@ -27,8 +27,8 @@ _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 # Patterns of the files that transformers loads tokenizers from.
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")
 _SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-# The first byte of a SentencePiece model: the tag of its first field, a piece. Files of tiktoken may have the
-# same names, but consist of base64 lines.
+# The first byte of a SentencePiece file, which is a protobuf tag. tiktoken files may have the same names, but
+# consist of base64 text.
 _SENTENCEPIECE_START = b"\n"
 # Modules that transformers needs to read a SentencePiece model, and the packages that contain them.
 _SENTENCEPIECE_PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}

@@ -28,7 +28,9 @@ class Vocabulary:
         self._backend = backend
 
     def raw_bytes(self, token_id: int) -> bytes | None:
-        """Returns the bytes of a token that may be a part of a character.
+        """Returns the exact bytes of a token.
+
+        The bytes need not be valid UTF-8, because a token may be a part of a character.
 
         Args:
             token_id: The token.
@@ -58,7 +60,7 @@ class Vocabulary:
 
     @functools.cached_property
     def max_characters(self) -> int | None:
-        """The maximum number of characters that one token stands for; None if there is no maximum.
+        """The maximum number of characters that one token encodes; None if there is no maximum.
 
         There is no maximum if a component may delete characters or may combine any number of them into one
         token, as WordPiece does with an unknown word.

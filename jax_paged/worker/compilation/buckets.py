@@ -79,9 +79,9 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Returns the decode buckets and the mixed buckets, each in ascending order.
 
-    The sizes of decode buckets double from 1 to max_num_seqs. A mixed bucket is for steps with prefill chunks
-    and decodes. Its number of tokens grows by a factor of four up to a quarter of max_num_batched_tokens, and
-    then by a factor of two. So small prompts stay fast. Large steps are nearly full anyway.
+    The sizes of decode buckets double from 1 to max_num_seqs. Mixed buckets are for steps with prefill chunks
+    and decodes. Their numbers of tokens are max_num_batched_tokens, a half, a quarter, a 16th, a 64th and so
+    on of it, at least 16. The small buckets keep short prompts fast.
 
     Args:
         max_num_seqs: Maximum number of sequences in a step.

@@ -67,8 +67,9 @@ class CompileRecord:
         num_seqs: Scheduled sequences of a step; 0 for other programs.
         trace_s: Time for tracing and lowering (seconds); 0 until the program is compiled.
         compile_s: Time for XLA's compilation, or for reading the program from the cache (seconds); 0 until
-            then.
-        temp_bytes: Memory that a run needs in addition to arguments and results (bytes); 0 until then.
+            the program is compiled.
+        temp_bytes: Memory that a run needs in addition to arguments and results (bytes); 0 until the program
+            is compiled.
     """
 
     program: str
@@ -166,7 +167,7 @@ class CompiledPrograms:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The number of compiled programs, and the number of programs that will be compiled."""
+        """The number of compiled programs, and the total number of programs without skipped ones."""
         return self._num_compiled, len(self.programs) - len(self._skipped)
 
     def smallest_ready(

@@ -50,12 +50,12 @@ class FeatureSet:
 
     @property
     def added_paths(self) -> tuple[str, ...]:
-        """The paths of the modules to whose outputs further parts of an embedding are added."""
+        """Paths of modules. The image encoder returns one more vector per token for the output of each."""
         return self.image_spec.added_paths if self.image_spec else ()
 
     @property
-    def embeds_size(self) -> int:
-        """The size of an embedding including the parts that are added to module outputs."""
+    def total_embed_size(self) -> int:
+        """The size of an embedding plus one vector of the same size for each of `added_paths`."""
         return self.embed_size * (1 + len(self.added_paths))
 
     @property

@@ -1,4 +1,4 @@
-"""The buckets for all steps of an engine."""
+"""Choice of the buckets of an engine from its configuration, with the functions of buckets.py."""
 
 from jax_paged.config.engine_config import EngineConfig
 from jax_paged.worker.compilation.buckets import (

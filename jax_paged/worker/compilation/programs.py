@@ -25,7 +25,7 @@ from jax_paged.worker.sampling.sampler import SampledTokens, SamplerOptions
 class StepState[T]:
     """Arrays that stay on the device between steps. Each step receives them, donated, and returns them.
 
-    The order of the fields is the order of a program's arguments. S batch slots, G cache groups.
+    Programs receive the arrays in the order of the fields. S batch slots, G cache groups.
 
     Args:
         kv_cache: The arrays of blocks, then the arrays of recurrent states.
@@ -246,7 +246,7 @@ class TraceContext:
         )
 
     def merge(self, weights: list[Array]) -> LanguageModel:
-        """Returns the model with the weights for which a program is traced."""
+        """Returns the model with the given (traced) weights."""
         return self.model.merge(weights)
 
     def logits(self, model: LanguageModel, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:

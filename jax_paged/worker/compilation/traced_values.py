@@ -32,8 +32,8 @@ class ModuleEdits:
     outputs: dict[str, Array] = dataclasses.field(default_factory=dict)
 
 
-class DrawnTokens(NamedTuple):
-    """The batch slots that receive and count the tokens drawn in a step.
+class TokenTargets(NamedTuple):
+    """Batch slots that receive and count the tokens drawn in a step (SampledTokens).
 
     Args:
         sample_slots: int32 [L], the batch slot that receives the token of each logits row; S for none.

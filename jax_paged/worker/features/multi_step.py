@@ -10,13 +10,13 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jax_paged.worker.compilation.programs import StepResult, StepState
-from jax_paged.worker.compilation.traced_values import DrawnTokens, TracedStep
+from jax_paged.worker.compilation.traced_values import TokenTargets, TracedStep
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.sampling.sampler import SampledTokens
 
 type Decode = Callable[
     [TracedStep, Array, StepState[Array]],
-    tuple[SampledTokens, DrawnTokens, StepResult[Array], StepState[Array]],
+    tuple[SampledTokens, TokenTargets, StepResult[Array], StepState[Array]],
 ]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.config.engine_config import EngineConfig
-from jax_paged.core.kv_cache.cache_group import CacheGroup, blocks_of
+from jax_paged.core.kv_cache.cache_group import CacheGroup, max_blocks_held
 from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.speculation import Speculation
 
@@ -277,7 +277,9 @@ def _default_cpu_bytes(args: EngineArgs, config: EngineConfig, model: ModelPrope
     # A step writes all of its tokens before blocks that left the window are freed, so a group with a window
     # needs blocks for the tokens of one step in addition.
     step = config.max_num_batched_tokens
-    num_blocks = 1 + sum(blocks_of(group, config.max_model_len, size, step) for group in config.cache_groups)
+    num_blocks = 1 + sum(
+        max_blocks_held(group, config.max_model_len, size, step) for group in config.cache_groups
+    )
     needed = num_blocks * num_engines * model.block_bytes
     max_slots = 1 + _STATE_SLOTS_PER_SEQ * config.max_num_seqs
     needed += _num_state_slots(model, max(CPU_KV_CACHE_BYTES, 2 * needed), max_slots) * model.state_bytes
@@ -296,7 +298,7 @@ def _reduce_max_model_len(config: EngineConfig, model: ModelProperties) -> Engin
         # block.
         self_groups = [group for group in config.cache_groups if not group.is_cross]
         num_cross_groups = len(config.cache_groups) - len(self_groups)
-        return num_cross_groups + sum(blocks_of(g, num_tokens, config.block_size) for g in self_groups)
+        return num_cross_groups + sum(max_blocks_held(g, num_tokens, config.block_size) for g in self_groups)
 
     usable, requested = config.num_blocks - 1, config.max_model_len
     if num_blocks(requested) <= usable or num_blocks(2) > usable:

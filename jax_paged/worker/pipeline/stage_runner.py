@@ -6,9 +6,9 @@
       ^                                                                             |
       `------------ results, and last sampled token of every batch slot ------------'
 
-All processes call the same programs in the same order. Each has its own part of the pool and its own per-slot
-arrays. The first process waits for the result of an engine's step before it starts the engine's next step,
-because that step needs the sampled tokens. Meanwhile the stages compute steps of other engines.
+All processes call the same programs in the same order. Each has its own part of the KV cache and its own
+per-slot arrays. The first process waits for the result of an engine's step before it starts the engine's next
+step, because that step needs the sampled tokens. Meanwhile the stages compute steps of other engines.
 """
 
 import dataclasses

@@ -33,16 +33,16 @@ from jax_paged.worker.compilation.programs import (
     StepState,
     TraceContext,
 )
-from jax_paged.worker.traced_step import StepProgram, input_shapes, known_tokens, open_step
+from jax_paged.worker.traced_step import StepProgram, input_shapes, open_step, with_drawn_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class StageProgram(Program):
     """The step of one bucket in any stage except the last.
 
-    Arguments: weights, arrays of the pool, block tables (pool and block tables are donated), the packed input
-    buffer, and the hidden states of the previous stage. The first stage takes the last token of every batch
-    slot instead of hidden states. Results: hidden states, arrays of the pool, block tables.
+    Arguments: weights, arrays of the KV cache, block tables (arrays and block tables are donated), the packed
+    input buffer, and the hidden states of the previous stage. The first stage takes the last token of every
+    batch slot instead of hidden states. Results: hidden states, arrays of the KV cache, block tables.
 
     Args:
         bucket: The shape of the step.
@@ -63,7 +63,7 @@ class StageProgram(Program):
         ) -> tuple[Array, list[Array], Array]:
             inputs = DeviceInputs(packed=packed, bias_ids=packed, bias_values=packed, token_mask=packed)
             opened, block_tables = open_step(context, bucket, weights, block_tables, inputs)
-            x = known_tokens(opened.fields, given) if is_first else given
+            x = with_drawn_tokens(opened.fields, given) if is_first else given
             hidden, kv_cache = context.merge(weights).paged(x, kv_cache, opened.metadata())
             return hidden, kv_cache, block_tables
 

@@ -153,7 +153,7 @@ SCHEDULING = [
     ),
     Mutation(
         "core/request.py",
-        "            num_computed_tokens=self.next_position,\n            num_in_flight=0,\n",
+        "            num_computed_tokens=self.next_position,\n            num_in_flight_tokens=0,\n",
         "",
         "a sample is forked from a prompt that is in flight",
     ),
@@ -243,7 +243,7 @@ SCHEDULING = [
     ),
     Mutation(
         "core/features/interactive/step_edits.py",
-        "        slot.seq.num_in_flight -= num_tokens\n",
+        "        slot.seq.num_in_flight_tokens -= num_tokens\n",
         "",
         "tokens of a dropped row are never computed",
     ),

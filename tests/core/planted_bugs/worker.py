@@ -59,8 +59,8 @@ WORKER = [
     ),
     Mutation(
         "worker/batch_builder.py",
-        "changes_ahead=changes[:, :num_ahead],",
-        "changes_ahead=changes[:, :0],",
+        "changes_before_step=changes[:, :num_before],",
+        "changes_before_step=changes[:, :0],",
         "changes of tables that do not fit into the buffer are dropped",
     ),
     Mutation(

@@ -67,7 +67,8 @@ def max_rollback_tokens(seq: Sequence, block_size: int) -> int:
     """
     num_tokens = len(seq.output_token_ids)
     if seq.kept_block_indices:
-        # At least one computed token of the last kept block must stay, and one token after it to compute.
+        # At least one computed token of the last kept block must stay, and after it one token that is still
+        # to be computed.
         num_tokens = min(num_tokens, len(seq) - 2 - seq.kept_block_indices[-1] * block_size)
     return num_tokens
 
@@ -95,7 +96,7 @@ class RequestEditor:
         group = self._queues.find(edit.request_id)
         assert group is not None, f"there is no unfinished request {edit.request_id}"
         (seq,) = group.sequences
-        assert not seq.num_in_flight, "a step in flight computes the sequence"
+        assert not seq.num_in_flight_tokens, "a step in flight computes the sequence"
         match edit:
             case Fork():
                 return self._fork(group, seq, edit)

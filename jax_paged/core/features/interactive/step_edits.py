@@ -62,7 +62,7 @@ def edit_step(
     for i, num_tokens in dropped.items():
         row = output.scheduled[i]
         slot = slots[row.seq_id]
-        slot.seq.num_in_flight -= num_tokens
+        slot.seq.num_in_flight_tokens -= num_tokens
         manager.states.revert_prepare(slot.seq, row.start)
         if slot.seq in manager.block_tables and (any(row.new_blocks) or row.replaced_blocks):
             sent = zip(slot.num_sent_blocks, row.new_blocks, strict=True)

@@ -16,7 +16,7 @@ _FORCED_PRIOR = 4.0, 5.0
 
 
 class DraftState:
-    """Draft-token state of one sequence.
+    """Draft-token state of one sequence: n-gram index, forced tokens, expected tokens and acceptance rates.
 
     Args:
         speculation: Settings of speculative decoding.
@@ -72,7 +72,7 @@ class DraftState:
         self._expected, self._num_matched = [], 0
 
     def compare(self, seq: Sequence, token_ids: list[int], *, is_eager: bool) -> None:
-        """Compares new tokens with expected tokens, and proposes new expected tokens after the old ones.
+        """Compares new tokens with expected tokens; proposes new ones once none is left to compare.
 
         Expected tokens are draft tokens that were not verified. Comparing them with sampled tokens shows at
         no cost whether drafts would be accepted, for example because the text begins to repeat.
@@ -80,7 +80,8 @@ class DraftState:
         Args:
             seq: The sequence. No draft tokens were verified for it in this step.
             token_ids: Its new tokens.
-            is_eager: Whether to propose expected tokens at once, instead of only at the beginning of a span.
+            is_eager: Whether to propose expected tokens at once if the acceptance rate is high enough, and
+                not only once in every _SPAN tokens (see probing.py).
         """
         if self._expected_position != len(seq) - len(token_ids):
             self._expected, self._num_matched = [], 0  # some tokens were not compared
@@ -128,13 +129,13 @@ def sampled_tokens(output: SchedulerOutput, result: ModelRunnerOutput) -> StepTo
         computed = output.scheduled[row].token_ids
         num_computed.append(len(computed) + 1 - num_logits)
         drafts = result.drafts[i] if result.drafts else computed[num_computed[-1] :]
-        n = num_accepted(result.token_ids[i], drafts)
+        n = num_valid_tokens(result.token_ids[i], drafts)
         token_ids.append(result.token_ids[i][:n])
         logprobs.append(result.logprobs[i][:n])
     return StepTokens(token_ids, logprobs, num_computed, [1] * len(num_computed), {})
 
 
-def num_accepted(token_ids: list[int], drafts: list[int]) -> int:
+def num_valid_tokens(token_ids: list[int], drafts: list[int]) -> int:
     """Returns the number of valid tokens: all up to and including the first one unlike its draft token."""
     pairs = zip(token_ids, drafts, strict=False)
     return next((i + 1 for i, (token_id, draft) in enumerate(pairs) if token_id != draft), len(token_ids))

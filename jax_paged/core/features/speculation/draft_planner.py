@@ -8,7 +8,7 @@ from jax_paged.core.batch_slots import PlannedStep
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.features.speculation.acceptance import MIN_RATE, DraftState, num_equal, verified_drafts
 from jax_paged.core.features.speculation.num_drafts import choose_drafts, choose_length
-from jax_paged.core.features.speculation.probing import ProbingPolicy, has_turn, is_few
+from jax_paged.core.features.speculation.probing import ProbingPolicy, can_examine_all, has_turn
 from jax_paged.core.features.speculation.step_times import StepTimes
 from jax_paged.core.model_runner_output import NO_TOKEN, ModelRunnerOutput
 from jax_paged.core.request import Sequence, SequenceGroup
@@ -153,7 +153,7 @@ class DraftPlanner:
 
         1. Count accepted draft tokens. Compare the tokens of other sequences with their expected tokens.
         2. Record the duration of the step.
-        3. Stop verifying draft tokens if they are unlikely to be accepted for all sequences.
+        3. Stop verifying draft tokens if no sequence is likely to accept its draft tokens.
         4. Otherwise decide for the next step, if a decision is due.
         """
         seconds, self._step_began = now - self._step_began, now
@@ -182,7 +182,7 @@ class DraftPlanner:
             The best acceptance rate among the sequences that were examined; -1 if none was.
         """
         best_rate, num_turns = -1.0, self._probing.num_turns(len(new_tokens))
-        is_eager = self._probing.verifies_next or is_few(len(new_tokens))
+        is_eager = self._probing.verifies_next or can_examine_all(len(new_tokens))
         for group, seq, token_ids, _ in new_tokens:
             if drafts := verified.get(seq.seq_id):
                 self._count(seq, drafts, token_ids)
@@ -207,7 +207,8 @@ class DraftPlanner:
         """Returns the running sequences with their draft tokens.
 
         Args:
-            is_ahead: Whether tokens may be pending. Draft tokens then follow the known tokens.
+            is_ahead: Whether steps are in flight, so that tokens may be pending. Draft tokens then follow the
+                known tokens.
 
         Returns:
             None if there are no draft tokens, if a sequence does not decode, or if the step would be too

@@ -6,16 +6,24 @@ stay known.
 
 from jax_paged.core.request import Sequence
 
-# Proposing draft tokens costs time. While steps have none, a sequence is examined during its first
-# _FIRST_TOKENS tokens. Later, sequences take turns for _SPAN tokens each: one in _TURNS sequences is examined
-# if few sequences decode, otherwise about _FEW sequences in total.
-_FIRST_TOKENS, _SPAN, _TURNS, _FEW = 32, 16, 4, 4
+# Examining sequences costs time. While steps verify no draft tokens, only some sequences are examined.
+# Each sequence is examined during this number of output tokens first.
+_FIRST_TOKENS = 32
+# Later, sequences take turns. One turn lasts this number of tokens.
+_SPAN = 16
+# One in this number of sequences is examined at a time, if up to _TURNS * _FEW sequences decode.
+_TURNS = 4
+# If more sequences decode, about this number of them is examined at a time.
+_FEW = 4
 # Number of results between two decisions, with few sequences and with many.
 _DECISION_INTERVAL, _DECISION_INTERVAL_MANY = 2, 8
-# Number of results between two probes with draft tokens, while other steps have none; and between two probes
-# without draft tokens, while other steps have some. Each probe with draft tokens that does not change the
-# decision doubles the interval to the next one, at most _MAX_DOUBLINGS times.
-_DRAFT_PROBE_INTERVAL, _PLAIN_PROBE_INTERVAL, _MAX_DOUBLINGS = 8, 64, 5
+# A probe is a step with draft tokens if other steps have none, or without them if other steps have some.
+# Number of results between two probes with draft tokens, while the other steps have none.
+_DRAFT_PROBE_INTERVAL = 8
+# Each probe with draft tokens that does not change the decision doubles this interval, at most 5 times.
+_MAX_DOUBLINGS = 5
+# Number of results between two probes without draft tokens, while the other steps have some.
+_PLAIN_PROBE_INTERVAL = 64
 
 
 class ProbingPolicy:
@@ -62,7 +70,7 @@ class ProbingPolicy:
             True if the planner has to decide now whether to verify draft tokens.
         """
         self._num_results += 1
-        interval = _DECISION_INTERVAL if is_few(num_seqs) else _DECISION_INTERVAL_MANY
+        interval = _DECISION_INTERVAL if can_examine_all(num_seqs) else _DECISION_INTERVAL_MANY
         is_due = not self._is_adaptive or self.verifies_next or self.is_probe
         is_due = is_due or self._num_results % interval == 0
         if not is_due or (self.is_probe and self.verifies_next):
@@ -80,7 +88,7 @@ class ProbingPolicy:
             self._num_doublings = min(self._num_doublings + 1, _MAX_DOUBLINGS) if self.is_probe else 0
 
 
-def is_few(num_seqs: int) -> bool:
+def can_examine_all(num_seqs: int) -> bool:
     """Returns whether the number of decoding sequences is small enough to examine all of them at once."""
     return num_seqs <= _FEW
 

@@ -37,7 +37,7 @@ def settled_state(core: EngineCore, request_id: str) -> RequestState:
     Raises:
         ValueError: If there is no such request, or a planned step has not run.
     """
-    core.settle()
+    core.wait_for_steps()
     if core.planned is not None:
         raise ValueError("the plan of schedule() has not run; call run() or step() first")
     state = core.requests.get(request_id)

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.engine.feature import EngineFeature
 from jax_paged.engine.output_processor import RequestState
-from jax_paged.engine.serialized import any_thread
+from jax_paged.engine.serialized import unsynchronized
 from jax_paged.lora_request import LoRARequest
 
 
 class LoRAMethods(EngineFeature):
     """Methods of LLMEngine for LoRA adapters. They may run while another thread runs a step."""
 
-    @any_thread
+    @unsynchronized
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Reads an adapter before any request uses it, and keeps it in host memory until it is removed.
 
@@ -27,7 +27,7 @@ class LoRAMethods(EngineFeature):
         self._core.check_can_run()
         return self.input_processor.adapters.add(lora_request)
 
-    @any_thread
+    @unsynchronized
     def remove_lora(self, lora_id: int) -> bool:
         """Removes an adapter and frees its id. Requests that already use the adapter are not affected.
 
@@ -37,7 +37,7 @@ class LoRAMethods(EngineFeature):
         self._core.check_not_closed()
         return self.input_processor.adapters.remove(lora_id)
 
-    @any_thread
+    @unsynchronized
     def list_loras(self) -> set[int]:
         """Returns the ids of the adapters in host memory."""
         return self.input_processor.adapters.ids

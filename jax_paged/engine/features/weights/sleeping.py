@@ -14,7 +14,7 @@ from jax_paged.arguments.plain_values import plain
 from jax_paged.arguments.shown_values import Text
 from jax_paged.engine.feature import EngineFeature
 from jax_paged.engine.features.weights.weight_updates import check_can_recompute
-from jax_paged.engine.serialized import any_thread
+from jax_paged.engine.serialized import unsynchronized
 from jax_paged.errors import Problems, check, check_choice
 
 Mode = Literal["wait", "abort", "keep"]
@@ -31,7 +31,7 @@ class Sleeping(EngineFeature):
     sleep_level: int = 0
     _asleep: tuple[str, ...] = ()  # tags of the parts that are asleep
 
-    @any_thread
+    @unsynchronized
     def is_sleeping(self) -> bool:
         """Returns whether any part of the engine is asleep, so that no request runs. The name is vLLM's."""
         return bool(self._asleep)
@@ -50,7 +50,7 @@ class Sleeping(EngineFeature):
         allowed, remedy = "called while the engine is awake", ". Call wake_up() first"
         problems.note(check, not self._asleep, "sleep()", asleep, allowed, remedy=remedy)
         problems.raise_if_any()
-        if mode == "keep" and not self._core.drain():
+        if mode == "keep" and not self._core.wait_if_idle():
             check_can_recompute(self._core)
 
     def sleep(self, level: int = 1, mode: Mode = "wait") -> None:
@@ -77,12 +77,12 @@ class Sleeping(EngineFeature):
         self.check_sleep(level, mode)
         level = plain(level)
         if mode == "wait":
-            core.finish_all()
+            core.run_all_to_end()
         elif mode == "abort":
             for request_id in list(core.requests):
                 core.abort(request_id)
-        core.drain()
-        core.settle()
+        core.wait_if_idle()
+        core.wait_for_steps()
         core.executor.free_memory(keeps_weights=level == 1)
         self.sleep_level = level
         self._set_asleep(TAGS)

@@ -55,9 +55,9 @@ class WeightUpdates(EngineFeature):
         ok = version is None or (isinstance(version, str) and version != "")
         check(ok, "weight_version", version, "None or a non-empty string")
         if core.pause_reason is None:
-            if not core.drain():
+            if not core.wait_if_idle():
                 _check_running(core, running)
-            core.settle()
+            core.wait_for_steps()
         core.executor.update_weights(weights)
         core.num_weight_updates += 1
         core.weight_version = str(core.num_weight_updates) if version is None else version

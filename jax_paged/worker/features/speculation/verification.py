@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from jax_paged.models.attention import AttentionMetadata
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.worker.compilation.programs import StepState
-from jax_paged.worker.compilation.traced_values import DrawnTokens, TracedStep
+from jax_paged.worker.compilation.traced_values import TokenTargets, TracedStep
 from jax_paged.worker.features.speculation.drafter import Drafter, LastRows, TracedModels
 from jax_paged.worker.sampling.sampler import SamplerOptions
 
@@ -22,7 +22,7 @@ def drafts_before(step: TracedStep, tokens: Int[Array, " t"], vocab_size: int) -
 
 def accept(
     step: TracedStep, tokens: Int[Array, " t"], drawn: Int[Array, " l"], count_slots: Int[Array, " l"]
-) -> DrawnTokens:
+) -> TokenTargets:
     """Returns the batch slots that receive and count the drawn tokens.
 
     A logits row counts if every draft before it is equal to the token that was drawn in its place. The logits
@@ -43,7 +43,7 @@ def accept(
     first = jnp.maximum(jnp.arange(len(num_before)) - num_before, 0)
     counts = num_wrong == num_wrong[first]
     has_successor = jnp.concatenate([((num_before > 0) & counts)[1:], jnp.zeros(1, bool)])
-    return DrawnTokens(
+    return TokenTargets(
         sample_slots=jnp.where(counts & ~has_successor, fields["sample_slots"], num_batch_slots),
         count_slots=jnp.where(counts, count_slots, num_batch_slots),
     )
@@ -68,14 +68,14 @@ def observe(
     metadata: AttentionMetadata,
     tokens: Int[Array, " t"],
     outputs: dict[str, Float[Array, "t e"]],
-    rows: DrawnTokens,
+    targets: TokenTargets,
     state: StepState[Array],
 ) -> StepState[Array]:
     """Passes the outputs of the model's pass to the drafter; returns the state."""
     has_drafted, fields = step.bucket.num_drafts > 0, step.fields
     last = LastRows(fields["batch_slots"], fields["query_start_loc"][1:] - 1)
     if has_drafted:
-        last = LastRows(rows.sample_slots, fields["logits_rows"])
+        last = LastRows(targets.sample_slots, fields["logits_rows"])
     kv_cache, draft_states = drafter.observe(
         _traced_models(step, model, metadata),
         tokens,
