@@ -7,7 +7,7 @@ from griffe import Extension, Object
 
 
 class Examples(Extension):
-    """Extension that replaces the heading "Example:" of docstrings by "Examples:", which Griffe reads as code."""
+    """Extension that renames the heading "Example:" to "Examples:", which Griffe reads as code."""
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
         """Changes the docstring of an object after it was read."""
