@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup serve test test-all test-slow test-browser test-server test-ray lint format bench bench-peers bench-server paper options gpu-check \
+.PHONY: setup serve test test-all test-slow test-browser test-server test-ray lint format bench bench-peers bench-server paper options docs wheels gpu-check \
 	kernels-compile devices-compile devices-check kernels-emulate native-sanitize clean
 
 setup: $(READY)
@@ -106,6 +106,26 @@ paper: setup
 options: setup
 	$(BIN)/python docs/options.py
 
+# The documentation site in build/site. Its environment has only what the extra "docs" names, because the API reference
+# is read from the sources.
+DOCS_VENV := .venv-docs
+docs: $(DOCS_VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict $(ARGS)
+
+$(DOCS_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+		print(*project["optional-dependencies"]["docs"], sep="\n")' > $(DOCS_VENV)/requirements.txt
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(DOCS_VENV)/requirements.txt
+	@touch $@
+
+# Wheels in dist/ for all versions of Python and this machine's processor; needs Docker.
+WHEELS_VENV := .venv-wheels
+wheels:
+	$(PYTHON) -m venv $(WHEELS_VENV)
+	$(WHEELS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'cibuildwheel>=3.2,<4'
+	$(WHEELS_VENV)/bin/cibuildwheel --platform linux --archs native --output-dir dist
+
 # A GPU machine may have its own environment: make gpu-check PYTHON=python3
 gpu-check:
 	$(if $(filter command%,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON))) benchmarks/gpu_check.py $(ARGS)
@@ -166,4 +186,4 @@ $(KERNELS_VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(KERNELS_VENV) $(SERVER_VENV) $(COMPILER) $(PEERS) build *.egg-info .pytest_cache
+	rm -rf $(VENV) $(KERNELS_VENV) $(SERVER_VENV) $(DOCS_VENV) $(WHEELS_VENV) $(COMPILER) $(PEERS) build *.egg-info .pytest_cache

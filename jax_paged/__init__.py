@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from jax_paged.structured_outputs import StructuredOutputsParams
     from jax_paged.worker.features.user_functions.logits_processors import ExtraArgs, LogitsProcessor
 
+    __version__: str
+
 __all__ = [
     "LLM",
     "AsyncEngineArgs",
@@ -122,6 +124,8 @@ _NOT_BUILT = {
 
 def __getattr__(name: str) -> Any:
     # Names are imported on first use, so that importing only a kernel does not load the engine.
+    if name == "__version__":
+        return import_module("importlib.metadata").version("jax-paged")
     if name in _NOT_BUILT:
         raise ImportError(f"jax_paged has no {name}: {_NOT_BUILT[name]} are not supported")
     if name not in _MODULES:

@@ -1,6 +1,7 @@
 """An engine from start to close: aborts, Ctrl-C, failures, what it costs; a scripted executor."""
 
 import dataclasses
+import importlib.metadata
 import os
 import signal
 import time
@@ -347,5 +348,6 @@ def test_package_is_lazy():
     assert set(jax_paged.__all__) <= set(dir(jax_paged))
     for name in jax_paged.__all__:
         assert getattr(jax_paged, name) is getattr(import_module(f"jax_paged.{_MODULES[name]}"), name)
+    assert jax_paged.__version__ == importlib.metadata.version("jax-paged")
     with pytest.raises(AttributeError, match="nothing_here"):
         jax_paged.nothing_here  # noqa: B018
