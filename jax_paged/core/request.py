@@ -312,7 +312,7 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
 
-    def snapshot(self) -> "RequestMetrics":
+    def copy(self) -> "RequestMetrics":
         """Returns a copy, which later events do not change."""
         return RequestMetrics(**vars(self))
 
@@ -374,11 +374,6 @@ class SequenceGroup:
     def beam_params(self) -> BeamSearchParams | None:
         """Parameters of a beam search; None for sampling."""
         return self.request.beam_params
-
-    @property
-    def encoder_token_ids(self) -> list[int]:
-        """Input tokens of the encoder; empty without an encoder."""
-        return self.request.encoder_token_ids
 
     @property
     def adapter(self) -> str:

@@ -41,7 +41,7 @@ class StepBuilder:
 
     def add_encoder_input(self, group: SequenceGroup, tables: BlockTables | None) -> None:
         """Schedules the encoder for a request that has encoder input and block tables."""
-        if group.encoder_token_ids and tables is not None:
+        if group.request.encoder_token_ids and tables is not None:
             self.encoder_groups.append((group, tables))
 
     def build(self, step_id: int, batch_slots: BatchSlots) -> SchedulerOutput:
@@ -71,7 +71,7 @@ class StepBuilder:
 
     def _encoder_inputs(self) -> tuple[EncoderInput, ...]:
         return tuple(
-            EncoderInput(group.request_id, group.encoder_token_ids, [list(table) for table in tables])
+            EncoderInput(group.request_id, group.request.encoder_token_ids, [list(table) for table in tables])
             for group, tables in self.encoder_groups
         )
 

@@ -25,7 +25,7 @@ class FeatureOutputs:
         self._group = group
         self._encoder_prompt = encoder_prompt
         # A copy, because the user may change the list in an output.
-        self._encoder_token_ids = list(group.encoder_token_ids) or None
+        self._encoder_token_ids = list(group.request.encoder_token_ids) or None
         self._tokenizer = settings.tokenizer
         # By the index of the sequence: name of the hook, first position, and the captured rows from that
         # position on.

@@ -241,7 +241,7 @@ class RequestState:
             prompt_logprobs=None if logprobs is None else so_far(logprobs),
             outputs=self._completions(samples, only_new=only_new),
             finished=self.is_finished,
-            metrics=group.metrics.snapshot(),
+            metrics=group.metrics.copy(),
             num_cached_tokens=group.metrics.num_cached_tokens,
             weight_versions=self._weight_versions,
         )
@@ -278,7 +278,7 @@ class RequestState:
 
 def _is_plain(group: SequenceGroup) -> bool:
     params = group.sampling_params
-    return not (group.beam_params or group.encoder_token_ids or params.hook_args or params.pooling)
+    return not (group.beam_params or group.request.encoder_token_ids or params.hook_args or params.pooling)
 
 
 def step_outputs(states: Iterable[RequestState]) -> list[RequestOutput]:

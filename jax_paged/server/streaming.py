@@ -424,7 +424,7 @@ class _RunningRequest:
     def _aborted_output(self, reason: str) -> RequestOutput:
         """Returns a final part for the metrics, because an engine that has stopped does not deliver one."""
         checked, last = self._checked, self._last
-        times = RequestMetrics(self._start) if last is None else last.metrics.snapshot()
+        times = RequestMetrics(self._start) if last is None else last.metrics.copy()
         times.finished_time = time.monotonic()
         return RequestOutput(
             self.request_id,

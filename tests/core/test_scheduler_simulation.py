@@ -255,7 +255,7 @@ class Simulation:
         for group in (g for g in self.groups if g.request_id in output.ended):
             self.ended.add(group.request_id)
             demand = sum(
-                manager.num_blocks_of(len(group.encoder_token_ids) if g.is_cross else num_tokens)
+                manager.num_blocks_of(len(group.request.encoder_token_ids) if g.is_cross else num_tokens)
                 for num_tokens in before["lens"][group]
                 for g in self.setup.groups
             )
@@ -381,7 +381,7 @@ class Simulation:
 
 
 def root_of(group: SequenceGroup) -> int:
-    return root(group.cache_salt, group.encoder_token_ids)
+    return root(group.cache_salt, group.request.encoder_token_ids)
 
 
 def total(runs: list[Simulation], name: str) -> int:

@@ -420,7 +420,7 @@ def test_features_are_not_taken_over_from_broken_requests(
             ],
         ),
         ({}, {"d2t": np.zeros(300, np.float32)}, ["d2t must be I64 or I32 of shape (300,), got F32 (300,)"]),
-        ({}, {"d2t": np.full(300, 100)}, ["d2t must map token 284 into [0, 383], got 384"]),
+        ({}, {"d2t": np.full(300, 100)}, ["d2t must map draft token 284 to an id in [0, 383], got 384"]),
         (
             {},
             {"d2t": np.array([1, *[0] * 299])},

@@ -259,7 +259,7 @@ def test_windows_and_samples(tmp_path):
         found = [engine.inspect("a", [0, 1], num_queries=3, index=i) for i in range(2)]
         held = engine.kv("a", 0), engine.kv("a", 1)
         table = engine.page_table("a", index=1)
-        with pytest.raises(ValueError, match=r"`num_queries` must be less .*got 30"):
+        with pytest.raises(ValueError, match=r"`num_queries` must be smaller .*got 30"):
             engine.inspect("a", [0], num_queries=30)
         with pytest.raises(ValueError, match="must be the id of a request with n=1"):
             engine.drop_kv("a", [0])

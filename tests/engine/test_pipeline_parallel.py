@@ -345,7 +345,7 @@ def test_attention_sampler_and_processors_of_ones_own(checkpoint: Path) -> None:
 
 def test_hooks_are_refused(checkpoint: Path) -> None:
     settings = LIMITS | {"pipeline_parallel_size": 2}
-    with pytest.raises(ValueError, match=r"`hooks` must be \(\) with pipeline_parallel_size above 1"):
+    with pytest.raises(ValueError, match=r"`hooks` must be empty with pipeline_parallel_size above 1"):
         LLM(str(checkpoint), hooks=[Hook("a", "layers.0", lambda x, *_: x)], **settings)
 
 
@@ -456,7 +456,7 @@ def test_layers_that_share_keys_and_values_are_not_parted(name: str, monkeypatch
 def test_an_encoder_decoder_model_has_no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jax_paged.models.weights.read_weights", None)
     with pytest.raises(
-        ValueError, match=r"`pipeline_parallel_size` must be 1 because T5.* is no decoder.*got 2"
+        ValueError, match=r"`pipeline_parallel_size` must be 1 because T5.* is not a decoder-only model, got 2"
     ):
         LLM(str(FIXTURES / "t5_tied"), skip_tokenizer_init=True, pipeline_parallel_size=2, max_model_len=64)
 

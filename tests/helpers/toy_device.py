@@ -184,9 +184,9 @@ class ToyDevice:
         num_holders = sum(seq in self.manager.block_tables for seq in group.unfinished)
         for g, table in enumerate(tables):
             if self.manager.groups[g].is_cross:
-                assert len(table) == self.manager.num_blocks_of(len(group.encoder_token_ids))
-                for position in range(len(group.encoder_token_ids)):
-                    value = hash((g, position, *group.encoder_token_ids))
+                assert len(table) == self.manager.num_blocks_of(len(group.request.encoder_token_ids))
+                for position in range(len(group.request.encoder_token_ids)):
+                    value = hash((g, position, *group.request.encoder_token_ids))
                     self._write(table, position, value, num_holders)
 
     def write(
@@ -246,7 +246,7 @@ class ToyDevice:
         self.move_states(*output.state_moves)
         for text in output.encoder_inputs:
             group = sched.queues.running[text.request_id]
-            assert text.token_ids == group.encoder_token_ids
+            assert text.token_ids == group.request.encoder_token_ids
             self.encode(group, text.block_tables)
         num_samples = Counter(sample.scheduled_index for sample in output.samples)
         for i, row in enumerate(output.scheduled):
@@ -261,7 +261,7 @@ class ToyDevice:
             group, seq = found(sched, row.seq_id)
             stop = row.start + row.num_tokens
             tables = self._used(row.seq_id, stop, is_last=False)
-            self.check(_root(group), seq, tables, row.start, stop, group.encoder_token_ids)
+            self.check(_root(group), seq, tables, row.start, stop, group.request.encoder_token_ids)
 
     def _used(self, seq_id: int, stop: int, *, is_last: bool) -> BlockTables:
         """Returns the blocks of a sequence that hold tokens before stop: all of its blocks, if it samples."""
@@ -292,4 +292,4 @@ class ToyDevice:
 
 
 def _root(group: SequenceGroup) -> int:
-    return root(group.cache_salt, group.encoder_token_ids)
+    return root(group.cache_salt, group.request.encoder_token_ids)

@@ -86,7 +86,9 @@ class EngineStatistics:
         if last is None:
             if num_tokens:
                 self._progress[group.request_id] = _Progress(now, num_tokens, longest)
-                self.num_prompt_tokens += len(group.encoder_token_ids or sequences[0].prompt_token_ids)
+                self.num_prompt_tokens += len(
+                    group.request.encoder_token_ids or sequences[0].prompt_token_ids
+                )
                 self.num_cached_tokens += group.metrics.num_cached_tokens
                 self.num_generated_tokens += num_tokens
             return

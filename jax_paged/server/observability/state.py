@@ -112,7 +112,9 @@ class State:
 def _request(group: SequenceGroup, status: str, now: float) -> dict[str, Any]:
     times, sequences = group.metrics, list(group.sequences)
     # A beam search may briefly have no live sequences, when all of its hypotheses have just ended.
-    prompt = group.encoder_token_ids or next((s.prompt_token_ids for s in sequences + group.completed), ())
+    prompt = group.request.encoder_token_ids or next(
+        (s.prompt_token_ids for s in sequences + group.completed), ()
+    )
     started, first = times.first_scheduled_time, times.first_token_time
     return {
         "id": group.request_id,
@@ -200,7 +202,7 @@ def _pool(
                 blocks = list(table)
                 cells[blocks] = np.where(cells[blocks] == _HELD, _FIRST_OWNER + i, cells[blocks])
                 is_cross = manager.groups[g].is_cross
-                n = len(group.encoder_token_ids) if is_cross else seq.num_computed_tokens
+                n = len(group.request.encoder_token_ids) if is_cross else seq.num_computed_tokens
                 for position in range(n // size, len(blocks)):
                     filled = max(0, min(n - position * size, size))
                     num_filled[blocks[position]] = max(filled, num_filled.get(blocks[position], 0))

@@ -86,7 +86,7 @@ class KVAccess(EngineFeature):
         state, seq = self._sequence_with_blocks(request_id, index)
         manager = core.scheduler.block_manager
         num_own = seq.num_computed_tokens - seq.num_dropped_tokens
-        num_cross = len(state.group.encoder_token_ids)
+        num_cross = len(state.group.request.encoder_token_ids)
         num_tokens = [num_cross if group.is_cross else num_own for group in manager.groups]
         return core.executor.read_kv(check_int("layer", layer, 0), manager.block_tables[seq], num_tokens)
 
@@ -135,7 +135,7 @@ class KVAccess(EngineFeature):
                 start=start,
                 num_computed_tokens=seq.num_computed_tokens,
                 num_dropped_tokens=seq.num_dropped_tokens,
-                num_encoder_tokens=len(state.group.encoder_token_ids),
+                num_encoder_tokens=len(state.group.request.encoder_token_ids),
                 block_tables=[list(table) for table in tables],
                 layers=[check_int("layers", layer, 0) for layer in layers],
             )
