@@ -213,7 +213,7 @@ class InputProcessor:
             # An adapter that is only a soft prompt needs no adapter slot: its vectors belong to the prompt.
             adapter=adapter.key if adapter and adapter.pairs else "",
             prompt_embeds=decoder.embeds,
-            placeholder_data=decoder.stand_ins,
+            placeholder_data=decoder.placeholder_data,
         )
         used = None if features == RequestFeatures() else features
         return dataclasses.replace(
@@ -389,7 +389,7 @@ class InputProcessor:
         encoder, decoder, adapter = inputs.encoder, inputs.decoder, inputs.adapter
         if adapter is not None and params.pooling is not None:
             raise ArgumentError("lora_request", Text("an adapter"), "None for pooling requests")
-        if decoder.stand_ins:
+        if decoder.placeholder_data:
             allowed = "None with images"
             for name in ("truncate_prompt_tokens", "pooling"):
                 check(getattr(params, name) is None, name, getattr(params, name), allowed)

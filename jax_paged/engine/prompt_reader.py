@@ -28,19 +28,19 @@ class TokenizedPrompt:
         token_ids: Token ids. Positions that have vectors instead of tokens contain PLACEHOLDER.
         cache_salt: The cache salt that was passed with the prompt; None if there was none.
         embeds: Vectors in place of the first tokens; None without vectors.
-        stand_ins: Data in place of other tokens, such as images.
+        placeholder_data: Data in place of other tokens, such as images.
     """
 
     text: str | None
     token_ids: list[int]
     cache_salt: str | None = None
     embeds: PromptEmbeds | None = None
-    stand_ins: tuple[PlaceholderData, ...] = ()
+    placeholder_data: tuple[PlaceholderData, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Whether the prompt consists of tokens only, without vectors and images."""
-        return not (self.embeds or self.stand_ins)
+        return not (self.embeds or self.placeholder_data)
 
 
 # Reads a prompt that uses a feature. The arguments are the prompt and the function that tokenizes text

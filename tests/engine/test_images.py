@@ -139,8 +139,8 @@ def test_smaller_images_have_fewer_tiles() -> None:
     for edge, num_tiles in ((76, 5), (38, 1)):  # four and the whole, or the whole alone
         given = {"size": {"longest_edge": edge}}
         settings = ImageSettings.of(EngineArgs(str(FOLDER), mm_processor_kwargs=given), spec)
-        _, stand_ins = ImageReader(settings, tokenizer).read([spec.token_id], {"image": picture})
-        assert len(stand_ins) == num_tiles
+        _, placeholder_data = ImageReader(settings, tokenizer).read([spec.token_id], {"image": picture})
+        assert len(placeholder_data) == num_tiles
     for bad in ({"size": 64}, {"size": {"longest_edge": 0}}, [], {"do_resize": False}):
         with pytest.raises(ValueError, match=r"`mm_processor_kwargs.*` must be .*got"):
             EngineArgs(str(FOLDER), mm_processor_kwargs=bad)
@@ -182,9 +182,9 @@ def test_placeholders_equal_transformers(folder: Path) -> None:
     reader = ImageReader(ImageSettings(spec, 8, 0), tokenizer)
     for case in json.loads((folder / "reference.json").read_text())["cases"]:
         pictures = [drawn(*p) for p in case["pictures"]]
-        token_ids, stand_ins = reader.read(tokenizer.encode(case["text"]), {"image": pictures})
+        token_ids, placeholder_data = reader.read(tokenizer.encode(case["text"]), {"image": pictures})
         assert token_ids == case["prompt_token_ids"]
-        covered = [i for s in stand_ins for i in range(s.start, s.stop)]
+        covered = [i for s in placeholder_data for i in range(s.start, s.stop)]
         assert covered == [i for i, token in enumerate(token_ids) if token == spec.token_id]
 
 

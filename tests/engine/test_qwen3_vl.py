@@ -179,25 +179,25 @@ def test_placeholders_and_positions_equal_transformers(folder: Path) -> None:
     reader, tokenizer = reader_of(folder)
     for case in cases_of(folder):
         pictures = [drawn(*p) for p in case["pictures"]]
-        token_ids, stand_ins = reader.read(tokenizer.encode(case["text"]), {"image": pictures})
+        token_ids, placeholder_data = reader.read(tokenizer.encode(case["text"]), {"image": pictures})
         assert token_ids == case["prompt_token_ids"]
-        covered = [i for s in stand_ins for i in range(s.start, s.stop)]
+        covered = [i for s in placeholder_data for i in range(s.start, s.stop)]
         assert covered == [i for i, token in enumerate(token_ids) if token == spec_of(folder).token_id]
-        if stand_ins:
-            known, offset = mrope_positions(stand_ins)
+        if placeholder_data:
+            known, offset = mrope_positions(placeholder_data)
             behind = np.arange(known.shape[1], len(case["positions"][0])) + offset
             positions = np.concatenate([known, np.tile(behind, (3, 1))], axis=1)
             assert positions.tolist() == case["positions"]
 
 
-def stand_in(start: int, num_rows: int, num_columns: int) -> PlaceholderData:
+def placeholder(start: int, num_rows: int, num_columns: int) -> PlaceholderData:
     empty = np.zeros(0)
     image = Patches(empty, empty, empty, (num_rows, num_columns))
     return PlaceholderData(start, start + num_rows * num_columns, "", image)
 
 
 def test_positions_depend_on_what_stands_before_alone() -> None:
-    images = (stand_in(2, 2, 3), stand_in(8, 1, 4), stand_in(15, 5, 1))
+    images = (placeholder(2, 2, 3), placeholder(8, 1, 4), placeholder(15, 5, 1))
     whole, offset = mrope_positions(images)
     assert whole[:, :12].tolist() == [
         [0, 1, *[2] * 6, *[5] * 4],

@@ -26,7 +26,7 @@ def new_sequence(
     num_top_logprobs: int | None = None,
     logprob_temperature: float = 1.0,
     num_encoder_tokens: int = 0,
-    stand_ins: tuple[PlaceholderData, ...] = (),
+    placeholder_data: tuple[PlaceholderData, ...] = (),
     **params: Any,
 ) -> NewSequence:
     """A sequence that takes a seat; the parameters are those of SamplingParams, greedy by default."""
@@ -34,10 +34,10 @@ def new_sequence(
         params["logprobs"] = num_top_logprobs
     settings = SamplingParams(**({"temperature": 0.0, "seed": 0, "max_tokens": None} | params))
     features = None
-    if logprob_temperature != 1 or num_encoder_tokens or stand_ins:
+    if logprob_temperature != 1 or num_encoder_tokens or placeholder_data:
         beams = BeamSearchParams(1, max_tokens=1, temperature=logprob_temperature)
         beams = beams if logprob_temperature != 1 else None
-        features = RequestFeatures(beams, [0] * num_encoder_tokens, placeholder_data=stand_ins)
+        features = RequestFeatures(beams, [0] * num_encoder_tokens, placeholder_data=placeholder_data)
     return NewSequence(
         seq_id=seq_id,
         request=Request(f"r{seq_id}", prompt, settings, features=features),

@@ -39,7 +39,7 @@ class Batch:
         self.features = self
         self.embeds = embeds
 
-    def missing_stand_ins(
+    def missing_placeholder_data(
         self, needed: list[tuple[int, PlaceholderData]]
     ) -> list[tuple[int, PlaceholderData]]:
         return needed
@@ -130,11 +130,11 @@ def test_a_chunk_encodes_what_it_computes_and_no_more() -> None:
     features = StepFields(input_batch=batch, block_size=4, embeds_size=2)
     builder = BatchBuilder(batch, **sizes, features=features)  # pyright: ignore[reportArgumentType]
     run, encoder, bucket = Encoder(), ImageEncoder(10**6), Bucket(False, 32, 4, has_embeds=True)
-    stand_ins = tuple(s._replace(start=s.start + 3, stop=s.stop + 3) for _, s in needs(0, 8, 20))
+    placeholder_data = tuple(s._replace(start=s.start + 3, stop=s.stop + 3) for _, s in needs(0, 8, 20))
     ids = list(range(20))
     expected = np.zeros((20, 2))
     expected[3:6], expected[8:11] = 5, 11
-    new = new_sequence(1, ids, tables=[[1, 2, 3, 4, 5]], stand_ins=stand_ins)
+    new = new_sequence(1, ids, tables=[[1, 2, 3, 4, 5]], placeholder_data=placeholder_data)
     beside = new_sequence(2, ids, tables=[[6, 7, 8, 9, 10]])
     for (start, stop), num_calls in zip(
         ((0, 2), (2, 5), (5, 10), (10, 12), (12, 20)), (0, 1, 2, 2, 2), strict=True

@@ -38,7 +38,7 @@ class FeatureRows:
         adapter_slots: int32 [S], LoRA adapter slot of each sequence; 0 for no adapter.
         embeds: Embedding vectors of sequences with prompt embeddings or images: float32 [tokens, E] by start
             position, in ascending order. The image encoder adds the vectors of images.
-        stand_ins: Images of the sequences whose prompts have any.
+        placeholder_data: Images of the sequences whose prompts have any.
         mrope: For the same sequences of a model with M-RoPE, the rotary positions up to the end of the last
             image.
         mrope_stops: int32 [S], number of positions in `mrope`; 0 for other sequences.
@@ -66,12 +66,12 @@ class FeatureRows:
         self.released_processors: list[tuple[int, int]] = []
         self.adapter_slots = np.zeros(max_num_seqs, np.int32)
         self.embeds: dict[int, dict[int, np.ndarray]] = {}
-        self.stand_ins: dict[int, tuple[PlaceholderData, ...]] = {}
+        self.placeholder_data: dict[int, tuple[PlaceholderData, ...]] = {}
         self.mrope: dict[int, np.ndarray] = {}
         self.mrope_stops, self.mrope_offsets = np.zeros((2, max_num_seqs), np.int32)
         self.pooling: dict[int, tuple[str, int]] = {}
         self._by_slot: tuple[dict[int, Any], ...] = (
-            *(self.functions, self.embeds, self.stand_ins, self.mrope, self.pooling),
+            *(self.functions, self.embeds, self.placeholder_data, self.mrope, self.pooling),
         )
         self._arrays = (
             *(self.num_encoder_tokens, self.hook_args, self.processor_args),
@@ -101,7 +101,7 @@ class FeatureRows:
             vectors = np.frombuffer(features.prompt_embeds.data, "<f4")
             self.embeds[batch_slot] = {0: vectors.reshape(features.prompt_embeds.num_tokens, -1)}
         if data := features.placeholder_data:
-            self.stand_ins[batch_slot] = data
+            self.placeholder_data[batch_slot] = data
         if data and self._mrope_positions is not None:
             self.mrope[batch_slot], self.mrope_offsets[batch_slot] = self._mrope_positions(data)
             self.mrope_stops[batch_slot] = self.mrope[batch_slot].shape[1]
@@ -135,12 +135,12 @@ class FeatureRows:
             for row, runs in found
         )
 
-    def missing_stand_ins(self, output: SchedulerOutput) -> list[tuple[int, PlaceholderData]]:
+    def missing_placeholder_data(self, output: SchedulerOutput) -> list[tuple[int, PlaceholderData]]:
         """Returns the images that a step needs and that are not encoded yet, each with its batch slot."""
         missing: list[tuple[int, PlaceholderData]] = []
-        for row in output.scheduled if self.stand_ins else ():
+        for row in output.scheduled if self.placeholder_data else ():
             batch_slot = self.slots.get(row.seq_id, -1)
-            own, known = self.stand_ins.get(batch_slot, ()), self.embeds.get(batch_slot, {})
+            own, known = self.placeholder_data.get(batch_slot, ()), self.embeds.get(batch_slot, {})
             if own and row.start < own[-1].stop:  # most sequences are past them
                 stop = row.start + row.num_tokens
                 needed = (s for s in own if s.start < stop and row.start < s.stop)

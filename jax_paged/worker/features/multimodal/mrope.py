@@ -10,7 +10,7 @@ from jax_paged.core.request import PlaceholderData
 from jax_paged.worker.input_batch import InputBatch
 
 
-def mrope_positions(stand_ins: tuple[PlaceholderData, ...]) -> tuple[Int[np.ndarray, "3 n"], int]:
+def mrope_positions(placeholder_data: tuple[PlaceholderData, ...]) -> tuple[Int[np.ndarray, "3 n"], int]:
     """Returns the M-RoPE positions up to the end of the last image, and the offset of later positions.
 
     A text token has the same position on all three axes. An image starts at the position p that a text token
@@ -26,13 +26,13 @@ def mrope_positions(stand_ins: tuple[PlaceholderData, ...]) -> tuple[Int[np.ndar
     A position depends on earlier tokens only, so the keys in cached blocks stay valid.
 
     Args:
-        stand_ins: The images of a prompt, in order; at least one.
+        placeholder_data: The images of a prompt, in order; at least one.
 
     Returns:
         int32 [3, n], and the number to add to the index of a later token to get its position (-3 above).
     """
-    positions, offset = np.tile(np.arange(stand_ins[-1].stop, dtype=np.int32), (3, 1)), 0
-    for image in stand_ins:
+    positions, offset = np.tile(np.arange(placeholder_data[-1].stop, dtype=np.int32), (3, 1)), 0
+    for image in placeholder_data:
         own, (num_rows, num_columns) = slice(image.start, image.stop), image.data.grid
         positions[:, own] = positions[0, image.start]
         positions[1, own] += np.repeat(np.arange(num_rows, dtype=np.int32), num_columns)
