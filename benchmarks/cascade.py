@@ -1,14 +1,14 @@
-"""Throughput of requests with a prefix in common, with cascade attention and without it.
+"""Throughput of requests with a common prefix, with and without cascade attention.
 
     python benchmarks/cascade.py [--dtype bfloat16] [--kv-heads 8] [--prefix 512] [--tail 32] [--rounds 3]
 
-64 greedy requests, submitted at once, whose prompts begin with the same random tokens and go on with tails
-of their own; each gets as many tokens, whatever they are. Two engines take turns within each round, and
-differ in `disable_cascade_attn` alone; a round before the first warms both up. In each round the first one
-also answers the tails alone: that is what the prefix would leave if attention to it cost nothing. Printed
-is a line of a table: tokens per second without and with it (medians), the medians of the rounds' ratios, of
-this one and of the tails alone to the engine without it, and how many answers are the same. The model is
-that of throughput.py: 40M parameters, 8 heads, 4 kv heads.
+64 greedy requests are submitted at once. Their prompts have a common prefix of random tokens and a tail each;
+each request gets the same number of output tokens. Two engines alternate within each round. They differ only
+in `disable_cascade_attn`. One warm-up round does not count. In each round, the engine with cascade attention
+also runs the tails without the prefix. That rate is an upper bound for the rate with the prefix. The output
+is one table row: tokens per second without and with cascade attention (medians), the median ratio of the two,
+the median ratio of the bound to the rate without cascade attention, and the number of equal outputs. The
+model is the one of throughput.py (40M parameters, 8 heads, 4 KV heads).
 """
 
 import argparse
@@ -25,7 +25,12 @@ NUM_REQUESTS = 64
 
 
 def make(args: argparse.Namespace, is_off: bool) -> LLM:
-    """Returns an engine that has compiled everything."""
+    """Returns an engine that has compiled all its programs.
+
+    Args:
+        args: The options of the command line.
+        is_off: Whether cascade attention is disabled.
+    """
     llm = LLM(
         model=args.model or "random",
         dtype=args.dtype,
@@ -46,18 +51,18 @@ def make(args: argparse.Namespace, is_off: bool) -> LLM:
 
 
 def main() -> None:
-    """Prints a line of the table."""
+    """Measures and prints one row of the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--model", help="one to load, such as pagelet, in place of random weights")
-    parser.add_argument("--kv-heads", type=int, default=4, help="of the random weights; 8 share none")
+    parser.add_argument("--model", help="model to load, such as pagelet (default: random weights)")
+    parser.add_argument("--kv-heads", type=int, default=4, help="KV heads of the random model (of 8 heads)")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--prefix", type=int, default=512, help="tokens in common")
-    parser.add_argument("--tail", type=int, default=32, help="tokens of each prompt behind them")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--prefix", type=int, default=512, help="length of the common prefix (tokens)")
+    parser.add_argument("--tail", type=int, default=32, help="length of the rest of each prompt (tokens)")
+    parser.add_argument("--tokens", type=int, default=64, help="length of each output (tokens)")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     rng = np.random.default_rng(0)

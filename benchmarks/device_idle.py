@@ -1,13 +1,13 @@
-"""How much of its time a device waits for the host, with one step in flight and with two.
+"""Share of the time in which a device waits for the host, with one step and with two steps in flight.
 
     python benchmarks/device_idle.py                       256 running requests, steps of 5 ms
-    python benchmarks/device_idle.py --step-ms 2 5 20      other devices
-    python benchmarks/device_idle.py --burst 8             and with bursts of 8 decode steps
+    python benchmarks/device_idle.py --step-ms 2 5 20      other step times
+    python benchmarks/device_idle.py --burst 8             also with 8 decode steps per dispatch
 
-The executor stands in for a device of known step time: it does all of the host's work for a step (batch
-slots, padded buffer, reading results), and then computes when such a device would have begun and finished it.
-Each request streams its text: tokens are random, and detokenized with the built-in tokenizer. As in the
-server, what was there before the first request is left out of garbage collection.
+The device is simulated: the executor does all of the host's work for a step (batch slots, padded buffer,
+reading results), and computes when a device with the given step time would start and finish the step. Each
+request streams text from random tokens, detokenized with the built-in tokenizer. As in the server, garbage
+collection ignores objects that were created before the measurement.
 """
 
 import argparse
@@ -34,7 +34,13 @@ VOCAB_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, BLOCK_SIZE = 1000, 40_000, 2048, 16
 
 
 class StandIn:
-    """Runs steps on a device that is not there, and notes how long it would have waited for them."""
+    """Executor with a simulated device, which records how long the device waits for steps.
+
+    Attributes:
+        finished: Time at which the device finishes the last dispatched step, as time.perf_counter().
+        idle_s: Total time in which the device waited for a step (seconds).
+        busy_s: Total time in which the device ran steps (seconds).
+    """
 
     def __init__(
         self, num_seqs: int, step_s: float, async_scheduling: bool, num_scheduler_steps: int
@@ -83,6 +89,7 @@ class StandIn:
         self._dispatched: deque[tuple[SchedulerOutput, float]] = deque()
 
     def dispatch(self, output: SchedulerOutput) -> None:
+        """Does the host's work for a step and computes when the device would run it."""
         self._seats.update(output)
         if output.scheduled:
             n = len(output.scheduled)
@@ -99,6 +106,7 @@ class StandIn:
         self._dispatched.append((output, self.finished))
 
     def result(self) -> ModelRunnerOutput:
+        """Waits until the device would have finished the oldest step; returns random tokens."""
         output, finished = self._dispatched.popleft()
         time.sleep(max(0.0, finished - time.perf_counter()))
         logits_rows = plan_logits_rows(output)
@@ -115,16 +123,24 @@ class StandIn:
         ).read()
 
     def check_weights(self) -> None:
-        pass
+        """Does nothing, because there are no weights."""
 
     def close(self) -> None:
-        pass
+        """Does nothing."""
 
 
 def idle_share(
     num_seqs: int, step_s: float, async_scheduling: bool, num_scheduler_steps: int, num_steps: int
 ) -> tuple[float, float]:
-    """Returns which share of its time the device waits while all requests decode, and steps per second."""
+    """Returns the share of the time in which the device is idle, and the decode steps per second.
+
+    Args:
+        num_seqs: Number of requests; all of them decode.
+        step_s: Time of a decode step on the device (seconds).
+        async_scheduling: Whether two steps are in flight.
+        num_scheduler_steps: Number of decode steps per dispatch.
+        num_steps: Number of decode steps to measure.
+    """
     executor = StandIn(num_seqs, step_s, async_scheduling, num_scheduler_steps)
     engine = LLMEngine(EngineArgs(), executor)
     params = SamplingParams(
@@ -146,12 +162,13 @@ def idle_share(
 
 
 def main() -> None:
+    """Measures all combinations and prints one line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-seqs", type=int, default=256)
-    parser.add_argument("--step-ms", type=float, nargs="+", default=[5.0])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--num-seqs", type=int, default=256, help="running requests (default: %(default)s)")
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[5.0], help="step times of the device")
+    parser.add_argument("--steps", type=int, default=200, help="decode steps per round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--burst", type=int, default=1, help="decode steps in one, beside one at a time")
+    parser.add_argument("--burst", type=int, default=1, help="decode steps per dispatch, in addition to 1")
     args = parser.parse_args()
     print(f"{args.num_seqs} running requests; idle share of the device, and steps per second, per round")
     for step_ms in args.step_ms:
@@ -162,7 +179,7 @@ def main() -> None:
                 measured.append(idle_share(args.num_seqs, step_ms / 1e3, *kind, args.steps))
         for (is_async, size), measured in rows.items():
             text = "  ".join(f"{share:6.1%} {rate:6.1f}/s" for share, rate in measured)
-            print(f"steps of {step_ms:g} ms, async_scheduling={is_async!s:<5}  bursts of {size}  {text}")
+            print(f"steps of {step_ms:g} ms, async_scheduling={is_async!s:<5}  {size} per dispatch  {text}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""Compiles the step of an 8B Llama for several H100s that are not there; counts what they tell each other.
+"""Collectives and memory of an 8B Llama's step on several H100s, from compilation without GPUs.
 
     make devices-compile                                in the environment of kernels-compile (4.5 GB)
-    make devices-compile KERNELS_PYTHON=/path/python    in one that has jax[cuda13]
-    make devices-check                                  four GPUs of a machine alone, with 200 MB of it; in CI
+    make devices-compile KERNELS_PYTHON=/path/python    in another environment with jax[cuda13]
+    make devices-check                                  four GPUs only, with a download of 200 MB; runs in CI
 
-XLA does all that it does on a GPU machine but autotuning; nothing is run, and no time is known. The exit
-status is not 0 if a step has other collectives than two sums per layer, one for the embeddings and one
-gathering of the logits, if it gathers or copies an array of the pool, or if its temporaries are more than 10%
-above those of the step of one device. The table of all checks goes to
-benchmarks/results/devices-compile.md.
+XLA does the same work as on a machine with GPUs, except autotuning. Nothing is run, so no times are measured.
+The exit status is 1 if a step on several devices
+
+- has other collectives than two all-reduces per layer, one for the embeddings, and one all-gather of logits,
+- gathers or copies an array of the pool, or
+- has more than 1.1 times the temporary memory of the step on one device.
+
+The table of all checks goes to benchmarks/results/devices-compile.md.
 """
 
 import argparse
@@ -34,12 +37,12 @@ BYTES = {"bf16": 2, "f32": 4, "s32": 4}
 
 
 class Check(NamedTuple):
-    """A step on some H100s.
+    """A step to compile for a number of H100s.
 
     Args:
-        num_hosts: Machines.
-        num_devices: GPUs of each machine.
-        num_tokens: Token rows: 64 decodes, or more with prompts among them.
+        num_hosts: Number of machines.
+        num_devices: Number of GPUs per machine.
+        num_tokens: Number of token rows. 64 means a decode step of 64 sequences, other values a mixed step.
     """
 
     num_hosts: int
@@ -48,7 +51,7 @@ class Check(NamedTuple):
 
     @property
     def size(self) -> int:
-        """GPUs in all."""
+        """The total number of GPUs."""
         return self.num_hosts * self.num_devices
 
 
@@ -56,7 +59,16 @@ CHECKS = [Check(*hosts, t) for t in (64, 2048) for hosts in ((1, 1), (1, 2), (1,
 
 
 def compile_step(check: Check, dump: Path) -> dict[str, Any]:
-    """Returns what the compiled step has: collectives and their bytes, temporaries, moves of the pool."""
+    """Compiles a step in this process.
+
+    Args:
+        check: The step.
+        dump: Folder of XLA's dumps.
+
+    Returns:
+        The number of collectives by name and the bytes of their results, the bytes of temporary memory, the
+        number of copies and gathers of pool arrays, and the result of `graphs`.
+    """
     import jax
     import numpy as np
     from engine_step import LLAMA_8B, abstract_context
@@ -84,7 +96,7 @@ def compile_step(check: Check, dump: Path) -> dict[str, Any]:
     num_bytes: collections.Counter[str] = collections.Counter()
     for result, name in re.findall(rf"= ([^=]*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", text):
         found[name] += 1
-        # Of a collective that begins here and ends later, the last shape is that of its result.
+        # An asynchronous collective ("-start") lists several shapes; the last one is the shape of its result.
         dtype, shape = re.findall(r"(\w+)\[([\d,]*)\]", result)[-1]
         num_bytes[name] += BYTES[dtype] * math.prod(map(int, filter(None, shape.split(","))))
     pool = rf"\w+\[{NUM_BLOCKS},2,[\d,]+\]"
@@ -98,7 +110,7 @@ def compile_step(check: Check, dump: Path) -> dict[str, Any]:
 
 
 def graphs(dump: Path) -> list[int]:
-    """Returns how many CUDA graphs a step is, and how many operations are outside of them."""
+    """Returns the number of CUDA graphs of a step, and the number of operations outside of graphs."""
     for file in dump.glob("*thunk_sequence_after_thunk_passes.txt"):
         top = [line for line in file.read_text().splitlines() if re.match(r"\d+: ", line)]
         inside = sum("kCommandBuffer" in line for line in top)
@@ -106,7 +118,7 @@ def graphs(dump: Path) -> list[int]:
 
 
 def run_apart(check: Check) -> dict[str, Any]:
-    """Returns what `compile_step` returns, of a process of its own; "error" if that failed."""
+    """Returns the result of `compile_step` from a new process, or {"error": message} if that fails."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), *sys.path])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     with tempfile.TemporaryDirectory() as dump:
@@ -121,24 +133,29 @@ def run_apart(check: Check) -> dict[str, Any]:
 
 
 def problems(check: Check, found: dict[str, Any], alone: dict[str, Any], num_layers: int) -> list[str]:
-    """Returns what is wrong with a step, beside that of one device."""
+    """Returns messages about the problems of a step; empty if there are none.
+
+    Args:
+        check: The step.
+        found: The result of `compile_step` for it.
+        alone: The result for the same step on one device.
+        num_layers: Number of layers of the model.
+    """
     if "error" in found:
         return [found["error"]]
     wanted = {"all-reduce": 2 * num_layers + 1, "all-gather": 1} if check.size > 1 else {}
-    out = [] if found["collectives"] == wanted else [f"collectives are {found['collectives']}, not {wanted}"]
+    out = [] if found["collectives"] == wanted else [f"collectives {found['collectives']}, expected {wanted}"]
     if found["pool_moves"]:
-        out.append(f"{found['pool_moves']} copies or gatherings of a pool")
+        out.append(f"{found['pool_moves']} copies or gathers of pool arrays")
     if found["temp_bytes"] > MAX_RATIO * alone.get("temp_bytes", math.inf):
-        out.append(
-            f"{found['temp_bytes']} bytes of temporaries, those of one device are {alone['temp_bytes']}"
-        )
+        out.append(f"{found['temp_bytes']} bytes of temporary memory, {alone['temp_bytes']} on one device")
     return out
 
 
 def table(results: dict[Check, dict[str, Any]]) -> str:
-    """Returns the table of the documentation."""
+    """Returns the table for devices-compile.md."""
     lines = [
-        "| hosts x GPUs | token rows | all-reduces | MiB | all-gathers | MiB | others | moves of the pool "
+        "| hosts x GPUs | token rows | all-reduces | MiB | all-gathers | MiB | others | pool copies "
         "| temporaries, MiB | graphs | outside |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -157,9 +174,12 @@ def table(results: dict[Check, dict[str, Any]]) -> str:
 
 
 def main() -> int:
+    """Runs the checks and writes the table; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--run", nargs=4, metavar=("HOSTS", "GPUS", "ROWS", "DUMP"), help=argparse.SUPPRESS)
-    parser.add_argument("--size", type=int, help="only so many GPUs, of one machine; writes no table")
+    parser.add_argument(
+        "--size", type=int, help="check only one GPU and SIZE GPUs of one machine; do not write the table"
+    )
     args = parser.parse_args()
     if args.run:
         print(MARK + json.dumps(compile_step(Check(*map(int, args.run[:3])), Path(args.run[3]))))

@@ -1,4 +1,4 @@
-"""The engine's step without a GPU and without weights: what lowers and compiles it on any machine."""
+"""Helpers that lower the engine's step for GPUs on a machine without a GPU. Weights are shapes only."""
 
 import dataclasses
 from typing import Any
@@ -45,17 +45,17 @@ def abstract_context(
     max_num_batched_tokens: int = 2048,
     block_size: int = 16,
 ) -> TraceContext:
-    """Returns what programs of a model in bfloat16 are traced for; its weights are shapes.
+    """Returns the context for tracing the programs of a model in bfloat16.
 
     Args:
-        hf_config: A config.json.
-        mesh: Devices of a machine at hand or not.
-        num_blocks: Blocks of the pool.
-        backend: Of the attention.
-        max_model_len: Sets the columns of block tables.
-        max_num_seqs: Seats.
-        max_num_batched_tokens: Token rows of the largest bucket.
-        block_size: Tokens per block.
+        hf_config: Contents of the model's config.json.
+        mesh: The devices, which need not be present.
+        num_blocks: Number of blocks in the KV cache.
+        backend: The attention backend.
+        max_model_len: Maximum number of tokens of a sequence. It sets the number of block table columns.
+        max_num_seqs: Number of batch slots.
+        max_num_batched_tokens: Number of token rows of the largest bucket.
+        block_size: Number of tokens per block.
     """
     _, model_class = get_model_class(hf_config)
     config = model_class.config_class.from_hf(hf_config)
@@ -86,7 +86,7 @@ def abstract_context(
 
 
 def lower_for_cuda(context: TraceContext, bucket: Bucket) -> str:
-    """Returns the text of a step lowered for CUDA; call it under the abstract mesh of a GPU."""
+    """Returns the StableHLO text of a step lowered for CUDA. Call it under the abstract mesh of a GPU."""
     weights = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in context.weights]
     context = dataclasses.replace(context, weights=weights, mesh=None)
     return StepProgram(bucket).lower(context, platforms=("cuda",)).as_text()

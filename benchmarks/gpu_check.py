@@ -1,14 +1,16 @@
-"""Checks engine and kernels on a GPU: exactness, throughput of Llamas of 1B and 8B with random weights,
-the kernel tests, and the kernels' speed beside other implementations.
+"""Tests and measurements of the engine and the kernels on an NVIDIA GPU.
 
-    make gpu-check                                        on a machine with an NVIDIA GPU; under 40 minutes
-    make gpu-check ARGS='--part kernel-tests'             under 10; or self-check, engine, engine-pallas ...
-    python benchmarks/gpu_check.py --allow-cpu --tiny     the same program at toy sizes, on any machine
+    make gpu-check                                        all parts, in less than 40 minutes
+    make gpu-check ARGS='--part kernel-tests'             one part, in less than 10 minutes
+    python benchmarks/gpu_check.py --allow-cpu --tiny     toy sizes, on any machine
 
-Needs jax, flax, numpy, safetensors, tokenizers and jaxtyping; jax-paged itself need not be installed, nothing
-is downloaded. Every section runs in a process of its own: one that fails, hangs or runs out of memory is
-reported, the others run on clean memory. Prints a table and writes a JSON file; exits with 1 if anything
-failed, with 2 if there is no GPU.
+The parts check the exactness of the engine, measure the throughput of 1B and 8B Llamas with random weights,
+run the kernel tests, and compare the speed of the kernels with other implementations.
+
+Required packages: jax, flax, numpy, safetensors, tokenizers and jaxtyping. jax-paged need not be installed,
+and nothing is downloaded. Each section runs in a new process. If a section fails, hangs or runs out of
+memory, it is reported and the others still run. The program prints a table and writes a JSON file. The exit
+status is 1 if a section failed, and 2 if there is no GPU.
 """
 
 import argparse
@@ -35,7 +37,7 @@ Report = dict[str, Any]
 
 
 def device(_: bool) -> Iterator[Report]:
-    """What the check runs on."""
+    """Yields the device, its driver, the versions of packages, and the commit."""
     import jax
 
     found = jax.devices()[0]
@@ -69,10 +71,11 @@ def _output(*command: str) -> str | None:
 
 
 def llama(hf_config: Report, backend: str) -> Callable[[bool], Iterator[Report]]:
+    """Returns the section that measures the throughput of a Llama with an attention backend."""
     return lambda tiny: gpu_engine.throughput(hf_config, tiny, backend)
 
 
-# Name -> (what it runs, maximum seconds).
+# By name: the function that runs the section, and its time limit (seconds).
 SECTIONS: dict[str, tuple[Callable[[bool], Iterator[Report]], int]] = {
     "device": (device, 120),
     "exactness": (gpu_engine.exactness, 150),
@@ -95,7 +98,12 @@ PARTS = {
 
 
 def run_here(name: str, tiny: bool) -> int:
-    """Runs a section in this process and prints what it finds as it comes."""
+    """Runs a section in this process and prints each result as soon as it is known; returns the exit status.
+
+    Args:
+        name: Key of SECTIONS.
+        tiny: Whether to use toy sizes.
+    """
     sys.path.insert(0, str(ROOT))  # jax-paged need not be installed
     try:
         for part in SECTIONS[name][0](tiny):
@@ -108,7 +116,16 @@ def run_here(name: str, tiny: bool) -> int:
 
 
 def run_apart(name: str, flags: list[str], limit_s: float) -> Report:
-    """Runs a section in a process of its own; returns what it has found, "error" included if it failed."""
+    """Runs a section in a new process.
+
+    Args:
+        name: Key of SECTIONS.
+        flags: Further options of the command line.
+        limit_s: Time after which the process is killed (seconds).
+
+    Returns:
+        The results of the section. If it failed, they also have an "error".
+    """
     start = time.perf_counter()
     command = [sys.executable, __file__, "--section", name, *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -131,21 +148,21 @@ def run_apart(name: str, flags: list[str], limit_s: float) -> Report:
 
 
 def table(report: Report) -> str:
-    """Returns the report for people to read."""
+    """Returns the report as text."""
     found = report["device"]
     lines = [f"{found['device']}, driver {found['driver']}, jax {found['jax']}, commit {found['commit']}", ""]
     if report["is_tiny"]:
-        lines.insert(1, "Toy sizes: the times below say nothing about speed.")
+        lines.insert(1, "Toy sizes: the times below do not measure performance.")
     for name, result in report.get("exactness", {}).items():
         if isinstance(result, dict):
             equal = f"{result['equal']} of {result['requests']} equal"
             detail = f"{result['preemptions']} preemptions, {result['cached_tokens']} cached tokens"
             lines.append(f"exact: {name:<26}{equal:>18}   {detail}")
     for backend, errors in report.get("agreement", {}).get("log_probabilities", {}).items():
-        lines.append(f"log-probabilities with {backend}: off by {errors['mean_error']:.2g} in the mean")
+        lines.append(f"log-probabilities with {backend}: mean error {errors['mean_error']:.2g}")
     if "outcome" in report.get("self-check", {}):
         lines.append(
-            f"check behind auto: {report['self-check']['outcome']}, {report['self-check']['reason']}"
+            f"self-check of the kernels: {report['self-check']['outcome']}, {report['self-check']['reason']}"
         )
     llamas = [name for name in SECTIONS if report.get(name, {}).get("rounds")]
     if llamas:
@@ -167,12 +184,13 @@ def table(report: Report) -> str:
 
 
 def main() -> int:
+    """Runs the chosen parts, prints the table and writes the report; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-<device>-<date>.json")
-    parser.add_argument("--allow-cpu", action="store_true", help="run without a GPU too")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the program out")
-    parser.add_argument("--part", choices=PARTS, help="run this part alone")
-    parser.add_argument("--section", choices=SECTIONS, help="run this one alone, here")
+    parser.add_argument("--allow-cpu", action="store_true", help="run even if there is no GPU")
+    parser.add_argument("--tiny", action="store_true", help="use toy sizes, to test this program")
+    parser.add_argument("--part", choices=PARTS, help="run only this part")
+    parser.add_argument("--section", choices=SECTIONS, help="run only this section, in this process")
     args = parser.parse_args()
     if args.section:
         return run_here(args.section, args.tiny)
@@ -184,9 +202,9 @@ def main() -> int:
     found = report["device"]
     if "error" in found or (found["platform"] != "gpu" and not args.allow_cpu):
         print(
-            f"gpu_check needs an NVIDIA GPU and a jax that sees it (the extra cuda13); jax found: "
-            f"{found.get('error', found.get('device'))}. To try the program out without one: "
-            "--allow-cpu --tiny",
+            f"gpu_check needs an NVIDIA GPU and JAX with CUDA (the extra cuda13); JAX found: "
+            f"{found.get('error', found.get('device'))}. To test the program without a GPU, add "
+            "--allow-cpu --tiny.",
             file=sys.stderr,
         )
         return 2
@@ -195,14 +213,14 @@ def main() -> int:
         ["gpu", slug, *([args.part] if args.part else []), f"{today}.json"]
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    part_start = start  # what the device took is part of the first
+    part_start = start  # the time of the section "device" counts for the first part
     for part in [args.part] if args.part else PARTS:
         for name in PARTS[part]:
             print(f"{name} ...", file=sys.stderr, flush=True)
             limit_s = min(SECTIONS[name][1], PART_S - (time.perf_counter() - part_start))
             report[name] = run_apart(name, flags, limit_s)
             report["total_s"] = gpu_engine.since(start)
-            # As often as there is something new: who stops this keeps what there is.
+            # The file is written after every section, so that an interrupted run keeps its results.
             out.write_text(json.dumps(report, indent=2) + "\n")
         part_start = time.perf_counter()
     print(table(report))

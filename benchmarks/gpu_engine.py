@@ -1,4 +1,4 @@
-"""The engine part of gpu_check: exactness, the Pallas kernels inside the engine, throughput of Llamas."""
+"""Engine sections of gpu_check: exactness, accuracy with the Pallas kernels, throughput of Llamas."""
 
 import math
 import random
@@ -18,7 +18,7 @@ SMALL: Report = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "max_position_embeddings": 512,
-    # 0.02 would give nearly the same token at every step.
+    # With the usual value of 0.02, nearly all steps would produce the same token.
     "initializer_range": 0.1,
 }
 LLAMA3: Report = {
@@ -46,7 +46,11 @@ LLAMA_8B: Report = LLAMA3 | {
 
 
 def exactness(tiny: bool) -> Iterator[Report]:
-    """Greedy float32 tokens of the engine against the dense call, in every way that the engine can run."""
+    """Compares greedy float32 tokens of the engine with a dense forward pass.
+
+    The requests run in batches, with cached prefixes, one at a time, and in a pool so small that requests are
+    preempted. Yields one result for each of these.
+    """
     from jax_paged.models.weights import random_model
 
     loaded = random_model(SMALL, "float32")
@@ -75,16 +79,20 @@ def exactness(tiny: bool) -> Iterator[Report]:
     )
     states, _ = _run(engine, requests)
     engine.close()
-    assert any(s.group.metrics.num_preemptions for s in states), "the pool is too large to preempt anyone"
+    assert any(s.group.metrics.num_preemptions for s in states), "the pool is too large for preemptions"
     yield _compare("small pool, small budget", loaded, requests, states)
 
 
 def output_tokens(state: Any) -> list[int]:
+    """Returns the output tokens of a request state."""
     return state.group.sequences[0].output_token_ids
 
 
 def _compare(name: str, loaded: Any, requests: list[tuple[list[int], int]], states: list[Any]) -> Report:
-    """Compares outputs with the dense call on prompt and output: equal at each position is equal greedily."""
+    """Compares outputs with a dense forward pass over prompt and output.
+
+    If the most likely token equals the output token at every position, the output is the dense greedy output.
+    """
     import numpy as np
 
     num_equal, margin, distinct = 0, math.inf, set()
@@ -102,12 +110,12 @@ def _compare(name: str, loaded: Any, requests: list[tuple[list[int], int]], stat
         "cached_tokens": sum(s.group.metrics.num_cached_tokens for s in states),
     }
     if num_equal < len(requests):
-        raise AssertionError(f"{name}: tokens differ from the dense call's: {found}")
+        raise AssertionError(f"{name}: tokens differ from those of the dense forward pass: {found}")
     return {name: found}
 
 
 def _dense_logits(loaded: Any, requests: list[tuple[list[int], int]], states: list[Any]) -> Iterator[Any]:
-    """Yields the dense call's logits at each output token of each request, float32 [tokens, vocabulary]."""
+    """Yields for each request the dense logits of its output tokens, float32 [tokens, vocabulary]."""
     import jax
     import numpy as np
     from flax import nnx
@@ -116,7 +124,7 @@ def _dense_logits(loaded: Any, requests: list[tuple[list[int], int]], states: li
     for row, (prompt, _), state in zip(tokens, requests, states, strict=True):
         text = prompt + output_tokens(state)
         row[: len(text)] = text
-    # The engine sees to its own precision.
+    # The engine sets the precision of its products itself.
     with jax.default_matmul_precision("highest"):
         logits = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(loaded.model, tokens), np.float32)
     for row, (prompt, num_tokens) in zip(logits, requests, strict=True):
@@ -124,9 +132,11 @@ def _dense_logits(loaded: Any, requests: list[tuple[list[int], int]], states: li
 
 
 def agreement(tiny: bool) -> Iterator[Report]:
-    """The bfloat16 engine with the Pallas kernels must be as near to the float32 dense call as with XLA.
+    """Compares the accuracy of bfloat16 engines with the Pallas kernels and with XLA.
 
-    Compares the log-probabilities of the tokens that each engine sampled.
+    The error is the difference of log-probabilities from a dense float32 forward pass, for the tokens that
+    the engine sampled. The check fails if the mean error with the kernels is more than 1.5 times the mean
+    error with XLA.
     """
     import jax
     import numpy as np
@@ -154,11 +164,11 @@ def agreement(tiny: bool) -> Iterator[Report]:
         yield {"log_probabilities": errors}
     xla, ours = (kind["mean_error"] for kind in errors.values())
     if not ours <= 1.5 * xla:
-        raise AssertionError(f"the Pallas kernels are {ours / xla:.1f} times as far from float32 as XLA")
+        raise AssertionError(f"the mean error of the Pallas kernels is {ours / xla:.1f} times that of XLA")
 
 
 def throughput(hf_config: Report, tiny: bool, backend: str) -> Iterator[Report]:
-    """64 requests of 256 tokens in and 128 out, submitted at once, bfloat16."""
+    """Measures 64 bfloat16 requests with 256 prompt tokens and 128 output tokens each, submitted at once."""
     import jax
 
     from jax_paged.models.weights import random_model
@@ -237,10 +247,11 @@ def _engine(loaded: Any, backend: str, **limits: Any) -> Any:
 def _run(
     engine: Any, requests: list[tuple[list[int], int]], **options: Any
 ) -> tuple[list[Any], list[tuple[float, bool]]]:
-    """Runs greedy requests submitted at once.
+    """Runs greedy requests that are submitted at once.
 
     Returns:
-        The requests' states; and of each step its seconds, and whether all prompts were computed before.
+        The states of the requests. For each step, its time (seconds) and whether all prompts had been
+        computed before it.
     """
     from jax_paged import SamplingParams
 
@@ -262,9 +273,10 @@ def _run(
 
 
 def _percentile(values: list[float], percent: float) -> float | None:
-    """Returns the smallest value that `percent` of the values do not exceed; None of no values."""
+    """Returns a percentile (nearest rank, rounded to 5 digits) of the values; None if there are no values."""
     return round(sorted(values)[math.ceil(len(values) * percent / 100) - 1], 5) if values else None
 
 
 def since(start: float) -> float:
+    """Returns the seconds since `start`, a value of time.perf_counter(), with two decimals."""
     return round(time.perf_counter() - start, 2)

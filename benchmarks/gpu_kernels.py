@@ -1,9 +1,9 @@
-"""The kernel part of gpu_check: the kernel tests on a GPU, then their speed beside other implementations.
+"""Kernel sections of gpu_check: the self-check, the kernel tests, and the speed of the kernels.
 
-Llama 8B's heads (32 queries, 8 keys and values, head_dim 128) in bfloat16. Decode is measured in bytes of
-keys and values per second, and compared with a plain device copy of the same run; prefill in floating-point
-operations per second, counting live scores only. Every call is repeated within one program, so that no
-dispatch is measured.
+Speed is measured with Llama 8B's heads (32 query heads, 8 KV heads, head_dim 128) in bfloat16. For decode it
+is the bytes of keys and values per second, and a device copy in the same run is the reference. For prefill it
+is FLOP/s; masked scores do not count. Each call is repeated within one program, so the time of the dispatch
+is not included.
 """
 
 import contextlib
@@ -22,16 +22,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 HEAD_DIM = 128
 SCALE = HEAD_DIM**-0.5
-# Begins a line of results on the standard output of a section.
+# Prefix of the lines on a section's standard output that contain results.
 MARK = "RESULT "
 
 Report = dict[str, Any]
-# A function of x and constant arrays, and those arrays: as constants of a program they would be copied.
+# A function of (x, *arrays), and the arrays. They are arguments, because a program copies its constants.
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def self_check(is_tiny: bool) -> Iterator[Report]:
-    """Runs the check that attention_backend="auto" goes by on a GPU, without what is kept of earlier ones."""
+    """Runs the check that attention_backend="auto" uses on a GPU, without using stored verdicts."""
     import jax
 
     from jax_paged.pallas_kernels.self_check.runner import LONGEST, Suite, Variant
@@ -49,7 +49,7 @@ def self_check(is_tiny: bool) -> Iterator[Report]:
 
 
 def kernel_tests(is_tiny: bool) -> Iterator[Report]:
-    """Runs the kernel tests in this process, on a GPU those that are marked for one."""
+    """Runs the kernel tests that are marked for GPUs in this process; with toy sizes, a few other tests."""
     if importlib.util.find_spec("pytest") is None:
         raise RuntimeError("pytest is not installed here: pip install pytest pytest-timeout")
     import pytest
@@ -68,7 +68,7 @@ def kernel_tests(is_tiny: bool) -> Iterator[Report]:
     chosen = ["-k", "work_list or tiles_cover"] if is_tiny else ["-m", "gpu"]
     counter = Counter()
     options = ["-v", "--tb=short", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", str(ROOT)]
-    if importlib.util.find_spec("pytest_timeout") is not None:  # a kernel that hangs can't be interrupted
+    if importlib.util.find_spec("pytest_timeout") is not None:  # its method "thread" ends kernels that hang
         options += ["--timeout=90", "--timeout-method=thread"]
     with contextlib.redirect_stdout(sys.stderr):
         code = pytest.main([*options, *chosen, str(ROOT / "tests" / "kernels")], plugins=[counter])
@@ -78,9 +78,10 @@ def kernel_tests(is_tiny: bool) -> Iterator[Report]:
 
 
 def kernel_speed(is_tiny: bool) -> Iterator[Report]:
-    """Measures decode, prefill, write_kv and copy_blocks; "skipped" says why a number is missing.
+    """Measures decode, prefill, write_kv and copy_blocks.
 
-    A case that fails leaves an "error", and the others run.
+    If a case does not fit the memory, or another implementation does not support it, "skipped" has the
+    reason. If a case fails, "error" has the reason, and the other cases still run.
     """
     failed = []
     for found in _speeds(is_tiny):
@@ -126,7 +127,7 @@ def _speeds(is_tiny: bool) -> Iterator[Report]:
     chunks = [(32, 32)] if is_tiny else [(2048, 2048), (8192, 8192), (16384, 16384), (2048, 32768)]
     for queries, context in chunks:
         name = f"prefill {queries} of {context}"
-        # The CPU's way to attend is no peer for long prompts, only a baseline for one.
+        # The backend `xla` is too slow for long prompts to be a useful reference.
         mine = backends if queries * context <= 2**22 else backends[:1]
         yield {name: _attempt(prefill_speed, queries, context, mine)}
         torch_cases.append({"name": name, "batch": 1, "context": context, "queries": queries})
@@ -135,19 +136,25 @@ def _speeds(is_tiny: bool) -> Iterator[Report]:
 
 
 def heads() -> tuple[int, int]:
-    """Returns query heads and kv heads: Llama 8B's, and few for the interpreter."""
+    """Returns the numbers of query heads and KV heads: 32 and 8, as in Llama 8B, or 2 and 1 without a GPU."""
     import jax
 
     return (32, 8) if jax.default_backend() == "gpu" else (2, 1)
 
 
 def token_bytes() -> int:
-    """Returns the bytes of a token's keys and values."""
+    """Returns the bytes of one token's keys and values."""
     return 2 * heads()[1] * HEAD_DIM * 2
 
 
 def seconds(step: Step, x: Any, repeats: int) -> float:
-    """Returns the least seconds of a call of step, of five rounds (on a CPU one); it returns an x."""
+    """Returns the time of one call: the minimum of five rounds, or one round without a GPU.
+
+    Args:
+        step: A function whose result has the shape and dtype of its first argument, and its other arguments.
+        x: The first argument of the first call.
+        repeats: Number of calls in a round; each receives the result of the previous call.
+    """
     import jax
     from jax import lax
 
@@ -163,14 +170,14 @@ def seconds(step: Step, x: Any, repeats: int) -> float:
 
 
 def repeats_of(num_bytes: float) -> int:
-    """Returns how many repeats take some 20 ms at 2 TB/s."""
+    """Returns the number of repeats that take about 20 ms at 2 TB/s, between 4 and 400; 1 without a GPU."""
     import jax
 
     return max(4, min(400, int(4e10 / num_bytes))) if jax.default_backend() == "gpu" else 1
 
 
 def copy_speed(is_tiny: bool) -> float:
-    """Returns the bytes per second, read and written, of negating a large array."""
+    """Returns the bytes per second that are read and written when a large array is negated."""
     import jax.numpy as jnp
 
     x = jnp.ones(2**20 if is_tiny else 2**29, jnp.bfloat16)
@@ -178,7 +185,12 @@ def copy_speed(is_tiny: bool) -> float:
 
 
 def make_pool(lens: list[int], page_size: int) -> tuple[Any, Any, Any]:
-    """Returns a pool that the sequences fill in random order, block tables, and context lengths."""
+    """Returns a pool, block tables with pages in random order, and context lengths.
+
+    Args:
+        lens: Context length of each sequence (tokens).
+        page_size: Tokens per page.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -195,7 +207,14 @@ def make_pool(lens: list[int], page_size: int) -> tuple[Any, Any, Any]:
 
 
 def decode_speed(lens: list[int], page_size: int, backends: list[str], *, peers: bool) -> Report:
-    """Returns GB/s of keys and values by implementation, and microseconds per call."""
+    """Returns GB/s of keys and values and microseconds per call, by implementation.
+
+    Args:
+        lens: Context length of each sequence (tokens).
+        page_size: Tokens per page.
+        backends: Attention backends to measure.
+        peers: Whether to measure JAX's own paged_attention too.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -214,25 +233,37 @@ def decode_speed(lens: list[int], page_size: int, backends: list[str], *, peers:
 
         keys, values = (pool[:, i].swapaxes(0, 1) for i in range(2))
         splits = 16 if tables.shape[1] % 16 == 0 else 1
-        run = functools.partial(paged_attention, k_splits=splits)  # it does not scale; no matter here
+        run = functools.partial(paged_attention, k_splits=splits)  # unscaled scores do not change the time
         steps["jax paged_attention"] = run, (keys, values, tables, context_lens)
     return measured(steps, q, num_bytes, num_bytes / 1e9, "gb_per_s")
 
 
 def measured(steps: dict[str, Step], x: Any, num_bytes: float, amount: float, unit: str) -> Report:
+    """Returns the rate and the microseconds per call of each implementation.
+
+    Args:
+        steps: Functions by name of the implementation.
+        x: Their first argument.
+        num_bytes: Bytes that a call moves; it sets the number of repeats.
+        amount: Work of a call, in units of the rate times seconds.
+        unit: Name of the rate.
+    """
     found: Report = {}
     for name, step in steps.items():
         try:
             s = seconds(step, x, repeats_of(num_bytes))
             found[name] = {unit: float(f"{amount / s:.4g}"), "us": round(s * 1e6, 1)}
-        except Exception as error:  # a peer that can't do a shape is no failure of ours
+        except Exception as error:  # only an error of the Pallas kernels is a failure of this check
             kind = "error" if name.startswith("pallas") else "skipped"
             found[name] = {kind: f"{type(error).__name__}: {error}"[:500]}
     return found
 
 
 def skewed(backends: list[str], is_tiny: bool) -> Report:
-    """Measures one long and many short sequences beside the same number of tokens in equal ones."""
+    """Compares decode of one long and many short sequences with decode of equally long sequences.
+
+    The number of tokens is the same in both cases, except for rounding.
+    """
     batch, total = (3, 90) if is_tiny else (32, 32 * 8192)
     long = total // 2
     lens = [long] + [(total - long) // (batch - 1)] * (batch - 1)
@@ -243,7 +274,7 @@ def skewed(backends: list[str], is_tiny: bool) -> Report:
 
 
 def prefill_speed(queries: int, context: int, backends: list[str]) -> Report:
-    """Returns TFLOP/s of the last `queries` positions of one context, causal."""
+    """Returns TFLOP/s and microseconds of causal attention for the last `queries` tokens of one context."""
     import jax
     import jax.numpy as jnp
 
@@ -271,7 +302,7 @@ def prefill_speed(queries: int, context: int, backends: list[str]) -> Report:
 
 
 def moves_speed(backends: list[str], is_tiny: bool) -> Iterator[Report]:
-    """Returns GB/s, read and written, of writing a step's keys and values and of copying blocks."""
+    """Yields the GB/s that write_kv and copy_blocks read and write."""
     import jax
     import jax.numpy as jnp
 
@@ -330,7 +361,7 @@ print(json.dumps(out))
 
 
 def torch_peers(cases: list[Report]) -> Report:
-    """Runs torch's attention over dense keys and values in a process of its own."""
+    """Measures torch's attention over dense keys and values in a new process."""
     if not cases or importlib.util.find_spec("torch") is None:
         return {"skipped": "no case" if not cases else "torch is not installed here"}
     done = subprocess.run(
@@ -342,7 +373,7 @@ def torch_peers(cases: list[Report]) -> Report:
 
 
 def table(report: Report) -> list[str]:
-    """Returns lines for people to read, of the sections kernel-tests and kernel-speed."""
+    """Returns the sections kernel-tests and kernel-speed of a report as lines of text."""
     tests, speed = report.get("kernel-tests", {}), report.get("kernel-speed", {})
     lines = []
     if tests:
@@ -352,7 +383,7 @@ def table(report: Report) -> list[str]:
     if not speed:
         return lines
     if not speed.get("is_performance"):
-        lines.append("Toy sizes, or no GPU: the numbers below say nothing about speed.")
+        lines.append("Toy sizes or no GPU: the numbers below do not measure performance.")
     lines.append(f"device copy: {speed.get('copy_gb_per_s')} GB/s")
     for name, found in speed.items():
         if not isinstance(found, dict) or name == "torch":

@@ -1,12 +1,12 @@
-"""What an engine with an 8B Llama compiles at its start on a GPU, bucket by bucket, without a GPU.
+"""Compile time of the GPU programs of an engine with an 8B Llama, per bucket, without a GPU.
 
     python benchmarks/gpu_startup.py            in an environment with jax[cuda13] (see kernels_compile.py)
     python benchmarks/gpu_startup.py --backend xla --gpu a100
 
-XLA and ptxas do all that they do on a GPU machine but autotuning, so a real start takes longer by what that
-takes. All is compiled in one process, one program after another, with an empty cache. "core s" are seconds
-of all threads and of the compilers that XLA calls, and do not depend on what else the machine does; "s" are
-seconds of the clock.
+XLA and ptxas do the same work as on a machine with a GPU, except autotuning, so a real start takes longer.
+The programs are compiled one after another in one process, with an empty cache. "core s" is the processor
+time of all threads and of the compilers that XLA starts; other load on the machine hardly changes it. "s" is
+the elapsed time.
 """
 
 import argparse
@@ -22,15 +22,23 @@ NUM_BLOCKS = 4096
 
 
 def seconds() -> tuple[float, float]:
-    """Returns the clock, and the processor time of this process and its children."""
+    """Returns the current time, and the processor time of this process and its children (both in seconds)."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return time.perf_counter(), sum(u.ru_utime + u.ru_stime for u in used)
 
 
 def main() -> None:
+    """Compiles all buckets and prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gpu", default="h100", choices=("h100", "a100"))
-    parser.add_argument("--backend", default="pallas", choices=("pallas", "xla"))
+    parser.add_argument(
+        "--gpu", default="h100", choices=("h100", "a100"), help="GPU to compile for (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--backend",
+        default="pallas",
+        choices=("pallas", "xla"),
+        help="attention backend (default: %(default)s)",
+    )
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     args = parser.parse_args()
@@ -68,7 +76,7 @@ def main() -> None:
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
         )
-        # In the order in which an engine compiles them: the largest of each kind first.
+        # An engine compiles in this order: first the largest mixed step and the largest decode step.
         largest = [max(b for b in buckets if b.is_decode is kind) for kind in (False, True)]
         for bucket in [*largest, *(b for b in buckets if b not in largest)]:
             start = seconds()
@@ -88,7 +96,7 @@ def main() -> None:
             if bucket == largest[-1]:
                 print(f"| (ready) | {' | '.join(f'{x:.1f}' for x in totals)} | |", flush=True)
     print(f"| all | {' | '.join(f'{x:.1f}' for x in totals)} | |")
-    print(f"\nAn engine traces one program at a time, and compiles {NUM_COMPILE_THREADS} at a time.")
+    print(f"\nAn engine traces one program at a time and compiles {NUM_COMPILE_THREADS} programs at a time.")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Time that the host spends on a step (schedule, build, update), by waiting requests and by context length.
+"""Host time per step (schedule, build, update), by number of waiting requests and by context length.
 
     python benchmarks/host_cost.py
 
-256 requests run, each computing one token per step, in a pool that holds them all, so every step is alike. No
-model is run: build is the update of batch slots and the padded buffer, as the worker makes them. Rounds of
-all settings take turns, so that whatever else the machine does falls on each. Reported are the median of the
-rounds' medians, and the smallest of them.
+256 requests run and compute one token each per step. The pool has blocks for all of them, so all steps are
+alike. No model is run. "build" is the worker's part: it updates the batch slots and fills the padded buffer.
+The settings alternate round by round, so that other load on the machine affects all of them. A round has 64
+steps and counts with their median. The table shows the best round of each part; its last column is the
+median round of the total.
 """
 
 import argparse
@@ -33,11 +34,11 @@ PARTS = ("schedule", "build", "update")
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is measured.
+    """One combination of queue length and context length.
 
     Args:
-        num_waiting: Requests behind those that run.
-        prompt_len: Tokens of the context of each that runs.
+        num_waiting: Number of waiting requests.
+        prompt_len: Context length of each running request (tokens).
     """
 
     num_waiting: int
@@ -45,7 +46,7 @@ class Setting:
 
 
 class Host:
-    """A scheduler whose running requests have computed their prompts, and what a worker keeps of them."""
+    """A scheduler whose running requests have computed their prompts, and the batch slots of a worker."""
 
     def __init__(self, setting: Setting) -> None:
         max_model_len = setting.prompt_len + 4096
@@ -76,13 +77,14 @@ class Host:
         )
         params = SamplingParams(max_tokens=4000, seed=0)
         for i in range(NUM_RUNNING + setting.num_waiting):
-            prompt = [i, *range(setting.prompt_len - 1 - i % BLOCK_SIZE)]  # blocks become full in turns
+            # Lengths differ, so that the requests do not all need a new block in the same step.
+            prompt = [i, *range(setting.prompt_len - 1 - i % BLOCK_SIZE)]
             self.scheduler.add(SequenceGroup.from_request(Request(str(i), prompt, params), 0.0))
         for _ in range(2):
             self.step()
 
     def step(self) -> tuple[float, float, float]:
-        """Runs a step; returns the seconds of its parts."""
+        """Runs one step and returns the times of schedule, build and update (seconds)."""
         times = [time.perf_counter()]
         output = self.scheduler.schedule(0.0)
         times.append(time.perf_counter())
@@ -104,10 +106,23 @@ class Host:
 
 
 def main() -> None:
+    """Measures all settings and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--waiting", type=int, nargs="+", default=[0, 1_000, 10_000, 100_000])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[100, 1_500, 8_000])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--waiting",
+        type=int,
+        nargs="+",
+        default=[0, 1_000, 10_000, 100_000],
+        help="numbers of waiting requests, measured with the first context length",
+    )
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        nargs="+",
+        default=[100, 1_500, 8_000],
+        help="context lengths (tokens), measured with the first number of waiting requests",
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of 64 steps (default: %(default)s)")
     args = parser.parse_args()
     settings = [Setting(n, args.contexts[0]) for n in args.waiting]
     settings += [Setting(args.waiting[0], n) for n in args.contexts[1:]]
@@ -118,8 +133,8 @@ def main() -> None:
             parts = np.array([host.step() for _ in range(64)]) * 1e3
             rounds[setting].append(np.median([*parts.T, parts.sum(axis=1)], axis=1))
 
-    print(f"{NUM_RUNNING} running; ms per step, the best round\n")
-    print("| waiting | context | " + " | ".join(PARTS) + " | together | median round |\n|" + " --- |" * 7)
+    print(f"{NUM_RUNNING} running requests; ms per step, best round\n")
+    print("| waiting | context | " + " | ".join(PARTS) + " | total | median round |\n|" + " --- |" * 7)
     report = {}
     for setting, found in rounds.items():
         best, median = np.min(found, axis=0), statistics.median(float(x[-1]) for x in found)

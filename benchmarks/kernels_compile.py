@@ -1,15 +1,21 @@
-"""Compiles every kernel, and the whole step of an 8B Llama, for GPUs that this machine does not have.
+"""Compilation of all kernels and of the step of an 8B Llama for GPUs that this machine does not have.
 
-    make kernels-compile                                in an environment of its own (4.5 GB)
-    make kernels-compile KERNELS_PYTHON=/path/python    in one that has jax[cuda13]
-    ... ARGS='--only ragged'                            some checks, printed only
-    ... ARGS=--accept                                   later runs are compared with what is found
+    make kernels-compile                                in its own environment (4.5 GB)
+    make kernels-compile KERNELS_PYTHON=/path/python    in another environment with jax[cuda13]
+    ... ARGS='--only ragged'                            only some checks; prints the tables
+    ... ARGS=--accept                                   writes the reference for later runs
 
-XLA and ptxas do all that they do on a GPU machine but autotuning, so no time of what they make is known, and
-nothing is run. Each check has a process of its own, as the compiler may abort. The exit status is not 0 if a
-kernel spills registers, lacks the instructions it is made of, has its wgmma serialized or does not compile,
-if an inner loop has become more than 5% worse than in results/kernel-loops.json (sass_loops.py says what is
-counted, and what it cannot say), or if a step copies a pool.
+XLA and ptxas do the same work as on a machine with a GPU, except autotuning. Nothing is run, so no times of
+kernels are measured. Each check runs in a new process, because the compiler may abort.
+
+The exit status is 1 if
+
+- a kernel does not compile, spills registers, or lacks the instructions that it should contain,
+- ptxas serializes the wgmma instructions of a kernel,
+- a count of an inner loop is more than 5% above results/kernel-loops.json (see sass_loops.py),
+- a step copies a pool.
+
+The tables of all checks go to results/kernels-compile.md.
 """
 
 import argparse
@@ -57,7 +63,7 @@ EXPECTED = {
 
 @dataclasses.dataclass(frozen=True)
 class KernelCheck:
-    """An op with a shape: Llama 8B's heads, page size 16 and bfloat16 where nothing else is said."""
+    """One op with its shapes and options. The defaults are Llama 8B's heads, page size 16 and bfloat16."""
 
     op: str
     gpu: str
@@ -80,13 +86,13 @@ class KernelCheck:
 
     @property
     def is_bytes(self) -> bool:
-        """Whether the pool is quantised; then no copies of pages are asynchronous."""
+        """Whether the pool is quantized. Then the kernels do not copy pages asynchronously."""
         return self.kv_cache_dtype != "auto"
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertCheck:
-    """The products of a layer's experts, rows [rows, size] times one of `groups` kernels [size, width]."""
+    """The products of a layer's experts: rows [rows, size] times one of `groups` matrices [size, width]."""
 
     gpu: str
     rows: int
@@ -101,12 +107,13 @@ class ExpertCheck:
 
     @property
     def shape(self) -> str:
+        """The shape of all matrices, as text."""
         return f"{self.groups} x {self.size} x {self.width}"
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCheck:
-    """A step of the engine with an 8B Llama, vocabulary and sampler included."""
+    """A step of the engine with an 8B Llama, including the output matrix and the sampler."""
 
     gpu: str
     backend: str
@@ -124,6 +131,7 @@ Check = KernelCheck | ExpertCheck | StepCheck
 
 
 def all_checks() -> list[Check]:
+    """Returns all checks, in the order of the tables."""
     checks: list[Check] = []
     for gpu in ("h100", "a100"):
         for op in ("write_kv", "copy_blocks"):
@@ -150,7 +158,7 @@ def all_checks() -> list[Check]:
             checks += [make(head_dim=d) for d in (64, 80, 96, 128, 256)]
             checks += [make(page_size=64), make(dtype="float16"), make(heads=28, kv_heads=4)]
             checks += [make(head_dim=d, **everything) for d in (64, 128, 256)]
-    # Mixtral 8x7B and Qwen3 30B-A3B: 32 tokens, and a chunk of 2,048.
+    # Mixtral 8x7B and Qwen3 30B-A3B, with 32 and with 2,048 tokens.
     for per_token, groups, size, width in ((2, 8, 4096, 14336), (2, 8, 14336, 4096), (8, 128, 2048, 768)):
         checks += [ExpertCheck("h100", n * per_token, groups, size, width) for n in (32, 2048)]
     checks += [ExpertCheck("h100", 64, 8, 4096, 14336, "float16"), ExpertCheck("h100", 2, 8, 4096, 14336)]
@@ -167,7 +175,15 @@ def all_checks() -> list[Check]:
 
 
 def run_here(check: Check, dump: Path) -> dict[str, Any]:
-    """Compiles one check; the compiler's dumps go to `dump`."""
+    """Runs one check in this process.
+
+    Args:
+        check: The check.
+        dump: Folder of the compiler's dumps.
+
+    Returns:
+        Compile times, counts of pool copies and graphs, bytes of temporary memory, kernels and inner loops.
+    """
     sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
     import jax
     from jax.experimental import topologies
@@ -190,7 +206,7 @@ def run_here(check: Check, dump: Path) -> dict[str, Any]:
     compiled_at = time.perf_counter()
     memory = compiled.memory_analysis()
     assert memory is not None
-    # A quantised pool is reshaped on its way to a kernel.
+    # A quantized pool also occurs with its last dimensions merged, as the kernels receive it.
     shapes = [pool_shape, (*pool_shape[:3], math.prod(pool_shape[3:]))]
     pool = "|".join(rf"\w+\[{','.join(map(str, shape))}\]" for shape in shapes)
     copies = re.findall(rf"= (?:{pool})\S* copy(?:-start)?\(", compiled.as_text())
@@ -211,6 +227,7 @@ def run_here(check: Check, dump: Path) -> dict[str, Any]:
 
 
 def lower_op(check: KernelCheck, device: Any) -> tuple[Callable[[], Any], tuple[int, ...]]:
+    """Returns a function that lowers an op for a device, and the shape of the pool."""
     import jax
     import jax.numpy as jnp
 
@@ -253,6 +270,7 @@ def lower_op(check: KernelCheck, device: Any) -> tuple[Callable[[], Any], tuple[
 
 
 def lower_experts(check: ExpertCheck, device: Any) -> tuple[Callable[[], Any], tuple[int, ...]]:
+    """Returns a function that lowers the products of experts, and the shape of their matrices."""
     import jax
 
     from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul
@@ -266,6 +284,7 @@ def lower_experts(check: ExpertCheck, device: Any) -> tuple[Callable[[], Any], t
 
 
 def lower_step(check: StepCheck, device: Any) -> tuple[Callable[[], Any], tuple[int, ...]]:
+    """Returns a function that lowers a step for a device, and the shape of a layer's pool."""
     import numpy as np
     from engine_step import LLAMA_8B, abstract_context
     from jax.sharding import Mesh
@@ -280,12 +299,15 @@ def lower_step(check: StepCheck, device: Any) -> tuple[Callable[[], Any], tuple[
 
 
 def read_kernels(dump: Path) -> dict[str, dict[str, Any]]:
-    """Returns what ptxas says of each Mosaic kernel, by its name; of several with one name the worst."""
+    """Returns registers, spills, shared memory and instruction counts of each Mosaic kernel, by its name.
+
+    If a name occurs several times, the result describes the kernel with the most registers.
+    """
     kernels: dict[str, dict[str, Any]] = {}
     for file in sorted(dump.glob("*.ptxas")):
         name, text = re.sub(r"_\d+$", "", file.stem), file.read_text()
         ptx = file.with_suffix(".ptx").read_text()
-        # Python and the compiler number kernels each in their own order.
+        # Python and the compiler number the kernels differently, so all files with this name are read.
         resources = "".join(path.read_text() for path in dump.glob(f"{name}_*.resources.txt"))
         counts = {k: len(re.findall(pattern, ptx)) for k, pattern in INSTRUCTIONS.items()}
         found = {
@@ -303,7 +325,7 @@ def read_kernels(dump: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_loops(dump: Path) -> dict[str, list[dict[str, int]]]:
-    """Returns the inner loops of each Mosaic kernel that has some, by its name.
+    """Returns the inner loops of each Mosaic kernel, by its name. Kernels without loops are left out.
 
     Raises:
         FileNotFoundError: If nvdisasm is not installed.
@@ -312,13 +334,13 @@ def read_loops(dump: Path) -> dict[str, list[dict[str, int]]]:
 
     listings = sorted(dump.glob("*.sass_ctrl"))
     if not listings:
-        raise FileNotFoundError("Error: no machine code was listed; pip install nvidia-cuda-nvdisasm")
+        raise FileNotFoundError("Error: no listing of machine code; run pip install nvidia-cuda-nvdisasm")
     found = {re.sub(r"_\d+$", "", file.stem): sass_loops.read_loops(file) for file in listings}
     return {name: [dataclasses.asdict(loop) for loop in loops] for name, loops in found.items() if loops}
 
 
 def run_apart(check: Check) -> dict[str, Any]:
-    """Runs a check in a process of its own; returns what it found, "error" if it failed."""
+    """Returns the result of `run_here` from a new process, or {"error": message} if that fails."""
     with tempfile.TemporaryDirectory() as dump:
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
@@ -338,7 +360,12 @@ def run_apart(check: Check) -> dict[str, Any]:
 def worse_loops(
     found: dict[str, list[dict[str, int]]], accepted: dict[str, list[list[int]]] | None
 ) -> list[str]:
-    """Returns what of a check's inner loops is worse than accepted; None if the check is not in the file."""
+    """Returns messages about inner loops that are worse than the reference.
+
+    Args:
+        found: The inner loops by kernel.
+        accepted: The counts in kernel-loops.json; None if the file does not contain the check.
+    """
     if accepted is None:
         return ["its loops were never accepted (ARGS=--accept)"]
     out = [f"{name} has other loops than accepted" for name in accepted.keys() ^ found.keys()]
@@ -356,10 +383,15 @@ def worse_loops(
 
 
 def problems(check: Check, found: dict[str, Any]) -> list[str]:
+    """Returns messages about the problems of a check, except its inner loops; empty if there are none."""
     if "error" in found:
         return [found["error"]]
     out = [f"{name} spills" for name, kernel in found["kernels"].items() if kernel["spill_bytes"]]
-    out += [f"wgmma of {name} waits" for name, kernel in found["kernels"].items() if kernel["is_serialized"]]
+    out += [
+        f"wgmma of {name} is serialized"
+        for name, kernel in found["kernels"].items()
+        if kernel["is_serialized"]
+    ]
     if found["pool_copies"]:
         out.append(f"{found['pool_copies']} copies of a pool")
     if not isinstance(check, StepCheck):
@@ -417,13 +449,14 @@ def table(results: list[tuple[Check, dict[str, Any]]]) -> str:
 
 
 def loop_table(results: list[tuple[Check, dict[str, Any]]]) -> list[str]:
+    """Returns the lines of the table of inner loops, for Llama 8B's heads without options."""
     lines = [
         "| op | GPU | head_dim | page | kernel | loop | instructions | barriers | waits | memory | tensor "
         "| model cycles |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for check, found in results:
-        # The counts of the other checks are in the file.
+        # The counts of the other checks are only in kernel-loops.json.
         if not isinstance(check, KernelCheck) or (check.heads, check.kv_heads) != (32, 8) or flags(check):
             continue
         for name, loops in found.get("loops", {}).items():
@@ -434,6 +467,7 @@ def loop_table(results: list[tuple[Check, dict[str, Any]]]) -> list[str]:
 
 
 def flags(check: KernelCheck | ExpertCheck) -> str:
+    """Returns the options of a check that differ from the defaults, as text."""
     names = [check.dtype] * (check.dtype != "bfloat16")
     if isinstance(check, ExpertCheck):
         return ", ".join(names)
@@ -443,7 +477,7 @@ def flags(check: KernelCheck | ExpertCheck) -> str:
 
 
 def accept(results: list[tuple[Check, dict[str, Any]]]) -> None:
-    """Writes the inner loops that were found to the file, where those of other checks stay."""
+    """Writes the inner loops to kernel-loops.json and keeps the entries of checks that did not run."""
     kept = json.loads(ACCEPTED.read_text())["loops"] if ACCEPTED.exists() else {}
     found = {
         str(check): {
@@ -463,6 +497,7 @@ def accept(results: list[tuple[Check, dict[str, Any]]]) -> None:
 
 
 def versions() -> str:
+    """Returns the date, the commit and the versions of JAX, as text."""
     import jax
     import jaxlib
 
@@ -473,13 +508,14 @@ def versions() -> str:
 
 
 def main() -> int:
+    """Runs the checks and writes the tables; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="run the checks that have this in their names")
+    parser.add_argument("--only", default="", help="run only the checks whose names contain this text")
     parser.add_argument(
-        "--accept", action="store_true", help="write results/kernel-loops.json, compare nothing"
+        "--accept", action="store_true", help="write results/kernel-loops.json instead of comparing with it"
     )
-    parser.add_argument("--dry", action="store_true", help="don't write results/kernels-compile.md")
-    parser.add_argument("--jobs", type=int, default=2, help="checks at a time (default 2)")
+    parser.add_argument("--dry", action="store_true", help="do not write results/kernels-compile.md")
+    parser.add_argument("--jobs", type=int, default=2, help="checks at the same time (default: %(default)s)")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--dump", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,14 +1,18 @@
-"""What a quantised KV cache saves and changes on the built-in model (docs/kernels/quantized-kv-cache.md).
+"""Size and accuracy of a quantized KV cache with the built-in model (docs/kernels/quantized-kv-cache.md).
 
     python benchmarks/kv_cache_dtype.py [--out FILE] [--scales]
 
-Texts are conversations about pagelet's topics of up to 1,900 tokens, one question after the other. Their
-perplexity, and how often the most likely token is that of the same engine with its own dtype in the cache,
-come from the engine's log-probabilities of prompts; every token's keys and values have passed through the
-cache. Answers are greedy, to held-out wordings, known wordings and sums, all of them requested together.
+Two things are measured, each with an unquantized and with quantized caches:
 
-`--scales` compares other scales than the one that is built, by rounding the keys and values of the dense
-call: the divergence (Kullback and Leibler's, nats per token) of what the model predicts then.
+- Texts: conversations about pagelet's topics, of up to 1,900 tokens. The engine's prompt log-probabilities
+  give the perplexity and the most likely token at each position.
+- Answers: greedy answers to held-out wordings, known wordings and sums, all requested together.
+
+"same best token" and "same answer" compare with the engine whose cache has the dtype of the model.
+
+`--scales` compares ways to choose the scales, including some that the engine does not have. It rounds the
+keys and values of a dense forward pass, and prints the Kullback-Leibler divergence of the predictions from
+those without rounding (nats per token).
 """
 
 import argparse
@@ -34,7 +38,7 @@ POOL_BYTES = 2**28
 
 
 def texts(tokenizer: Any) -> list[list[int]]:
-    """Returns the tokens of conversations that are nearly as long as the model allows."""
+    """Returns the token ids of conversations of nearly MAX_TEXT tokens."""
     rng, topics, found = random.Random(0), read_topics(), []
     for _ in range(NUM_TEXTS):
         chat: list[dict[str, str]] = []
@@ -54,7 +58,7 @@ def texts(tokenizer: Any) -> list[list[int]]:
 
 
 def questions(tokenizer: Any) -> list[list[int]]:
-    """Returns prompts: wordings that the model has seen and others, and sums."""
+    """Returns prompts (token ids): held-out wordings, wordings from the training data, and sums."""
     rng = random.Random(1)
     asked = [text for wordings in read_held_out().values() for text in wordings]
     asked += [rng.choice(topic.written) for topic in read_topics()]
@@ -63,7 +67,17 @@ def questions(tokenizer: Any) -> list[list[int]]:
 
 
 def measure(long: list[list[int]], short: list[list[int]], **settings: Any) -> dict[str, Any]:
-    """Returns sizes of an engine with some settings, its perplexity and best tokens of texts, and answers."""
+    """Measures one engine.
+
+    Args:
+        long: Texts (token ids) whose log-probabilities are computed.
+        short: Prompts (token ids) to answer.
+        settings: Engine arguments.
+
+    Returns:
+        The attention backend, the number of blocks, the bytes of the weights and of one token's cache entry,
+        the perplexity and the most likely tokens of the texts, and the answers.
+    """
     with LLM(**({"model": "pagelet", "kv_cache_memory_bytes": POOL_BYTES} | settings)) as llm:
         engine = llm.llm_engine
         asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
@@ -88,7 +102,7 @@ def measure(long: list[list[int]], short: list[list[int]], **settings: Any) -> d
 
 
 def table(long: list[list[int]], short: list[list[int]]) -> str:
-    """Returns the rows of all caches."""
+    """Returns the table for all combinations of dtype and cache dtype."""
     lines = [
         f"{len(long)} texts of {sum(map(len, long))} tokens; {len(short)} answers of up to {MAX_ANSWER} "
         f"tokens; a pool of {POOL_BYTES // 2**20} MiB; {platform.machine()}, jax {jax.__version__}.",
@@ -113,7 +127,14 @@ def table(long: list[list[int]], short: list[list[int]]) -> str:
 
 
 def rounded(x: jax.Array, kind: str, scale: str) -> jax.Array:
-    """Returns keys or values [B, T, K, D] as a cache of that kind would hand them out."""
+    """Returns keys or values [B, T, K, D] after quantization and dequantization.
+
+    Args:
+        x: The keys or values.
+        kind: "int8" or "fp8_e4m3".
+        scale: Which values share a scale: "token" (one scale per token and head), "token, power of 2",
+            "block of 16" (one scale per 16 tokens and head) or "none" (no scale).
+    """
     largest = jnp.abs(x).max(-1, keepdims=True)
     if scale == "block of 16":
         b, t, k, _ = x.shape
@@ -130,7 +151,7 @@ def rounded(x: jax.Array, kind: str, scale: str) -> jax.Array:
 
 
 def scales_table(long: list[list[int]]) -> str:
-    """Returns how far the dense model's predictions move, by the kind of scale."""
+    """Returns the table of divergences of the dense model's predictions by cache dtype and type of scale."""
     model, plain = load_model(FOLDER, "float32").model, causal_lm.dense_attention
     tokens = np.array([text[:1024] for text in long[:8] if len(text) >= 1024])
 
@@ -144,7 +165,7 @@ def scales_table(long: list[list[int]]) -> str:
         return np.concatenate([np.asarray(call(row[None])) for row in tokens])
 
     exact = logprobs("float32", "")
-    lines = ["| kv_cache_dtype | a scale for each | divergence |", "|---|---|---|"]
+    lines = ["| kv_cache_dtype | one scale per | divergence |", "|---|---|---|"]
     cases = [
         (kind, s) for kind in ("int8", "fp8_e4m3") for s in ("token", "token, power of 2", "block of 16")
     ]
@@ -157,11 +178,12 @@ def scales_table(long: list[list[int]]) -> str:
 
 
 def main() -> None:
+    """Runs the measurements and writes the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="file to write the tables to")
-    parser.add_argument("--scales", action="store_true", help="compare scales instead")
+    parser.add_argument("--out", type=Path, help="file for the table; it is also printed")
+    parser.add_argument("--scales", action="store_true", help="compare types of scales instead")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     long = texts(tokenizer)

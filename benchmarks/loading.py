@@ -1,11 +1,11 @@
-"""Loading speed and peak memory of a random checkpoint of the shape of Llama 3.2 1B, in bfloat16 (2.5 GB).
+"""Loading time and peak host memory for a random checkpoint with the shape of Llama 3.2 1B (2.5 GB).
 
-    python benchmarks/loading.py                     makes the checkpoint in a temporary folder
-    python benchmarks/loading.py --folder DIR        keeps it in DIR, and uses it if it is there
+    python benchmarks/loading.py                     writes the checkpoint to a temporary folder
+    python benchmarks/loading.py --folder DIR        keeps it in DIR, or uses the checkpoint that is there
 
-Each measurement runs in a process of its own, three times; the best counts. The file is in the page cache,
-so the figures are those of memory: "read" copies the file's bytes once into memory of their own, which is
-what any loader has to do at least.
+The weights are bfloat16. Each measurement runs three times, in a new process each time, and the fastest run
+counts. The file is in the page cache, so the disk does not matter. "read" only copies the bytes of the file
+into memory, which every loader has to do. "load" loads the model.
 """
 
 import argparse
@@ -35,7 +35,7 @@ HF_CONFIG: dict[str, Any] = {
 
 
 def write_checkpoint(folder: Path) -> None:
-    """Writes the safetensors file tensor by tensor: the whole is never in memory."""
+    """Writes the safetensors file and config.json; only one tensor is in memory at a time."""
     import numpy as np
 
     hidden, inner, kv = 2048, 8192, 512
@@ -64,20 +64,25 @@ def write_checkpoint(folder: Path) -> None:
     with (folder / "model.safetensors").open("wb") as f:
         f.write(struct.pack("<Q", len(text)) + text)
         for shape in shapes.values():
-            # The upper halves of float32 numbers are bfloat16.
+            # The upper 16 bits of a float32 number are a bfloat16 number.
             values = rng.standard_normal(int(np.prod(shape)), np.float32) * np.float32(0.02)
             f.write((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())
     (folder / "config.json").write_text(json.dumps(HF_CONFIG))
 
 
 def memory_bytes(field: str) -> int:
-    """Returns a value of /proc/self/status; Linux only."""
+    """Returns a field of /proc/self/status, such as "VmRSS", in bytes. Works on Linux only."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def measure(what: str, folder: Path) -> dict[str, float]:
-    """Runs one measurement in this process."""
+    """Runs the measurement "read" or "load" in this process.
+
+    Returns:
+        Elapsed and processor time (seconds), size of the data, resident memory before and peak resident
+        memory (bytes).
+    """
     import jax
     import numpy as np
 
@@ -102,8 +107,9 @@ def measure(what: str, folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
+    """Runs both measurements and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--folder", type=Path, help="checkpoint folder (default: a temporary folder)")
     parser.add_argument("--measure", choices=("read", "load"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -123,8 +129,8 @@ def main() -> None:
             size, seconds, peak = best["bytes"], best["seconds"], best["peak_bytes"]
             own = (peak - best["before_bytes"]) / size
             speed = f"{size / seconds / 1e9:.2f} GB/s of {size / 1e9:.2f} GB"
-            print(f"{what}: {seconds:.2f} s ({best['cpu_seconds']:.2f} s of a core), {speed}")
-            print(f"  peak host memory {peak / size:.2f} times the weights; {own:.2f} without what was there")
+            print(f"{what}: {seconds:.2f} s ({best['cpu_seconds']:.2f} s of processor time), {speed}")
+            print(f"  peak host memory: {peak / size:.2f} times the weights, {own:.2f} without imports")
         print(f"{os.cpu_count()} cores")
 
 

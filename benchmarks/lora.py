@@ -1,13 +1,13 @@
-"""Throughput with LoRA adapters, beside an engine that knows none.
+"""Throughput with LoRA adapters, compared with an engine without enable_lora.
 
     python benchmarks/lora.py [--dtype bfloat16] [--slots 8] [--rank 16] [--seqs 32] [--rounds 3]
 
-Greedy requests of random tokens, submitted at once; each gets as many tokens, whatever they are. Three runs
-take turns within each round: an engine without adapters; one with enable_lora whose requests have none; and
-the same one with every request on one of `slots` adapters of all linear maps. A round before the first warms
-all of them up. Printed is a line of a table: tokens per second of each (medians), and the medians of the
-rounds' ratios. The model is that of throughput.py: 40M parameters. Only the largest shape of each kind is
-compiled.
+Greedy requests with random prompts are submitted at once; each gets the same number of output tokens. Three
+runs alternate within each round: an engine without enable_lora; an engine with enable_lora whose requests use
+no adapter; and the same engine where every request uses one of --slots adapters, which change all linear
+maps. One warm-up round does not count. The output is one table row: tokens per second of the three runs
+(medians), and the median ratios of the second and the third run to the first. The model is the one of
+throughput.py (40M parameters). Only the largest mixed step and the largest decode step are compiled.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from jax_paged.models.weights import LoadedModel, random_model
 
 
 def write_adapter(folder: Path, loaded: LoadedModel, rank: int, seed: int) -> None:
-    """Writes an adapter of all linear maps, as PEFT does."""
+    """Writes an adapter for all linear maps in PEFT's format, with random matrices."""
     rng, tensors = np.random.default_rng(seed), {}
     for m in lora_maps(loaded.model):
         for letter, shape in (("A", (rank, m.num_in)), ("B", (m.num_out, rank))):
@@ -40,7 +40,7 @@ def write_adapter(folder: Path, loaded: LoadedModel, rank: int, seed: int) -> No
 
 
 def make(args: argparse.Namespace, **more: Any) -> LLM:
-    """Returns an engine that has compiled what it needs."""
+    """Returns an engine; `more` has further engine arguments."""
     return LLM(
         model="random",
         dtype=args.dtype,
@@ -57,20 +57,20 @@ def make(args: argparse.Namespace, **more: Any) -> LLM:
 
 
 def main() -> None:
-    """Prints a line of the table."""
+    """Measures and prints one row of the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--matmul-backend", default="auto")
-    parser.add_argument("--slots", type=int, default=8, help="adapters that run together")
-    parser.add_argument("--rank", type=int, default=16, help="of each of them")
-    parser.add_argument("--seqs", type=int, default=32, help="requests, all at once")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens of each answer")
-    parser.add_argument("--burst", type=int, default=8, help="decode steps in one")
+    parser.add_argument("--slots", type=int, default=8, help="number of adapters")
+    parser.add_argument("--rank", type=int, default=16, help="rank of each adapter")
+    parser.add_argument("--seqs", type=int, default=32, help="number of requests")
+    parser.add_argument("--prompt", type=int, default=64, help="length of each prompt (tokens)")
+    parser.add_argument("--tokens", type=int, default=48, help="length of each output (tokens)")
+    parser.add_argument("--burst", type=int, default=8, help="decode steps per dispatch")
     parser.add_argument("--rounds", type=int, default=3)
-    text = "count seconds of cores in place of the clock's: for a machine with other work"
+    text = "measure processor time instead of elapsed time, for a machine with other load"
     parser.add_argument("--cpu-time", action="store_true", help=text)
     args = parser.parse_args()
     clock = time.process_time if args.cpu_time else time.perf_counter

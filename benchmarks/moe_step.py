@@ -1,10 +1,11 @@
-"""How a step's time follows the experts that are chosen: a layer of experts of Mixtral's shape, scaled down.
+"""Time of a mixture-of-experts layer, by the number of experts and the number of active experts.
 
     python benchmarks/moe_step.py
 
-For each number of experts, and of tokens in the step, the tokens of a step go to `active` experts, two each.
-The time must follow the active ones and not the number there is. `ragged_dot` is the same step with
-jax.lax.ragged_dot, which computes all of them on this kind of machine. Best of several runs, float32.
+The layer has Mixtral's structure with smaller matrices. Each token uses two experts, and the tokens of a step
+use `active` experts together. The time should depend on the number of active experts and not on the total
+number. "ragged_dot" is the same layer with jax.lax.ragged_dot, which multiplies every row by the matrices of
+every expert on a CPU. Times are the best of several runs, in float32.
 """
 
 import functools
@@ -21,7 +22,7 @@ from jax_paged.models.families.mixtral import MixtralConfig
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul
 
-# Mixtral 8x7B has 4096 and 14336.
+# Mixtral 8x7B has a hidden size of 4096 and an intermediate size of 14336.
 HF_CONFIG: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 512,
@@ -34,23 +35,32 @@ HF_CONFIG: dict[str, Any] = {
 
 
 class FixedRouter(Module):
-    """Sends token i to the experts 2i and 2i + 1 of the active ones."""
+    """Router that sends token i to the experts 2i and 2i + 1, modulo the number of active experts."""
 
     def __init__(self, num_experts: int, active: int) -> None:
         self.num_experts, self.active = num_experts, active
 
     def forward(self, x: jax.Array, context: ForwardContext) -> jax.Array:
+        """Returns the router logits [tokens, experts]: 1 for the two chosen experts, otherwise 0."""
         rows = context.positions[:, None]
         chosen = (2 * rows + jnp.arange(2)) % self.active
         return jnp.sum(jax.nn.one_hot(chosen, self.num_experts), axis=1)
 
 
 def no_attention(*args: Any, **options: Any) -> jax.Array:
-    raise AssertionError("experts do not attend")
+    """Raises AssertionError, because a layer of experts does not call attention."""
+    raise AssertionError("a layer of experts must not call attention")
 
 
 def milliseconds(num_experts: int, active: int, num_tokens: int, grouped: Any) -> float:
-    """Returns the best time of a call of the layer."""
+    """Returns the shortest time of a call of the layer.
+
+    Args:
+        num_experts: Total number of experts.
+        active: Number of experts that the tokens use.
+        num_tokens: Number of tokens in the step.
+        grouped: Function for the products of the experts, with the signature of jax.lax.ragged_dot.
+    """
     config = MixtralConfig.from_hf(HF_CONFIG | {"num_local_experts": num_experts})
     layer = moe.MoeMLP(config, 0, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
     layer.gate = FixedRouter(num_experts, active)
@@ -73,6 +83,7 @@ def milliseconds(num_experts: int, active: int, num_tokens: int, grouped: Any) -
 
 
 def main() -> None:
+    """Measures all combinations and prints the table."""
     ours = functools.partial(grouped_matmul, backend="xla")
     print(f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores, jax {jax.__version__}")
     print(f"{'experts':>8} {'active':>7} {'tokens':>7} {'ms':>8} {'ragged_dot ms':>14}")

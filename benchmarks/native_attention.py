@@ -1,11 +1,11 @@
-"""What a layer's attention takes in the native backend and in XLA, on this machine's CPU.
+"""Time of a layer's attention on this machine's CPU: the backend `native` compared with `xla`.
 
     python benchmarks/native_attention.py [--dtypes float32 bfloat16] [--rounds 7] [--only decode]
 
-A layer writes the step's keys and values into its pool and attends, as models/attention.py does. LAYERS of
-them, each with a pool of its own, run in one program, so that no layer finds its pages in a cache. Both
-backends take turns within each round. Printed are medians per layer in milliseconds, and the median of the
-rounds' ratios.
+A layer writes the keys and values of the step into its pool and attends, like models/attention.py. LAYERS
+layers run in one program. Each has its own pool, so that no layer finds its pages in the processor's caches.
+The backends alternate within each round. The table has median times per layer in milliseconds, and the
+median of the rounds' ratios (time of xla / time of native).
 """
 
 import argparse
@@ -28,7 +28,13 @@ BACKENDS = ("native", "xla")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A batch: the context of each sequence after the step, and how many of its tokens are the step's."""
+    """A batch.
+
+    Args:
+        name: Name in the table.
+        context_lens: Context length of each sequence after the step (tokens).
+        query_lens: Number of tokens that each sequence computes in the step.
+    """
 
     name: str
     context_lens: tuple[int, ...]
@@ -53,7 +59,7 @@ CASES = [
 def make_layers(
     case: Case, dtype: str, backend: str
 ) -> tuple[Callable[..., Any], list[jax.Array], list[Any]]:
-    """Returns a jitted function of (pools, arguments), its pools, and its arguments."""
+    """Returns a jitted function of (pools, *arguments), its pools, and its arguments."""
     rng = np.random.default_rng(0)
     num_seqs, num_tokens = len(case.query_lens), sum(case.query_lens)
     columns = MAX_MODEL_LEN // PAGE_SIZE
@@ -65,7 +71,7 @@ def make_layers(
         token = np.arange(context - queries, context)
         slots.append(tables[b, token // PAGE_SIZE] * PAGE_SIZE + token % PAGE_SIZE)
     start = np.concatenate([[0], np.cumsum(case.query_lens)])
-    # One draw for all layers: the numbers do not matter, but that they are numbers.
+    # All pages have the same values. The values do not affect the time, but they must not be NaN.
     page = rng.normal(size=(2, KV_HEADS, PAGE_SIZE, HEAD_DIM))
     pools = [
         jnp.broadcast_to(jnp.asarray(page, dtype), (num_pages, *page.shape)).copy() for _ in range(LAYERS)
@@ -93,7 +99,7 @@ def make_layers(
 
 
 def measure(case: Case, dtype: str, rounds: int) -> None:
-    """Prints a line of the table."""
+    """Measures one case and prints a row of the table."""
     runs: dict[str, Any] = {backend: make_layers(case, dtype, backend) for backend in BACKENDS}
     times: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
     outs = {}
@@ -124,7 +130,7 @@ def main() -> None:
     )
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default="", help="a part of the names of cases")
+    parser.add_argument("--only", default="", help="run only the cases whose names contain this text")
     args = parser.parse_args()
     print("| step | dtype | native, ms per layer | xla | xla / native |\n|---|---|---|---|---|")
     for dtype in args.dtypes:

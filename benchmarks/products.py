@@ -1,10 +1,11 @@
-"""What a model's matrix products take by oneDNN with packed kernels, and by XLA, on this machine's CPU.
+"""Time of a model's matrix products on this machine's CPU: XLA compared with oneDNN and packed matrices.
 
     python benchmarks/products.py [--widths 512 2048] [--dtypes float32 bfloat16] [--rows 1 64] [--rounds 7]
 
-`layers`: those of a Llama's layers, each with the output of the last one as its input; `head`: the one with
-the vocabulary, to float32. The kernels are arguments of one program, as an engine's step has them. Both take
-turns within each round. Printed are medians in milliseconds, and the median of the rounds' ratios.
+`layers` runs all products of a Llama's layers; the output of a layer is the input of the next layer. `head`
+runs the product with the output matrix, whose result is float32. The matrices are arguments of one program,
+as in a step of the engine. XLA and oneDNN alternate within each round. The table has the median times in
+milliseconds, and the median of the rounds' ratios (time of oneDNN / time of XLA).
 """
 
 import argparse
@@ -18,26 +19,29 @@ import numpy as np
 from jax_paged.pallas_kernels.native import products
 
 VOCAB_SIZE = 8192
-# Layers by width: 126, 252 and 252 MiB of kernels in float32.
+# Number of layers by width; their matrices have 120, 240 and 960 MiB in float32.
 LAYERS = {512: 8, 2048: 1, 4096: 1}
 KERNELS_PER_LAYER = 7
 
-# multiply(x, kernel, columns, type of the result)
+# multiply(x [rows, in], matrix, number of columns of the matrix, dtype of the result)
 Multiply = Callable[[jax.Array, jax.Array, int, jnp.dtype], jax.Array]
 
 
 def by_xla(x: jax.Array, kernel: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
+    """Returns the product [rows, columns], computed by XLA."""
     return jnp.matmul(x, kernel, preferred_element_type=dtype)
 
 
 def layer_shapes(width: int) -> list[tuple[int, int]]:
-    """Returns a layer's kernels: half as many heads for keys and values, an MLP four times as wide."""
+    """Returns the shapes of a layer's matrices: half as many KV heads as heads, an MLP of size 4 * width."""
     inner = 4 * width
     projections = [(width, width), (width, width // 2), (width, width // 2), (width, width)]
     return [*projections, (width, inner), (width, inner), (inner, width)]
 
 
 def layers(x: jax.Array, kernels: list[jax.Array], columns: list[int], multiply: Multiply) -> jax.Array:
+    """Returns the output of all layers for x [rows, width]; attention is replaced by a sum."""
+
     def product(x: jax.Array, i: int) -> jax.Array:
         return multiply(x, kernels[i], columns[i], x.dtype)
 
@@ -49,13 +53,14 @@ def layers(x: jax.Array, kernels: list[jax.Array], columns: list[int], multiply:
 
 
 def head(x: jax.Array, kernels: list[jax.Array], columns: list[int], multiply: Multiply) -> jax.Array:
+    """Returns the logits, float32 [rows, vocabulary], for x [rows, width]."""
     return multiply(x, kernels[0], columns[0], jnp.dtype("float32"))
 
 
 def report(
     model: Callable[..., jax.Array], width: int, dtype: jnp.dtype, rows: list[int], rounds: int
 ) -> None:
-    """Prints a line for each number of rows."""
+    """Measures `layers` or `head` and prints one line per number of rows."""
     rng = np.random.default_rng(0)
     shapes = [(width, VOCAB_SIZE)] if model is head else layer_shapes(width) * LAYERS[width]
     kernels = [jnp.asarray(rng.standard_normal(s, np.float32) * 0.3 * s[0] ** -0.5, dtype) for s in shapes]
@@ -77,7 +82,7 @@ def report(
 
 
 def milliseconds(run: Callable[..., jax.Array], x: jax.Array, kernels: list[jax.Array]) -> float:
-    """Returns the better time of two calls."""
+    """Returns the shorter time of two calls."""
     times = []
     for _ in range(2):
         start = time.perf_counter()
@@ -87,19 +92,24 @@ def milliseconds(run: Callable[..., jax.Array], x: jax.Array, kernels: list[jax.
 
 
 def main() -> None:
+    """Measures all combinations and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--widths", type=int, nargs="+", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument(
+        "--widths", type=int, nargs="+", choices=LAYERS, default=list(LAYERS), help="hidden sizes"
+    )
     parser.add_argument(
         "--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"]
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64, 128, 512])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64, 128, 512], help="numbers of token rows"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default: %(default)s)")
     args = parser.parse_args()
     print(f"{'dtype':<9}{'width':>6}  {'':<7}{'rows':>5}{'XLA ms':>10}{'oneDNN ms':>10}{'ratio':>8}")
     for dtype in map(jnp.dtype, args.dtypes):
         reason = products.problem(dtype)
         if reason is not None:
-            parser.exit(1, f"{dtype} can't be measured: {reason}\n")
+            parser.exit(1, f"{dtype} cannot be measured: {reason}\n")
         for width in args.widths:
             for model in (layers, head):
                 report(model, width, dtype, args.rows, args.rounds)

@@ -3,13 +3,13 @@
     python benchmarks/quantization.py [--out FILE] [--texts N]
     python benchmarks/quantization.py --products
 
-Texts, answers and what is said of them are those of kv_cache_dtype.py. Checkpoints are the built-in model
-whose linear maps are rounded to the nearest: to fp8 with a scale per matrix or block, and to four bits with
-a scale and a zero for every group of rows and each column, as compressed-tensors packs them. Quantisers that
-look at activations, as AWQ and GPTQ do, are made to lose less.
+The texts, questions and columns are the same as in kv_cache_dtype.py; the reference is the float32 model. The
+quantized checkpoints are the built-in model with its linear maps rounded to nearest: fp8 with one scale per
+matrix or per block, and int4 in the format of compressed-tensors, with a scale and a zero point for each
+output and group of inputs. Methods that use activations, such as AWQ and GPTQ, are designed to lose less.
 
-`--products` times one product of a few rows on this machine: kernels of floats, packed by oneDNN or not,
-beside small ones. It says how a decode step on a CPU fares.
+`--products` measures the time of one matrix product with few rows on this machine, for float matrices (with
+oneDNN and with XLA) and for quantized ones. Such products take most of the time of a decode step on a CPU.
 """
 
 import argparse
@@ -41,13 +41,18 @@ SHAPE, ROWS = (2048, 8192), (1, 8, 64)
 
 
 def packed(numbers: np.ndarray) -> np.ndarray:
-    """Returns numbers of four bits as words of eight columns."""
+    """Returns 4-bit numbers [rows, columns] as int32 words of eight columns each."""
     words = numbers.astype(np.uint32).reshape(len(numbers), -1, 8) << (4 * np.arange(8, dtype=np.uint32))
     return np.ascontiguousarray(np.bitwise_or.reduce(words, axis=-1)).view(np.int32)
 
 
 def int4(weight: np.ndarray, group_size: int) -> dict[str, np.ndarray]:
-    """Returns a matrix [out, in] as compressed-tensors packs it, with a zero for each group."""
+    """Returns the tensors of a 4-bit matrix [out, in] in the format of compressed-tensors.
+
+    Args:
+        weight: float32 [out, in].
+        group_size: Number of inputs that share a scale and a zero point.
+    """
     groups = weight.reshape(len(weight), -1, group_size)
     low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
     scales = ((high - low) / 15).astype(np.float32)
@@ -62,7 +67,12 @@ def int4(weight: np.ndarray, group_size: int) -> dict[str, np.ndarray]:
 
 
 def fp8(weight: np.ndarray, block: int | None) -> dict[str, np.ndarray]:
-    """Returns a matrix [out, in] with a scale for each square block, or one for all of it."""
+    """Returns the tensors of an fp8 matrix [out, in].
+
+    Args:
+        weight: float32 [out, in].
+        block: Size of the square blocks with one scale each; None for one scale for the whole matrix.
+    """
     rows, columns = weight.shape if block is None else (block, block)
     blocks = weight.reshape(len(weight) // rows, rows, -1, columns)
     scales = np.abs(blocks).max((1, 3), keepdims=True) / 448
@@ -72,7 +82,7 @@ def fp8(weight: np.ndarray, block: int | None) -> dict[str, np.ndarray]:
 
 
 def int4_config(group_size: int) -> dict[str, Any]:
-    """Returns the quantization_config of checkpoints that `int4` writes."""
+    """Returns the quantization_config of a checkpoint with matrices from `int4`."""
     weights = {
         "num_bits": 4,
         "type": "int",
@@ -87,7 +97,7 @@ def int4_config(group_size: int) -> dict[str, Any]:
     }
 
 
-# By name: the quantization_config, and what writes a matrix.
+# By name: the quantization_config, and the function that quantizes a matrix.
 CHECKPOINTS: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], dict[str, np.ndarray]]]] = {
     "fp8 checkpoint, a scale per matrix": ({"quant_method": "fp8"}, lambda x: fp8(x, None)),
     "fp8 checkpoint, blocks of 128 x 128": (
@@ -100,7 +110,12 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], dict[str, np
 
 
 def write(name: str, folder: Path) -> str:
-    """Writes the built-in model with linear maps in another format; returns the folder."""
+    """Writes the built-in model with quantized linear maps; returns the folder as text.
+
+    Args:
+        name: Key of CHECKPOINTS.
+        folder: Folder to create.
+    """
     quantization, make = CHECKPOINTS[name]
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "data", "__pycache__"))
     tensors = dict(load_file(FOLDER / "model.safetensors"))
@@ -114,7 +129,7 @@ def write(name: str, folder: Path) -> str:
 
 
 def table(num_texts: int) -> str:
-    """Returns the rows of all kinds of weights."""
+    """Returns the table of sizes and quality for all types of weights, measured with `num_texts` texts."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     long, short = texts(tokenizer)[:num_texts], questions(tokenizer)
     lines = [
@@ -151,12 +166,12 @@ def table(num_texts: int) -> str:
 
 
 def times() -> str:
-    """Returns the milliseconds of products with kernels of every kind: the best of several."""
+    """Returns the table of product times for all types of matrices (milliseconds, best of 20)."""
     lines = [
-        f"A product of rows with a kernel {SHAPE[0]} x {SHAPE[1]}, in ms: the best of 20; "
+        f"One product [rows, {SHAPE[0]}] x [{SHAPE[0]}, {SHAPE[1]}], in ms, best of 20; "
         f"{platform.machine()}, jax {jax.__version__}, {jax.default_backend()}.",
         "",
-        "| type of rows | kernel | MiB | " + " | ".join(f"{n} rows" for n in ROWS) + " |",
+        "| dtype of rows | matrix | MiB | " + " | ".join(f"{n} rows" for n in ROWS) + " |",
         "|---|---|---|" + "---|" * len(ROWS),
     ]
     kernel = jax.random.normal(jax.random.key(0), SHAPE)
@@ -193,12 +208,13 @@ def times() -> str:
 
 
 def main() -> None:
+    """Runs the measurements and writes the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="file to write the table to")
-    parser.add_argument("--texts", type=int, default=24, help="how many texts")
-    parser.add_argument("--products", action="store_true", help="time products instead")
+    parser.add_argument("--out", type=Path, help="file for the table; it is also printed")
+    parser.add_argument("--texts", type=int, default=24, help="number of texts (default: %(default)s)")
+    parser.add_argument("--products", action="store_true", help="measure single matrix products instead")
     args = parser.parse_args()
     found = times() if args.products else table(args.texts)
     if args.out is not None:

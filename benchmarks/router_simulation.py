@@ -1,19 +1,20 @@
-"""A thousand replicas and a million users: what the router's choices do to cache hits and to waiting.
+"""Simulation of the router with 1,000 replicas and a million users: cache hits and waiting times.
 
     python benchmarks/router_simulation.py [--users 1000000] [--replicas 1000] [--write]
 
-A model of events and no engine: it leaves out steps, blocks and preemption, and says what a replica does in
-three numbers (see Replica). The choices are those of the real jax_paged.core.replicas.router.ReplicaRouter,
-which is told what a router is told: that a request begins, and that it has ended. Nothing here was measured
-on a GPU: the three numbers are arithmetic, for a model of 8B parameters on an H100 (docs/scale.md).
+This is a discrete-event simulation. It has no engines, steps, blocks or preemption; three times describe the
+speed of a replica (see Replica). The real jax_paged.core.replicas.router.ReplicaRouter chooses the replicas.
+As in a server, it is called when a request begins and when a request ends. Nothing was measured on a GPU: the
+three times are calculated for a model of 8B parameters on an H100 (docs/scale.md).
 
-Users come at random times over the period. Each has a conversation, of an application: its system prompt
-comes first, then turns, in which the prompt is all of the conversation so far. One in three begins with a
-document. All policies see the same users, who say the same at their own pace once they have been answered.
+Users arrive at random times. Each user has one conversation with one application. Its first prompt is the
+application's system prompt and the first message; each later prompt contains the whole conversation so far.
+A third of the conversations begin with a document. Users, messages and the times between an answer and the
+next message are the same for every policy.
 
-Printed, and with --write kept in results/, is a line per policy: the share of prompt tokens that was cached,
-how long users waited for the first token, and how many turns went where the turn before was. The lags are
-compared with a tenth of replicas and users.
+The first table has a row per policy: the share of prompt tokens that were cached, the time to the first token
+and the share of turns that went to the same replica as the previous turn. The second table compares values of
+max_lag, with a tenth of the replicas and users. --write saves the tables and a picture in results/.
 """
 
 import argparse
@@ -38,27 +39,27 @@ NUM_APPLICATIONS = 300
 USERS_PER_SECOND_AND_REPLICA = 1.9
 MAX_TURNS = 12
 
-# Of a model of 8B parameters (16 GB of weights, 131,072 bytes of keys and values per token) on an H100, at
+# For a model of 8B parameters (16 GB of weights, 131,072 bytes of keys and values per token) on an H100, at
 # 40% of its 990 TFLOP/s and 80% of its 3.35 TB/s.
 PREFILL_S_PER_TOKEN = 40e-6
 STEP_S = 6e-3
-STEP_S_PER_SEQUENCE = 0.1e-3  # 2,000 tokens of context
+STEP_S_PER_SEQUENCE = 0.1e-3  # the time to read 2,000 tokens of context
 NUM_SEATS = 256
 CACHE_TOKENS = 400_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Users:
-    """What users say, one entry per user, or MAX_TURNS per user in those of turns.
+    """The simulated users and their conversations.
 
     Args:
-        arrival: Seconds at which they come.
-        application: Whose system prompt they see.
-        num_turns: How often they ask.
-        num_new: Tokens that each turn adds, of the first turn beside the system prompt.
-        num_output: Tokens of each answer.
-        think_s: Seconds between an answer and the next turn.
-        system: Tokens of each application's system prompt.
+        arrival: Arrival time of each user (seconds).
+        application: Index of each user's application.
+        num_turns: Number of turns of each user.
+        num_new: New prompt tokens of each turn, without the system prompt [users * MAX_TURNS].
+        num_output: Output tokens of each turn [users * MAX_TURNS].
+        think_s: Time between the previous answer and each turn (seconds) [users * MAX_TURNS].
+        system: Length of each application's system prompt (tokens).
     """
 
     arrival: array
@@ -71,7 +72,7 @@ class Users:
 
 
 def make_users(num: int, period_s: float) -> Users:
-    """Returns users that come over a period; the same for all policies."""
+    """Returns `num` users who arrive during `period_s` seconds; equal arguments give equal users."""
     draw = np.random.default_rng(0)
     popularity = 1 / np.arange(1, NUM_APPLICATIONS + 1)
     new = np.clip(draw.lognormal(np.log(100), 0.8, (num, MAX_TURNS)), 5, 4000)
@@ -91,16 +92,17 @@ def make_users(num: int, period_s: float) -> Users:
 
 
 def _array(kind: str, values: np.ndarray) -> array:
-    """Returns numbers as Python reads them quickly one by one."""
+    """Returns values as an array.array, because reading single elements of a NumPy array is slower."""
     return array(kind, values.astype(kind).tobytes())
 
 
 class Replica:
-    """An engine in three numbers: prompts are computed one after the other, answers side by side.
+    """Simulated engine, which computes prompts one after another and decodes all answers at the same time.
 
-    A turn waits for a batch slot, then for the prompts before its own. Its own takes as long as it has tokens
-    that are not cached; a token of its answer takes as long as a step of as many sequences as run when it
-    begins. Conversations and system prompts stay cached until others, used later, have filled the pool.
+    A turn waits for a batch slot, then for the prompts that were started before its own. Its prompt takes
+    PREFILL_S_PER_TOKEN for each token that is not cached. Each output token takes one decode step: STEP_S,
+    and STEP_S_PER_SEQUENCE for each sequence that is running when the answer begins. Conversations and system
+    prompts are cached; if the cache is full, the least recently used ones are evicted.
     """
 
     def __init__(self) -> None:
@@ -111,7 +113,15 @@ class Replica:
         self._num_cached = 0
 
     def begin(self, now: float, user: int, application: int, num_system: int, num_tokens: int) -> int:
-        """Computes a prompt; returns how many of its tokens were cached."""
+        """Starts a prompt and returns the number of its cached tokens.
+
+        Args:
+            now: Current time (seconds).
+            user: Index of the user.
+            application: Index of the application.
+            num_system: Length of the system prompt (tokens).
+            num_tokens: Length of the whole prompt (tokens).
+        """
         shared = self._use(-1 - application, num_system)
         own = self._use(user, num_tokens - num_system) if shared else 0
         num_cached = min(shared + own, num_tokens - 1)
@@ -119,17 +129,25 @@ class Replica:
         return num_cached
 
     def times(self, num_output: int) -> tuple[float, float]:
-        """Returns when the last prompt that was begun has its first token, and its last."""
+        """Returns the times of the first and the last output token of the prompt that was started last."""
         step_s = STEP_S + self.num_running * STEP_S_PER_SEQUENCE
         return self._prefill_ends + step_s, self._prefill_ends + num_output * step_s
 
     def keep(self, user: int, num_tokens: int) -> None:
-        """Adds an answer to what is cached of a conversation."""
+        """Adds an answer to the cached conversation of a user.
+
+        Args:
+            user: Index of the user.
+            num_tokens: Length of the conversation with the answer, without the system prompt (tokens).
+        """
         if user in self._cached:
             self._use(user, num_tokens)
 
     def _use(self, key: int, num_tokens: int) -> int:
-        """Returns how much of something was cached; all of it is from now on."""
+        """Caches an entry of `num_tokens` tokens and returns how many of them were cached before.
+
+        Negative keys are system prompts, the others conversations.
+        """
         found = self._cached.pop(key, 0)
         self._cached[key] = num_tokens
         self._num_cached += num_tokens - found
@@ -139,14 +157,14 @@ class Replica:
 
 
 class RememberingRouter(ReplicaRouter):
-    """Finds each home once: they stay, as no replica comes or goes here."""
+    """Router that computes each home only once. This is valid because no replica is added or removed."""
 
     def __init__(self, num_replicas: int, max_lag: int) -> None:
         super().__init__(map(str, range(num_replicas)), max_lag)
         self._homes: dict[str, str] = {}
 
     def home(self, prefix_key: str) -> str:
-        """Returns what ReplicaRouter.home does."""
+        """Returns the home replica of a prefix."""
         if (found := self._homes.get(prefix_key)) is None:
             found = self._homes[prefix_key] = super().home(prefix_key)
         return found
@@ -154,17 +172,17 @@ class RememberingRouter(ReplicaRouter):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a policy has come to.
+    """Results of one policy.
 
     Args:
-        policy: Its name.
-        num_requests: Turns that were answered.
-        hit_share: Share of the prompts' tokens that were cached.
-        home_share: Of the turns behind a first one, the share that went where the turn before was.
+        policy: Name of the policy.
+        num_requests: Number of turns.
+        hit_share: Share of prompt tokens that were cached.
+        home_share: Share of turns after the first that went to the same replica as the previous turn.
         prefill_share: Share of the replicas' time in which they computed prompts.
-        most_loaded: The highest load of a replica, seen every 1,000 requests once
-            a quarter of the users has come, over the mean of all then.
-        first_token_s: Quantiles of the seconds until the first token, by the quantile.
+        most_loaded: Highest load of a replica divided by the mean load of all replicas at that time. Loads
+            are compared every 1,000 requests, after a quarter of the users and before the last one arrived.
+        first_token_s: Quantiles of the time to the first token (seconds), by quantile.
     """
 
     policy: str
@@ -177,19 +195,22 @@ class Outcome:
 
 
 def simulate(users: Users, num_replicas: int, policy: str, max_lag: int) -> tuple[Outcome, np.ndarray]:
-    """Runs all users; returns the outcome, and the seconds of every turn until its first token, sorted.
+    """Simulates all users with one policy.
 
     Args:
-        users: Who comes.
-        num_replicas: How many there are.
+        users: The users.
+        num_replicas: Number of replicas.
         policy: "round robin", "least loaded" or "home".
-        max_lag: As ReplicaRouter takes it.
+        max_lag: The argument of ReplicaRouter.
+
+    Returns:
+        The outcome, and the sorted times to the first token of all turns (seconds).
     """
     router, replicas = RememberingRouter(num_replicas, max_lag), [Replica() for _ in range(num_replicas)]
     num_users, waits = len(users.arrival), array("f")
     turn, size, place = (array("i", [0]) * num_users for _ in range(3))
     asked_at = array("d", [0.0]) * num_users
-    events: list[tuple[float, int, int]] = []  # seconds; 0 for a question, 1 for the end of an answer; user
+    events: list[tuple[float, int, int]] = []  # time, 0 for a new turn or 1 for the end of an answer, user
     num_tokens = num_cached = num_moved = num_later = num_come = 0
     most_loaded, end = 0.0, 0.0
     num_asked, names = 0, list(router.replica_ids)
@@ -228,7 +249,8 @@ def simulate(users: Users, num_replicas: int, policy: str, max_lag: int) -> tupl
                 begin(now, user, at)
             else:
                 replicas[at].waiting.append((user, at))
-            if num_asked % 1000 == 0 and num_users / 4 < num_come < num_users:  # neither filling nor emptying
+            # Loads are not compared while users are few: at the beginning and at the end.
+            if num_asked % 1000 == 0 and num_users / 4 < num_come < num_users:
                 loads = [r.num_running + 4 * len(r.waiting) for r in replicas]
                 most_loaded = max(most_loaded, max(loads) / (sum(loads) / num_replicas))
             continue
@@ -269,11 +291,17 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def draw(outcomes: list[Outcome], seconds: list[np.ndarray], path: Path) -> None:
-    """Draws each policy's share of cached tokens, and of turns that waited longer than so many seconds."""
+    """Draws the share of cached tokens and the distribution of the time to the first token for each policy.
+
+    Args:
+        outcomes: Results of the policies.
+        seconds: Sorted times to the first token, for each policy.
+        path: File of the picture.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["svg.hashsalt"] = "router"  # the same bytes each time
+    matplotlib.rcParams["svg.hashsalt"] = "router"  # makes the bytes of the file reproducible
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     bars, tails = figure.subplots(1, 2, width_ratios=[1, 1.6])
     names = [outcome.policy for outcome in outcomes]
@@ -295,13 +323,13 @@ def draw(outcomes: list[Outcome], seconds: list[np.ndarray], path: Path) -> None
 
 
 def main() -> None:
-    """Prints the tables, and writes them with --write."""
+    """Runs the simulations, prints the tables and, with --write, saves them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--users", type=int, default=1_000_000)
     parser.add_argument("--replicas", type=int, default=1000)
-    parser.add_argument("--write", action="store_true", help=f"whether to write results/{NAME}.*")
+    parser.add_argument("--write", action="store_true", help=f"write results/{NAME}.*")
     args = parser.parse_args()
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True)
     period_s = args.users / (USERS_PER_SECOND_AND_REPLICA * args.replicas)
@@ -323,12 +351,12 @@ def main() -> None:
         kept = facts | {name: [*map(dataclasses.asdict, found)] for name, found in tables.items()}
         (RESULTS / f"{NAME}.json").write_text(json.dumps(kept, indent=1) + "\n")
         (RESULTS / f"{NAME}.md").write_text(
-            "# The router, simulated\n\n"
+            "# Simulation of the router\n\n"
             f"Commit {facts['commit']}. `python benchmarks/router_simulation.py`: "
-            f"{args.users:,} users who come within {period_s:.0f} s, {args.replicas:,} replicas,\n"
-            f"{outcomes[0].num_requests:,} turns. A model; nothing of it ran on a GPU: see the script.\n\n"
-            f"![Cached share and waiting, by policy]({NAME}.svg)\n\n{table(outcomes)}\n\n"
-            f"## Lags, with a tenth of replicas and users\n\n{table(lags)}\n"
+            f"{args.users:,} users who arrive within {period_s:.0f} s, {args.replicas:,} replicas,\n"
+            f"{outcomes[0].num_requests:,} turns. Nothing ran on a GPU: the script describes the model.\n\n"
+            f"![Cached tokens and waiting time by policy]({NAME}.svg)\n\n{table(outcomes)}\n\n"
+            f"## Values of max_lag, with a tenth of the replicas and users\n\n{table(lags)}\n"
         )
 
 

@@ -1,15 +1,16 @@
-"""Counts what the inner loops of a kernel are made of, in the machine code that ptxas wrote.
+"""Instruction counts and model cycles of a kernel's inner loops, from the machine code that ptxas wrote.
 
-Reads the listing that Mosaic dumps where nvdisasm is installed (`*.sass_ctrl`): instructions with the
-compiler's own scheduling, which says how long each stalls the next one, and which scoreboards it sets and
-waits for.
+The input is the listing that Mosaic dumps if nvdisasm is installed (`*.sass_ctrl`). Each line has an
+instruction and the compiler's scheduling: the scoreboards that the instruction waits for, the scoreboards
+that it sets, and the number of cycles for which it stalls the next instruction.
 
     wait:read:write:yield:stall        address                instruction
        3:-:-:Y:05                      /*2620*/               @P1 BRA `(.L_x_2)
 
-The cycles are those of a model: one warp, alone, in order, with the latencies of LATENCY, along the longest
-way around the loop, never waiting for another warp or a copy. They rank variants of a kernel and predict no
-speed: other warps fill the gaps, and memory sets a pace that a model of one warp does not know.
+The counts belong to the longest path through one iteration of a loop. The model cycles assume that one warp
+runs this path alone and in order, with the latencies of LATENCY, and never waits for another warp or for a
+copy. They rank variants of a kernel, but they do not predict its speed: on a GPU, other warps fill the gaps,
+and the memory has its own limits.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-# Cycles until the result of an instruction of variable latency is there: round numbers.
+# Cycles until the result of an instruction with variable latency is available. These are round numbers.
 LATENCY = {
     **dict.fromkeys(("LDS", "LDSM", "SHFL", "SYNCS", "ATOMS"), 30),
     **dict.fromkeys(("MUFU", "S2R", "S2UR", "R2UR", "STS", "STSM", "UTMALDG", "LDGSTS", "STG", "ST"), 20),
@@ -25,16 +26,17 @@ LATENCY = {
     **dict.fromkeys(("LDG", "LD", "ATOMG", "ATOM", "RED"), 250),
 }
 OTHER_LATENCY = 15
-# Cycles that a barrier takes at least, however early the other warps come.
+# Minimum number of cycles of a barrier, if no other warp is late.
 BARRIER = 20
-# Products of 16 bits per cycle of a multiprocessor's wgmma.
+# Multiply-adds of 16-bit numbers per cycle of a multiprocessor with wgmma, in this model.
 WGMMA_PER_CYCLE = 4096
 TENSOR = {"HMMA", "HGMMA", "IMMA", "QGMMA", "IGMMA", "QMMA"}
 MEMORY = {
     *("LDS", "LDSM", "STS", "STSM", "LDG", "LD", "STG", "ST", "LDGSTS", "ATOMS", "ATOM", "ATOMG", "RED"),
     *("UTMALDG", "UTMASTG", "UBLKCP"),
 }
-# A loop of fewer instructions that only polls a barrier is a wait, and no loop.
+# A loop with fewer instructions than this, without memory or tensor instructions, only polls a barrier. It
+# counts as a wait, not as a loop.
 MAX_WAIT = 24
 
 LINE = re.compile(
@@ -45,16 +47,16 @@ LINE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """A line of the listing.
+    """One line of the listing.
 
     Args:
-        opcode: With its modifiers.
-        target: Label that it may jump to, or None.
-        is_conditional: Whether a jump or an end may also go on to the next instruction.
-        is_live: Whether it ever does anything: fences have loads beside them that never run.
-        waits: Scoreboards that must be clear before it is issued.
-        sets: Scoreboards that it sets until it has read its operands or written its result.
-        stall: Cycles until the next instruction.
+        opcode: The opcode with its modifiers.
+        target: Label to which the instruction may jump; None if it is not a jump.
+        is_conditional: Whether a jump or exit depends on a predicate.
+        is_live: False if the predicate is always false. Fences contain such loads.
+        waits: Scoreboards that must be clear before the instruction is issued.
+        sets: Scoreboards that are set until the instruction has read its operands or written its result.
+        stall: Cycles until the next instruction can be issued.
     """
 
     opcode: str
@@ -67,22 +69,36 @@ class Instruction:
 
     @property
     def name(self) -> str:
+        """The opcode without modifiers; NOP if the instruction is never executed."""
         return self.opcode.partition(".")[0] if self.is_live else "NOP"
 
     @property
     def latency(self) -> int:
+        """The number of cycles until the result is available."""
         return LATENCY.get(self.name, OTHER_LATENCY)
 
     @property
     def tensor_cycles(self) -> int:
-        """Cycles that a wgmma keeps the tensor units busy; mma.sync is in the stalls already."""
+        """The number of cycles for which a wgmma occupies the tensor cores.
+
+        It is 0 for other instructions: the stall of an mma.sync already includes its time.
+        """
         shape = re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", self.opcode)
         return 0 if shape is None else int(shape[1]) * int(shape[2]) * int(shape[3]) // WGMMA_PER_CYCLE
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """The longest way around an inner loop: numbers of instructions, and the model's cycles."""
+    """Counts for the longest path through one iteration of an inner loop.
+
+    Args:
+        instructions: Number of all instructions.
+        barriers: Number of barriers (BAR).
+        waits: Number of waits for an mbarrier (TRYWAIT).
+        memory: Number of memory instructions.
+        tensor: Number of tensor core instructions.
+        cycles: Model cycles.
+    """
 
     instructions: int
     barriers: int
@@ -93,8 +109,7 @@ class Loop:
 
 
 def read_loops(listing: Path) -> list[Loop]:
-    """Returns the inner loops of a kernel, in the order of the program."""
-    # A listing may hold other functions too.
+    """Returns the inner loops of all functions in a listing, in program order."""
     functions = re.split(r"^\.text\.\S+:$", listing.read_text(), flags=re.MULTILINE)
     return [loop for text in functions[1:] for loop in _loops(*parse(text))]
 
@@ -115,7 +130,7 @@ def _loops(instructions: list[Instruction], labels: dict[str, int]) -> list[Loop
 
 
 def parse(text: str) -> tuple[list[Instruction], dict[str, int]]:
-    """Reads a listing of one function; returns its instructions, and of each label the next one's number."""
+    """Returns the instructions of one function, and for each label the index of the instruction after it."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -146,7 +161,10 @@ def _scoreboards(text: str) -> tuple[int, ...]:
 
 
 def _successors(instructions: list[Instruction], labels: dict[str, int]) -> list[list[int]]:
-    """Returns where each instruction may go on; warps are taken to stay together (no BRA.DIV)."""
+    """Returns the indices of the possible next instructions of each instruction.
+
+    The threads of a warp are assumed not to diverge, so BRA.DIV never jumps.
+    """
     out = []
     for i, instruction in enumerate(instructions):
         jumps = instruction.target is not None and ".DIV" not in instruction.opcode
@@ -159,7 +177,11 @@ def _successors(instructions: list[Instruction], labels: dict[str, int]) -> list
 
 
 def _natural_loops(successors: list[list[int]]) -> dict[int, set[int]]:
-    """Returns the instructions of each loop, by the first of them, which dominates the others."""
+    """Returns the instructions of each natural loop, by the head of the loop (all as indices).
+
+    A loop exists if an instruction can jump to a head that dominates it: every path to the instruction passes
+    the head.
+    """
     reachable, stack = {0}, [0]
     while stack:
         new = [s for s in successors[stack.pop()] if s not in reachable]
@@ -204,7 +226,7 @@ def _is_wait(instructions: list[Instruction], body: set[int]) -> bool:
 def _longest_way(
     head: int, body: set[int], successors: list[list[int]], waits: dict[int, set[int]]
 ) -> list[int]:
-    """Returns the longest way once around; what polls a barrier apart from it is left out."""
+    """Returns the longest path through one iteration, without polling loops that the path can avoid."""
     inside = set(body)
     for wait, polling in waits.items():
         if wait in body and _way(head, inside - polling, successors, {wait}):
@@ -213,11 +235,11 @@ def _longest_way(
 
 
 def _way(head: int, inside: set[int], successors: list[list[int]], waits: set[int]) -> list[int]:
-    """Returns the longest way from `head` back to it within `inside`, once through each loop of `waits`."""
+    """Returns the longest path from `head` back to `head` within `inside`; empty if there is none."""
     state: dict[int, int] = {}
     order: list[int] = []
     stack = [(head, False)]
-    while stack:  # depth first; what is on the stack twice is a step back
+    while stack:  # depth-first search; `order` has every instruction after the instructions that follow it
         at, is_done = stack.pop()
         if is_done:
             state[at] = 2
@@ -254,7 +276,10 @@ def _measure(way: list[Instruction]) -> Loop:
 
 
 def _cycles(way: list[Instruction]) -> int:
-    """Returns when one warp alone has gone a way: in order, waiting for scoreboards and tensor units."""
+    """Returns the model cycles in which one warp runs a path.
+
+    Instructions are issued in order and wait for their scoreboards and for the tensor cores.
+    """
     now = tensor_free = 0
     clear = [0] * 6
     for instruction in way:

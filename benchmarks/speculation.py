@@ -1,8 +1,9 @@
-"""Output tokens per second with drafts and without, in turns: python benchmarks/speculation.py.
+"""Output tokens per second with and without speculative decoding: python benchmarks/speculation.py.
 
-Both engines are those of scripts: LLM, with bursts of decode steps. Both run each workload in each round. The
-table has medians, and the median and the range of the ratios. Drafts pay where a text repeats; where
-it does not, adaptation has to keep their cost down.
+Both engines are `LLM` with its default of several decode steps per dispatch. Both run each workload in each
+round. The table has the median rates, the median and the range of the rounds' ratios (with / without), and
+the number of accepted draft tokens. Draft tokens help if a text repeats itself. If it does not, the adaptive
+number of draft tokens has to keep their cost low.
 """
 
 import argparse
@@ -28,7 +29,7 @@ SCHEMA = {
 
 
 def workloads() -> dict[str, tuple[list[str], SamplingParams]]:
-    """Returns prompts and parameters by name."""
+    """Returns prompts and sampling parameters, by the name of the workload."""
     greedy = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     drawn = SamplingParams(temperature=1.0, seed=1, max_tokens=200, ignore_eos=True)
     form = SamplingParams(
@@ -36,17 +37,17 @@ def workloads() -> dict[str, tuple[list[str], SamplingParams]]:
     )
     questions = ["A block table is", "What is a page?", "import os\n\ndef ", "The scheduler "]
     return {
-        "lines that repeat, alone": ([LINES], greedy),
-        "numbers that repeat, alone": ([NUMBERS], greedy),
-        "source, alone": ([SOURCE[:2000]], greedy),
-        "a question, alone": (["What is a block table?"], greedy),
-        "drawn, alone": (["A block table is"], drawn),
-        "a form, alone": (["A place: "], form),
-        "lines that repeat, 8": ([LINES[10 * i :] for i in range(8)], greedy),
-        "questions, 8": (questions * 2, greedy),
-        "drawn, 8": ([f"{i} {q}" for i in range(2) for q in questions], drawn),
-        "questions, 64": ([f"{i} {q}" for i in range(16) for q in questions], greedy),
-        "drawn, 64": ([f"{i} {q}" for i in range(16) for q in questions], drawn),
+        "1 x repeated lines": ([LINES], greedy),
+        "1 x repeated numbers": ([NUMBERS], greedy),
+        "1 x source code": ([SOURCE[:2000]], greedy),
+        "1 x question": (["What is a block table?"], greedy),
+        "1 x sampled": (["A block table is"], drawn),
+        "1 x JSON schema": (["A place: "], form),
+        "8 x repeated lines": ([LINES[10 * i :] for i in range(8)], greedy),
+        "8 x question": (questions * 2, greedy),
+        "8 x sampled": ([f"{i} {q}" for i in range(2) for q in questions], drawn),
+        "64 x question": ([f"{i} {q}" for i in range(16) for q in questions], greedy),
+        "64 x sampled": ([f"{i} {q}" for i in range(16) for q in questions], drawn),
     }
 
 
@@ -56,8 +57,8 @@ def main() -> None:
     parser.add_argument("--model", default="pagelet")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="workloads whose name has this text")
-    parser.add_argument("--draft-model", help="drafts in place of what the text says")
+    parser.add_argument("--only", default="", help="run only the workloads whose names contain this text")
+    parser.add_argument("--draft-model", help="draft model (default: n-gram drafts)")
     args = parser.parse_args()
     config = {"method": "ngram"} if args.draft_model is None else {"model": args.draft_model}
     common = {"model": args.model, "dtype": args.dtype}

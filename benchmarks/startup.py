@@ -1,12 +1,11 @@
-"""Seconds from the start of a process to its first answer, with the built-in model.
+"""Time from the start of a process to its first answer, with the built-in model.
 
     python benchmarks/startup.py                        generate, chat and the server; cold and warm
-    python benchmarks/startup.py --baseline FOLDER      in turns with another checkout
+    python benchmarks/startup.py --baseline FOLDER      alternates with another checkout
 
-A cold start has an empty cache of compiled programs, a warm one the cache of an engine that had compiled all
-of them (--cache keeps it in a folder). Every start is a process of its own, and the clock runs from before
-the interpreter starts: importing, loading and compiling are all in it. Reported are the medians of the
-rounds.
+A cold start has an empty compilation cache. A warm start has the cache of an engine that has compiled all its
+programs. Each start is a new process, and the clock starts before the interpreter, so the times include
+importing, loading and compiling. The table has the medians of the rounds in seconds.
 """
 
 import argparse
@@ -45,18 +44,24 @@ llm.close()
 
 
 def environment(tree: Path, cache: Path) -> dict[str, str]:
+    """Returns the environment variables of a process that uses a checkout and a cache folder."""
     return os.environ | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(tree)}
 
 
 def start_script(way: str, tree: Path, variables: dict[str, str]) -> list[float]:
-    """Returns the seconds of all phases of a script."""
+    """Runs a script and returns the times at which the phases end (seconds)."""
     command = [sys.executable, "-c", SCRIPT, str(time.time()), way, json.dumps(QUESTION)]
     done = subprocess.run(command, cwd=tree, env=variables, check=True, capture_output=True, text=True)
     return json.loads(done.stdout)
 
 
 def start_server(tree: Path, variables: dict[str, str]) -> list[float]:
-    """Returns the seconds until the server says that it listens, and until it has answered."""
+    """Starts the server and sends it one chat request.
+
+    Returns:
+        The times at which the phases end (seconds). "ready" ends when the server prints its address. The time
+        of the import is unknown, so it is NaN.
+    """
     start = time.time()
     command = [sys.executable, "serve.py", "--port", "0"]
     server = subprocess.Popen(command, cwd=tree, env=variables, stdout=subprocess.PIPE, text=True)
@@ -78,12 +83,13 @@ def start_server(tree: Path, variables: dict[str, str]) -> list[float]:
 
 
 def main() -> None:
+    """Runs the starts and prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
-    parser.add_argument("--only", choices=("cold", "warm"))
-    parser.add_argument("--cache", type=Path, help="keeps the caches of warm starts")
-    parser.add_argument("--baseline", type=Path, help="another checkout, measured in turns")
+    parser.add_argument("--rounds", type=int, default=3, help="starts of each kind (default: %(default)s)")
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="what to start (default: all)")
+    parser.add_argument("--only", choices=("cold", "warm"), help="run only cold or only warm starts")
+    parser.add_argument("--cache", type=Path, help="folder that keeps the compilation caches of warm starts")
+    parser.add_argument("--baseline", type=Path, help="another checkout; the two alternate")
     args = parser.parse_args()
     trees = {"here": ROOT} | ({"baseline": args.baseline.resolve()} if args.baseline else {})
     seen: dict[tuple[str, str, str], list[list[float]]] = {}
@@ -103,7 +109,9 @@ def main() -> None:
                             start_server(tree, variables) if is_server else start_script(way, tree, variables)
                         )
                         seen.setdefault((way, temperature, name), []).append(found)
-    print(f"\n| start | | {' | '.join(PHASES)} | range of answers |\n|---|---|{'---|' * (len(PHASES) + 1)}")
+    print(
+        f"\n| start | tree | {' | '.join(PHASES)} | answered, range |\n|---|---|{'---|' * (len(PHASES) + 1)}"
+    )
     for (way, temperature, name), rounds in seen.items():
         medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
         cells = ["" if m != m else f"{m:.2f}" for m in medians]

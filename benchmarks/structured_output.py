@@ -1,10 +1,11 @@
-"""Time that the host spends on the forms of a step: 64 rows, a vocabulary of 131,072.
+"""Host time per step for structured output: 64 rows with a JSON schema each, a vocabulary of 131,072.
 
     python benchmarks/structured_output.py
 
-The tokenizer is made up: all bytes, and random words, one in twenty of them of punctuation. Each row follows
-a schema of its own, along tokens drawn from its masks. Reported are, per step, the time to take in the tokens
-and to write the masks, and the time in which they become an input of the step.
+The tokenizer is synthetic: all single bytes, and random words, of which one in twenty is punctuation. Each
+row draws its tokens at random from all tokens that its schema allows. Two times per step are printed:
+"matchers" is the time to advance the matchers by the new tokens and to write the masks; "input" is the time
+to copy the masks into the input array of the step.
 """
 
 import json
@@ -21,12 +22,12 @@ from jax_paged.engine.features.structured_output.grammars import Grammars, token
 from jax_paged.structured_outputs import StructuredOutputsParams
 
 NUM_ROWS, VOCAB_SIZE, NUM_STEPS = 64, 131_072, 600
-NUM_COLD = 200  # steps in which llguidance meets most states of 64 schemas for the first time
+NUM_COLD = 200  # in these first steps, llguidance computes most states of the schemas for the first time
 EOS = 0
 
 
 class MadeUpTokenizer:
-    """As much of a tokenizer as Grammars uses."""
+    """Synthetic tokenizer with the methods that Grammars uses."""
 
     def __init__(self) -> None:
         rng = random.Random(0)
@@ -35,7 +36,7 @@ class MadeUpTokenizer:
             if rng.random() < 0.05:
                 word = "".join(rng.choices(string.punctuation, k=rng.randint(2, 4)))
             else:
-                space = "Ġ" * rng.randint(0, 1)  # as many words in vocabularies begin
+                space = "Ġ" * rng.randint(0, 1)  # tokens of real vocabularies often begin with a space
                 word = space + "".join(rng.choices(string.ascii_letters, k=rng.randint(2, 9)))
             words[word] = None
         vocab = {"<eos>": EOS} | {word: i for i, word in enumerate(words, 1)}
@@ -45,14 +46,16 @@ class MadeUpTokenizer:
         self._backend.decoder = decoders.ByteLevel()
 
     def to_json(self) -> str:
+        """Returns the tokenizer in the format of tokenizer.json."""
         return self._backend.to_str()
 
     def token_id(self, text: str) -> int | None:
+        """Returns the id of a token, or None if the vocabulary does not contain it."""
         return self._backend.token_to_id(text)
 
 
 def schema(i: int) -> dict:
-    """Returns a schema of a record, with names of its own."""
+    """Returns the JSON schema of a record with five fields; names and types depend on `i`."""
     kinds = [
         {"type": "string", "maxLength": 40},
         {"type": "integer", "minimum": 0, "maximum": 10**i % 9973 + 10},
@@ -65,6 +68,7 @@ def schema(i: int) -> dict:
 
 
 def main() -> None:
+    """Runs the steps and prints medians and 95th percentiles."""
     grammars = Grammars(MadeUpTokenizer(), VOCAB_SIZE, frozenset({EOS}))  # pyright: ignore[reportArgumentType]
     start = time.perf_counter()
     forms = [grammars.compile(StructuredOutputsParams(json=json.dumps(schema(i)))) for i in range(NUM_ROWS)]
@@ -89,7 +93,8 @@ def main() -> None:
         allowed = np.unpackbits(out.view(np.uint8), axis=1, bitorder="little")
         for i, bits in enumerate(allowed):
             outputs[i].append(int(rng.choice(np.flatnonzero(bits))))
-            if matchers[i].copy().follow(outputs[i]) is not None or outputs[i][-1] == EOS:  # begins again
+            # A row whose output is complete starts a new output.
+            if matchers[i].copy().follow(outputs[i]) is not None or outputs[i][-1] == EOS:
                 matchers[i], outputs[i] = forms[i].matcher([], ignores_eos=False), []
     for name, values in (("matchers", times), ("input", input_times)):
         ms = np.array(values) * 1e3

@@ -1,10 +1,11 @@
-"""Throughput of the engine on a fixed workload: 64 greedy requests submitted at once.
+"""Throughput of the engine for a fixed workload: 64 greedy requests submitted at once.
 
-    python benchmarks/throughput.py                                  a random-weight model made on the spot
-    python benchmarks/throughput.py --model DIR --reference FILE     a checkpoint, and what it should answer
+    python benchmarks/throughput.py                                  random weights
+    python benchmarks/throughput.py --model DIR --reference FILE     a checkpoint and its expected outputs
 
-The workload: prompts of 16-256 random tokens, outputs of a fixed 16-128 tokens, end tokens ignored. The
-model: a Llama of 8 layers, 512 wide, 8 heads, 4 kv heads, vocabulary 8192, untied: 40M parameters.
+The prompts have 16 to 256 random tokens, the outputs 16 to 128 tokens; end tokens are ignored. Without
+--model, the model is a Llama with random weights: 40M parameters, 8 layers, hidden size 512, 8 heads,
+4 KV heads, vocabulary 8192, untied embeddings.
 """
 
 import argparse
@@ -23,7 +24,7 @@ START = time.time()
 
 
 def process_start() -> float:
-    """Returns when this process started, in seconds of time.time(); Linux only, else when Python got here."""
+    """Returns the start time of this process as time.time(); outside Linux, when this module was imported."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         uptime = float(Path("/proc/uptime").read_text().split()[0])
@@ -33,7 +34,12 @@ def process_start() -> float:
 
 
 class DeviceTimer:
-    """Stands before an engine's compiled steps and adds up the seconds that they run."""
+    """Wrapper of an engine's compiled programs that measures how long each of them runs.
+
+    Attributes:
+        seconds: Sum of all run times.
+        steps: Run times of the steps (seconds), by program name.
+    """
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -44,6 +50,7 @@ class DeviceTimer:
         return getattr(self._compiled, name)
 
     def run(self, program: Any, *args: Any) -> Any:
+        """Runs a program, waits for its result and returns the result."""
         import jax
 
         start = time.perf_counter()
@@ -55,13 +62,14 @@ class DeviceTimer:
 
 
 def main() -> None:
+    """Runs the workload and prints the compile plan and the best round."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a checkpoint folder; default: random weights")
-    parser.add_argument("--reference", type=Path, help="JSON list of the 64 expected outputs")
+    parser.add_argument("--model", help="checkpoint folder (default: random weights)")
+    parser.add_argument("--reference", type=Path, help="JSON file with the 64 expected outputs (token ids)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3, help="the workload is run so many times")
-    parser.add_argument("--steps", action="store_true", help="print the time of each bucket's steps")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of the workload (default: %(default)s)")
+    parser.add_argument("--steps", action="store_true", help="print the median step time of each bucket")
     args = parser.parse_args()
 
     from jax_paged import LLM, SamplingParams

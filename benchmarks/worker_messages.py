@@ -1,11 +1,12 @@
-"""What it costs to tell another process about a step, and what a step costs in one and in two processes.
+"""Cost of messages between the processes of an engine, and of steps in one process and in two processes.
 
     python benchmarks/worker_messages.py [--out FILE]
 
-A message goes from one process to another, which answers with a few bytes as soon as it has all of it: the
-round trip bounds the cost from above. Its array has as many bytes as the buffers of a step. The steps are
-those of a small random model on two devices, of one process and of two: divided among them, and in stages.
-Of stages the steps of one engine are measured while the other has nothing to do.
+Messages: one process sends a message with an array, which stands for the buffers of a step. The other process
+answers with a few bytes as soon as it has received everything. The round trip is an upper bound of the cost.
+
+Steps: decode steps of a small random model on two devices, in one process and in two processes, with tensor
+parallelism and with pipeline parallelism. A pipeline has two engines; only one of them has requests here.
 """
 
 import argparse
@@ -47,7 +48,7 @@ CONFIG: dict[str, Any] = {
 
 
 def answer(connection: socket.socket) -> None:
-    """Answers messages until there are no more."""
+    """Answers messages until the connection is closed."""
     channel = Channel(connection)
     with contextlib.suppress(OSError):
         while True:
@@ -56,7 +57,7 @@ def answer(connection: socket.socket) -> None:
 
 
 def message_times(kib: int) -> list[float]:
-    """Returns the milliseconds of round trips whose message has an array of so many KiB."""
+    """Returns the round-trip times of messages with an array of `kib` KiB (milliseconds)."""
     ours, theirs = socket.socketpair()
     process = multiprocessing.get_context("spawn").Process(target=answer, args=(theirs,), daemon=True)
     process.start()
@@ -75,7 +76,13 @@ def message_times(kib: int) -> list[float]:
 
 
 def step_times(folder: Path, backend: str, **sizes: int) -> list[float]:
-    """Returns the milliseconds of decode steps of eight requests."""
+    """Returns the times of decode steps of eight requests (milliseconds).
+
+    Args:
+        folder: Folder of the checkpoint.
+        backend: The distributed executor backend: "uni" (one process) or "mp" (two processes).
+        sizes: Engine arguments that set the parallelism.
+    """
     args = EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -110,9 +117,9 @@ def row(name: str, times: list[float]) -> str:
 
 
 def main() -> None:
-    """Measures all, and prints it or writes it to a file."""
+    """Runs all measurements and prints the table or writes it to a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="file for the table (default: standard output)")
     out: Path | None = parser.parse_args().out
     jax.config.update("jax_num_cpu_devices", 2)
     lines = [
@@ -120,16 +127,16 @@ def main() -> None:
         "",
         f"`python benchmarks/worker_messages.py`; {platform.machine()}, jax {jax.__version__}; milliseconds.",
         "",
-        "| | p50 | p90 | least |",
+        "| | p50 | p90 | minimum |",
         "|---|---|---|---|",
         *(row(f"round trip of a message of {kib} KiB", message_times(kib)) for kib in SIZES),
     ]
     with tempfile.TemporaryDirectory() as folder:
         random_checkpoint(Path(folder), CONFIG, "float32")
         for backend, name in (("uni", "one process"), ("mp", "two processes")):
-            for size, how in (("tensor_parallel_size", "divided"), ("pipeline_parallel_size", "in stages")):
+            for size, how in (("tensor_parallel_size", "tensor"), ("pipeline_parallel_size", "pipeline")):
                 times = step_times(Path(folder), backend, **{size: 2})
-                lines.append(row(f"decode step on two devices of {name}, {how}", times))
+                lines.append(row(f"decode step on two devices in {name}, {how} parallelism", times))
     text = "\n".join(lines) + "\n"
     print(text) if out is None else out.write_text(text)
 

@@ -80,7 +80,7 @@ class StructuredOutputsParams:
         make_plain(self)
         names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
         given = [name for name in names if getattr(self, name) not in (None, False)]
-        allowed = f"exactly one of {', '.join(names)}"
+        allowed = f"a constraint with exactly one of {', '.join(names)}"
         check(len(given) == 1, "structured_outputs", given or None, allowed)
         after = self.starts_after
         ok = after is None or (isinstance(after, str) and bool(after))  # pyright: ignore

@@ -269,10 +269,7 @@ class CausalLM(LanguageModel):
         """
         limit = self.config.max_position_embeddings
         if tokens.shape[1] > limit:
-            raise ValueError(
-                f"the length of `tokens` must be at most {limit} (max_position_embeddings), "
-                f"got {tokens.shape[1]}"
-            )
+            raise ValueError(f"the length of `tokens` must be at most {limit}, got {tokens.shape[1]}")
         return self.logits(self.hidden(tokens, self.dense_context(tokens)))
 
     def dense_context(self, tokens: Int[Array, "b t"]) -> ForwardContext:

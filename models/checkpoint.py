@@ -53,8 +53,7 @@ def resolve_model_dir(model: str) -> Path:
         return folder
     if model.endswith(".gguf"):
         raise ValueError(
-            f"`model` must be a folder with safetensors files or a Hugging Face hub id, "
-            f"got {shown(model)}. {GGUF_HINT}"
+            f"`model` must be a folder or hub id with safetensors files, got {shown(model)}. {GGUF_HINT}"
         )
     # This import takes 0.2 s, and only hub models need it.
     from huggingface_hub import snapshot_download
@@ -89,9 +88,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
-        raise ValueError(
-            f"{file} does not exist; a model folder contains config.json and *.safetensors"
-        ) from e
+        raise ValueError(f"{file} does not exist; a model folder has config.json and *.safetensors") from e
     except ValueError as e:
         raise ValueError(f"{file} is not JSON: {e}") from e
     if not isinstance(value, dict):
@@ -117,10 +114,7 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         {*text, "rope_parameters", "rope_scaling"} - {*found, *_OUTER} if isinstance(text, dict) else set()
     )
     if misplaced := sorted(inner & overrides.keys()):
-        raise ValueError(
-            f"`hf_overrides` must set {misplaced} inside text_config for this model, "
-            "got them at the top level"
-        )
+        raise ValueError(f"`hf_overrides` must set {misplaced} inside text_config, got them at the top level")
     both = [n for n in _PARTS if all(isinstance(x.get(n), dict) for x in (found, overrides))]
     return {**found, **overrides, **{name: found[name] | overrides[name] for name in both}}
 
@@ -173,9 +167,7 @@ def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
     most = generation_config.get("max_new_tokens")
     if most is not None and (type(most) is not int or most < 1):
-        message = (
-            "max_new_tokens of generation_config.json is ignored: it must be an integer of at least 1, got %r"
-        )
+        message = "max_new_tokens of generation_config.json is ignored: it must be an integer above 0, got %r"
         _LOGGER.warning(message, most)
         most = None
     values = {**generation_config, "max_tokens": most}

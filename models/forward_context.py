@@ -189,9 +189,7 @@ class ForwardContext:
 
         The paths of the module's weights, in the model's state and in its WeightTable, start with this path.
         """
-        assert module in self._paths, (
-            f"{type(module).__name__} is not a module of the model of this forward context"
-        )
+        assert module in self._paths, f"{type(module).__name__} is not in the model of this forward context"
         return self._paths[module]
 
     @functools.cached_property

@@ -182,9 +182,7 @@ class Experts(Module):
             weights = jax.tree.unflatten(treedef, arrays)
             return jax.lax.psum(self.local_weighted_sum(x, *weights, context=context, first=first), TENSOR)
 
-        splits = [
-            w.array_splits if isinstance(w, QuantizedWeight) else [w.get_metadata("split")] for w in own
-        ]
+        splits = [w.splits if isinstance(w, QuantizedWeight) else [w.get_metadata("split")] for w in own]
         specs = [grid.spec(split) for weight in splits for split in weight if split is not None]
         return grid.shard_map(compute, (PartitionSpec(), *specs), PartitionSpec())(x, *arrays)
 

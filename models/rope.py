@@ -131,10 +131,8 @@ def rotated_dim(read: ConfigReader, head_dim: int) -> int:
     """
     part = read.number("partial_rotary_factor", 1.0)
     dim = int(head_dim * part)
-    ok, allowed = (
-        dim % 2 == 0 and 0 < dim <= head_dim,
-        "a fraction of head_dim that is an even number of dimensions",
-    )
+    ok = dim % 2 == 0 and 0 < dim <= head_dim
+    allowed = "a fraction of head_dim that gives an even number of dimensions"
     return dim if read.check(ok, "partial_rotary_factor", part, allowed) else 2
 
 
@@ -238,9 +236,8 @@ def _dynamic(read: ConfigReader, base: tuple[float, ...], theta: float, ratio: f
     factor, dim = read.number("factor", low=1.0, low_open=False), 2 * len(base)
     if ratio <= 1:
         return Rope(base)
-    if not read.check(
-        dim > 2, "rope_type", "dynamic", "another type than 'dynamic' for heads of 2 dimensions"
-    ):
+    allowed = "a type other than 'dynamic' because heads have 2 dimensions"
+    if not read.check(dim > 2, "rope_type", "dynamic", allowed):
         return Rope(base)
     return Rope(base_frequencies(dim, theta * (factor * ratio - (factor - 1)) ** (dim / (dim - 2))))
 

@@ -298,8 +298,7 @@ def loaded_from(model: LanguageModel, folder: Path | None) -> LoadedModel:
     dtypes = {str(param.dtype) for _, param in params if not isinstance(param, Float32Param)}
     if dtypes not in ({"float32"}, {"bfloat16"}):
         raise ValueError(
-            f"the weights of `model` must all be float32 or all be bfloat16, "
-            f"got {' and '.join(sorted(dtypes))}"
+            f"the weights of `model` must all be float32 or all bfloat16, got {' and '.join(sorted(dtypes))}"
         )
     generation_config = {} if folder is None else read_generation_config(folder)
     ends = end_token_ids(generation_config, {}, model.config.vocab_size)
@@ -340,8 +339,7 @@ def _warn_of_dtype(folder: Path, own: set[str], chosen: str) -> None:
     """Logs a warning if a model and its checkpoint have different dtypes."""
     if own != {chosen}:
         message = (
-            "the weights in %s are %s and are served in %s; dtype='float32' keeps full precision and needs "
-            "twice the memory"
+            "the weights in %s are %s, and served in %s; dtype='float32' is exact and needs twice the memory"
         )
         _LOGGER.warning(message, folder, " and ".join(sorted(own)), chosen)
 

@@ -65,9 +65,7 @@ def check_value_dim(kv_pages: Array, value_dim: int | None) -> None:
     head_dim, is_latent = head_dim_of(kv_pages), kv_pages.shape[1] == 1
     if (value_dim is not None) != is_latent or (value_dim is not None and not 1 <= value_dim <= head_dim):
         allowed = f"an integer in [1, {head_dim}]" if is_latent else "None"
-        raise ValueError(
-            f"`value_dim` must be {allowed} with `kv_pages` of shape {kv_pages.shape}, got {value_dim}"
-        )
+        raise ValueError(f"`value_dim` must be {allowed} with `kv_pages` {kv_pages.shape}, got {value_dim}")
 
 
 def check_not_latent(backend: str, kv_pages: Array) -> None:
@@ -95,9 +93,9 @@ def check_attention(q: Array, kv_pages: Array, block_tables: Array, context_lens
             f"the dtype of `q` must be {choice} with `kv_pages` of {kv_pages.dtype}, got {q.dtype}"
         )
     if block_tables.ndim != 2 or 0 in block_tables.shape:
+        shape = block_tables.shape
         raise ValueError(
-            f"the shape of `block_tables` must be [sequences, pages] with at least one of each, "
-            f"got {block_tables.shape}"
+            f"the shape of `block_tables` must be [sequences, pages], both at least 1, got {shape}"
         )
     check_shape("context_lens", context_lens.shape, block_tables.shape[:1])
     check_int32(block_tables=block_tables, context_lens=context_lens)

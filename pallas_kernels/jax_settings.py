@@ -39,7 +39,7 @@ def apply_to_process() -> None:
 
 
 def with_default_settings[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator that applies the settings while `function` runs or is traced."""
+    """Decorates `function` so that the settings apply while it runs or is traced."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

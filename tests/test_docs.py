@@ -113,6 +113,20 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    """Like "Returns"; "See ops.write_kv." is for an implementation, and "GET /path: ..." for a route."""
+    first_words = re.compile(r"[A-Z][a-z]+s\b|See [\w.]+\.|See [\w.]+; |(GET|POST) /")
+    for file in PRODUCT:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            is_property = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+            docstring = ast.get_docstring(node)
+            if docstring and not is_property:
+                where = f"{file.relative_to(ROOT)}: {node.name}"
+                assert first_words.match(docstring), f"{where}: {docstring.splitlines()[0]}"
+
+
 def test_links_lead_somewhere() -> None:
     documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
     for document in [*documents, *ROOT.glob("benchmarks/results/*.md")]:

@@ -10,6 +10,7 @@ from paper.store import RESULTS, Store
 
 
 def main() -> None:
+    """Runs the experiments that the command line selects."""
     parser = argparse.ArgumentParser(
         prog="python -m paper", description="Runs the PagedAttention paper's evaluation again."
     )

@@ -20,17 +20,19 @@ BIN = 32  # sequences
 
 
 class Timed(Scheduler):
-    """Measures what its own steps take, in processor time, by how many sequences compute."""
+    """Scheduler that measures the processor time of its steps by the number of scheduled sequences."""
 
     costs: list[tuple[int, float]]
 
     def schedule(self, now: float) -> SchedulerOutput:
+        """Schedules a step and measures its processor time."""
         start = time.process_time()
         output = super().schedule(now)
         self._seconds = time.process_time() - start
         return output
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
+        """Processes the results of a step and stores the processor time of both calls."""
         start = time.process_time()
         update = super().update(output, result, now)
         self.costs.append((len(output.scheduled), self._seconds + time.process_time() - start))
@@ -38,17 +40,18 @@ class Timed(Scheduler):
 
 
 def replicas(num_replicas: int, first: int, last: int, per_replica: int) -> dict[str, Any]:
-    """Simulates some of the replicas that share RATE requests per second, Alpaca's, on OPT-13B.
+    """Simulates some of the replicas that share RATE requests per second (Alpaca lengths, OPT-13B).
 
-    A balancer in front of them gives each an equal share; so every replica has Poisson arrivals of its own.
+    A balancer gives each replica an equal share, so each replica has its own Poisson arrivals.
 
     Args:
-        num_replicas: Among which the rate is divided.
-        first, last: The replicas that are simulated: first up to last, without it.
-        per_replica: Requests that each of them serves.
+        num_replicas: Number of replicas that share the rate.
+        first: Index of the first simulated replica.
+        last: Index after the last simulated replica.
+        per_replica: Number of requests that each replica serves.
 
     Returns:
-        num_requests, num_steps, num_rows: Served in all; a row is one sequence in one step.
+        num_requests, num_steps, num_rows: Totals; a row is one sequence in one step.
         scheduling_s, all_s: Processor time in schedule() and update(), and of the whole simulation.
         latency_s: Mean time from arrival to the end of a request.
         most_waiting: The longest queue.

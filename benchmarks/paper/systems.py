@@ -41,12 +41,13 @@ DEFAULT = Policy()
 
 
 class Watched(Scheduler):
-    """Notes once per second of simulated time what the memory of an Orca holds."""
+    """Scheduler that records the memory use of an Orca system once per simulated second."""
 
     usages: list[Usage]
     _next_s = 0.0
 
     def schedule(self, now: float) -> SchedulerOutput:
+        """Schedules a step, and records the memory use if a second has passed."""
         output = super().schedule(now)
         if now >= self._next_s and isinstance(self.block_manager, BuddyManager):
             self.usages.append(self.block_manager.usage())

@@ -1,4 +1,4 @@
-"""Runs the scenarios and prints a table; exits with 1 if a figure exceeds its bound."""
+"""Runs load tests of the server and prints a table. The exit status is 1 if a value exceeds its bound."""
 
 import argparse
 import asyncio
@@ -9,12 +9,12 @@ from server_load.scenarios import SCENARIOS, Figure
 
 
 def main() -> None:
-    """Runs what the command line names."""
+    """Runs the chosen scenarios."""
     parser = argparse.ArgumentParser(prog="python -m server_load", description=__doc__)
     parser.add_argument(
-        "scenarios", nargs="*", metavar="SCENARIO", help=f"of {', '.join(SCENARIOS)}; all if none"
+        "scenarios", nargs="*", metavar="SCENARIO", help=f"{', '.join(SCENARIOS)} (default: all)"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the table goes, too")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the table to FILE")
     args = parser.parse_args()
     unknown = set(args.scenarios) - set(SCENARIOS)
     if unknown:

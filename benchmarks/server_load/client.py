@@ -1,4 +1,4 @@
-"""An HTTP client that is small enough not to disturb what it measures, and the server process."""
+"""The server process, and an HTTP client that uses little processor time."""
 
 import asyncio
 import contextlib
@@ -21,12 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass
 class Answer:
-    """What came back: the status is 0 if the connection broke before one.
+    """Response to a request.
 
     Args:
-        body: The bytes after the head, chunk sizes of a stream included.
-        first_s: Seconds until the first byte of the answer.
-        total_s: Seconds until its end.
+        status: HTTP status; 0 if the connection ended before the status arrived.
+        body: The bytes after the head, including the chunk sizes of a stream.
+        first_s: Time to the first byte of the response (seconds).
+        total_s: Time to the end of the response (seconds).
     """
 
     status: int = 0
@@ -36,16 +37,21 @@ class Answer:
 
     @property
     def events(self) -> list[str]:
-        """The data of server-sent events."""
+        """The data fields of the server-sent events in the body."""
         return re.findall(r"^data: (.*)$", self.body.decode(), re.MULTILINE)
 
     def json(self) -> Any:
+        """Returns the body, parsed as JSON."""
         return json.loads(self.body)
 
 
 @dataclasses.dataclass(frozen=True)
 class Client:
-    """Asks a server on a port of 127.0.0.1."""
+    """Client of a server on 127.0.0.1.
+
+    Args:
+        port: Port of the server.
+    """
 
     port: int
 
@@ -57,19 +63,20 @@ class Client:
         until: Callable[[bytes], bool] = lambda data: False,
         timeout_s: float = 300,
     ) -> Answer:
-        """Sends a request and reads the answer to its end, or until what was read is enough.
+        """Sends a request and returns the response.
 
         Args:
-            path: Of the route.
-            body: Of a POST: bytes, or what becomes JSON; None sends a GET.
-            until: Told all that was read; True leaves.
-            timeout_s: Of the whole.
+            path: Path of the route.
+            body: Body of a POST request: bytes, or an object that is sent as JSON. None sends a GET request.
+            until: Function of the body received so far; if it returns True, the connection is closed.
+            timeout_s: Time limit for the whole exchange (seconds).
         """
         answer, start = Answer(), time.perf_counter()
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             async with asyncio.timeout(timeout_s), self.connection() as (reader, writer):
                 writer.write(_request(path, body))
-                with contextlib.suppress(ConnectionError):  # refused unread: the answer is there all the same
+                # If the server rejects a request without reading all of it, its response can still be read.
+                with contextlib.suppress(ConnectionError):
                     await writer.drain()
                 received = await reader.read(65536)
                 answer.first_s = time.perf_counter() - start
@@ -83,7 +90,7 @@ class Client:
         return answer
 
     async def never_read(self, path: str, body: Any, until: asyncio.Event) -> None:
-        """Sends a request, and leaves the answer in the socket."""
+        """Sends a request and does not read the response; closes the connection when `until` is set."""
         data, opened = _request(path, body), socket.create_connection(("127.0.0.1", self.port))
         with opened:
             opened.sendall(data)
@@ -91,6 +98,7 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """Opens a connection, which is closed at the end of the block."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             yield reader, writer
@@ -100,18 +108,25 @@ class Client:
 
 @dataclasses.dataclass(frozen=True)
 class Server(Client):
-    """A server of the built-in model.
+    """A running server with the built-in model.
 
     Args:
-        process: Of the server.
-        log: What it prints to stderr.
+        process: The process of the server.
+        log: File with its standard error.
     """
 
     process: subprocess.Popen[str]
     log: Path
 
     async def storm(self, path: str, body: bytes, num_clients: int, seconds: float) -> dict[int, int]:
-        """Lets a process of clients repeat a request; returns how many answers there were of each status."""
+        """Repeats a request from a separate process and returns the number of responses by status.
+
+        Args:
+            path: Path of the route.
+            body: Body of the POST request.
+            num_clients: Number of clients, each of which sends one request at a time.
+            seconds: Duration.
+        """
         arguments = (str(self.port), path, str(num_clients), str(seconds))
         clients = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -129,7 +144,11 @@ class Server(Client):
         return sum(map(float, re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)", text, re.MULTILINE)))
 
     async def wait_until_idle(self, timeout_s: float = 60) -> float:
-        """Waits until nothing runs and all blocks are free; returns the seconds that it took."""
+        """Waits until there are no requests and all blocks are free; returns the elapsed time (seconds).
+
+        Raises:
+            RuntimeError: If this takes longer than `timeout_s` seconds.
+        """
         start = time.perf_counter()
         names = (
             "jax_paged_num_requests_running",
@@ -138,12 +157,12 @@ class Server(Client):
         )
         while any([await self.metric(name) for name in names]):
             if time.perf_counter() - start > timeout_s:
-                raise RuntimeError("requests run that nobody has asked for")
+                raise RuntimeError(f"the server still has requests or used blocks after {timeout_s} s")
             await asyncio.sleep(0.02)
         return time.perf_counter() - start
 
     async def wait_until_compiled(self) -> None:
-        """Waits until the process has nothing to do: its programs are compiled in the background."""
+        """Waits until the server has compiled its programs in the background and uses no processor time."""
         process, idle = psutil.Process(self.process.pid), 0
         process.cpu_percent()
         while idle < 2:
@@ -151,7 +170,7 @@ class Server(Client):
             idle = idle + 1 if process.cpu_percent() < 5 else 0
 
     def memory_mib(self) -> float:
-        """Returns the resident memory of the process."""
+        """Returns the resident memory of the server (MiB)."""
         return psutil.Process(self.process.pid).memory_info().rss / 2**20
 
 
@@ -169,7 +188,11 @@ def _request(path: str, body: Any) -> bytes:
 
 @contextlib.contextmanager
 def serving(*options: str):
-    """Starts a server, waits until it listens and has compiled everything, and ends it."""
+    """Starts a server, yields it as soon as it listens, and kills it at the end of the block.
+
+    Args:
+        options: Options of serve.py.
+    """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "stderr"
         with log.open("w") as errors:
@@ -186,7 +209,7 @@ def serving(*options: str):
                 found := re.search(r"http://127\.0\.0\.1:(\d+)", line := process.stdout.readline())
             ) is None:
                 if not line:
-                    raise RuntimeError(f"no server came up: {log.read_text()}")
+                    raise RuntimeError(f"the server did not start: {log.read_text()}")
             yield Server(int(found.group(1)), process, log)
         finally:
             process.kill()

@@ -1,4 +1,4 @@
-"""What a server has to stand: each scenario starts its own server and returns figures with their bounds."""
+"""Load tests of the server. Each scenario starts its own server and returns measured values with bounds."""
 
 import asyncio
 import dataclasses
@@ -20,13 +20,13 @@ GOOD = {
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """What was measured.
+    """One measured value.
 
     Args:
-        name: What it is.
-        value: The figure.
-        unit: Of the figure.
-        bound: What it may be at most; None if it is only told.
+        name: Description for the table.
+        value: The value.
+        unit: Unit of the value.
+        bound: Maximum of the value; None if there is no bound.
     """
 
     name: str
@@ -36,11 +36,12 @@ class Figure:
 
     @property
     def holds(self) -> bool:
+        """Whether the value is within its bound."""
         return self.bound is None or self.value <= self.bound
 
 
 def _p99(seconds: list[float]) -> float:
-    """Returns the 99th percentile in ms."""
+    """Returns the 99th percentile in milliseconds."""
     return 1e3 * sorted(seconds)[max(0, -(-99 * len(seconds) // 100) - 1)]
 
 
@@ -57,7 +58,10 @@ def _stream(num_tokens: int, **more) -> dict:
 
 
 async def storm(seconds: float = 15) -> list[Figure]:
-    """8 clients send prompts of 2 MB, then the longest that are tokenized; others ask /health and chat."""
+    """Sends /health and chat requests while 8 clients send very long prompts.
+
+    The prompts first have 2 MB, which the server rejects, and then the longest text that it tokenizes.
+    """
     with serving() as server:
         await server.wait_until_compiled()
         await server.ask(CHAT, GOOD)
@@ -74,7 +78,7 @@ async def storm(seconds: float = 15) -> list[Figure]:
             return _p99([a.total_s for a in health]), statistics.median(a.total_s for a in answers)
 
         quiet_health, quiet_good = await good(seconds / 3)
-        figures = [Figure("health p99 with nobody else", quiet_health, "ms")]
+        figures = [Figure("health p99 without other clients", quiet_health, "ms")]
         for name, prompt in (("2 MB prompts", refused), ("prompts of 51,000 characters", longest)):
             storming = asyncio.create_task(server.storm(COMPLETIONS, prompt, 8, seconds + 2))
             await asyncio.sleep(1)
@@ -84,16 +88,14 @@ async def storm(seconds: float = 15) -> list[Figure]:
             figures += [
                 Figure(f"{name}: answered", sum(statuses.values()) / seconds, "per second"),
                 Figure(f"{name}: health p99", health, "ms", 100),
-                Figure(
-                    f"{name}: a good request beside them, of its time alone", slow / quiet_good, "times", 2
-                ),
+                Figure(f"{name}: time of a chat request, relative to no load", slow / quiet_good, "times", 2),
             ]
         await server.wait_until_idle()
         return [*figures, Figure("memory", server.memory_mib(), "MiB")]
 
 
 async def overload(seconds: float = 10) -> list[Figure]:
-    """Ten times as many requests as can be served arrive, evenly spread."""
+    """Sends ten times as many requests per second as the server can handle, evenly spread."""
     with serving("--max-num-waiting", "64") as server:
         await server.wait_until_compiled()
         body = {"prompt": "a", "max_tokens": 512, "ignore_eos": True}
@@ -113,8 +115,8 @@ async def overload(seconds: float = 10) -> list[Figure]:
         assert len(refused) + len(served) == len(answers), {a.status for a in answers}
         await server.wait_until_idle()
         return [
-            Figure("served when alone", rate, "requests per second"),
-            Figure("asked", len(answers) / took, "requests per second"),
+            Figure("served without overload", rate, "requests per second"),
+            Figure("sent", len(answers) / took, "requests per second"),
             Figure("served in overload", len(served) / took, "requests per second"),
             Figure("429: p50", 1e3 * statistics.median(a.total_s for a in refused), "ms"),
             Figure("429: p99", _p99([a.total_s for a in refused]), "ms", 50),
@@ -122,7 +124,7 @@ async def overload(seconds: float = 10) -> list[Figure]:
 
 
 async def drain() -> list[Figure]:
-    """SIGTERM while 20 short and 20 long streams run."""
+    """Sends SIGTERM while 20 short and 20 long streams run."""
     timeout = 3.0
     with serving("--shutdown-timeout", str(timeout)) as server:
         await server.wait_until_compiled()
@@ -141,7 +143,7 @@ async def drain() -> list[Figure]:
         errors = server.log.read_text()
         assert "Traceback" not in errors, errors
         return [
-            Figure("short streams that are not whole", 20 - whole, "of 20", 0),
+            Figure("short streams that are incomplete", 20 - whole, "of 20", 0),
             Figure("long streams that end without an error event", 20 - told, "of 20", 0),
             Figure("until the last stream ends", cut_s, "s", timeout + 2),
             Figure("until the process ends", took, "s"),
@@ -150,7 +152,7 @@ async def drain() -> list[Figure]:
 
 
 async def disconnects() -> list[Figure]:
-    """200 clients leave their streams after the first token."""
+    """Closes 200 streams after their first token."""
     with serving() as server:
         await server.wait_until_compiled()
         body = _stream(1900)
@@ -162,7 +164,7 @@ async def disconnects() -> list[Figure]:
 
 
 async def silent() -> list[Figure]:
-    """50 clients ask for long streams and never read them."""
+    """Requests 50 long streams and never reads them."""
     with serving("--kv-cache-memory-bytes", str(2**30)) as server:
         await server.wait_until_compiled()
         body = _stream(1900, n=4, logprobs=5)
@@ -182,12 +184,12 @@ async def silent() -> list[Figure]:
         seconds = await server.wait_until_idle()
         return [
             Figure("growth of memory", most - before, "MiB", 50),
-            Figure("until all blocks are free once they have left", seconds, "s", 2),
+            Figure("until all blocks are free after they disconnect", seconds, "s", 2),
         ]
 
 
 async def soak(num_requests: int = 10_000) -> list[Figure]:
-    """Mixed requests: streams, chats, several outputs, bad ones, clients that leave."""
+    """Sends mixed requests: streams, chats, several outputs, invalid requests, early disconnects."""
     rng = random.Random(1)
     with serving() as server:
         await server.wait_until_compiled()
@@ -222,9 +224,9 @@ async def soak(num_requests: int = 10_000) -> list[Figure]:
         late = points[len(points) // 2 :]
         slope = statistics.linear_regression([n / 1000 for n, _ in late], [mib for _, mib in late]).slope
         return [
-            Figure("memory at first", points[0][1], "MiB"),
-            Figure("memory at last", points[-1][1], "MiB"),
-            Figure("growth of the second half", slope, "MiB per 1,000 requests", 1),
+            Figure("memory at the beginning", points[0][1], "MiB"),
+            Figure("memory at the end", points[-1][1], "MiB"),
+            Figure("growth in the second half", slope, "MiB per 1,000 requests", 1),
             Figure("until all blocks are free", seconds, "s", 2),
         ]
 

@@ -1,4 +1,4 @@
-"""Clients that send a request again and again, in a process that disturbs no others' clocks."""
+"""Clients that repeat a request, in a separate process so that they do not delay the client that measures."""
 
 import asyncio
 import collections
@@ -10,7 +10,15 @@ from server_load.client import Client
 
 
 async def main(port: int, path: str, num_clients: int, seconds: float, body: bytes) -> None:
-    """Sends, and prints how many answers there were of each status."""
+    """Sends requests for `seconds` seconds and prints the number of responses by status as JSON.
+
+    Args:
+        port: Port of the server.
+        path: Path of the route.
+        num_clients: Number of clients, each of which sends one request at a time.
+        seconds: Duration.
+        body: Body of the POST request.
+    """
     server = Client(port)
     statuses = collections.Counter[int]()
     end = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""The command line of the comparison; benchmarks/README.md describes it."""
+"""Command line of the comparison. benchmarks/README.md describes it."""
 
 import argparse
 import json
@@ -19,32 +19,34 @@ from serving.workloads import SCENARIOS
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m serving", description="Compares engines on the scenarios of a server."
+        prog="python -m serving", description="Compares LLM engines on a CPU with workloads of a server."
     )
     parser.add_argument(
         "--engines",
         default="ours",
-        help="comma-separated: ours, ours@TREE (another source tree), vllm (compiled), vllm-eager, openvino; "
-        "each may be followed by :NAME=VALUE of its own arguments. Ratios are of the first (default: ours)",
+        help="comma-separated: ours, llm (LLM.generate), ours@TREE or llm@TREE (another source tree), vllm "
+        "(compiled), vllm-eager, openvino. Each can be followed by :NAME=VALUE, an argument of that engine. "
+        "Ratios are relative to the first engine (default: ours)",
     )
     parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="comma-separated (default: all)")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="comma-separated (default: both)")
-    parser.add_argument("--rounds", type=int, default=1, help="rounds that count, after one that does not")
-    parser.add_argument("--model", type=Path, help="a checkpoint's folder; default: random weights")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds that count, after one warm-up round")
+    parser.add_argument("--model", type=Path, help="checkpoint folder (default: random weights)")
     parser.add_argument(
-        "--reference", type=Path, help="JSON list of the expected outputs of 'crowd', float32"
+        "--reference", type=Path, help="JSON file with the expected outputs of 'crowd' in float32 (token ids)"
     )
     parser.add_argument(
-        "--peers", type=Path, default=ROOT / ".peers", help="the folder with the peers' environments"
+        "--peers", type=Path, default=ROOT / ".peers", help="folder with the environments of the peers"
     )
     parser.add_argument(
-        "--under", default="", help="runs every turn of measurements under this command, such as 'flock FILE'"
+        "--under", default="", help="run measurements under this command, such as 'flock FILE'"
     )
-    parser.add_argument("--out", type=Path, help="writes OUT.json, OUT.md and OUT.svg")
+    parser.add_argument("--out", type=Path, help="write OUT.json, OUT.md and, for several engines, OUT.svg")
     return parser
 
 
 def main() -> None:
+    """Runs the comparison and prints the tables."""
     parser = make_parser()
     args = parser.parse_args()
     try:
@@ -70,7 +72,7 @@ def main() -> None:
         missing = [spec for spec in specs if not launcher.python(spec).exists()]
         if missing:
             names = ", ".join(spec.label for spec in missing)
-            print(f"left out, as there is no environment for them (make bench-peers): {names}")
+            print(f"skipped, because there is no environment for them (see make bench-peers): {names}")
             plan = replace(plan, engines=[spec for spec in specs if spec not in missing])
         comparison = Comparison(plan, launcher, Turn(shlex.split(args.under)), _say)
 

@@ -1,4 +1,4 @@
-"""The model that is served: a Llama of 40M random parameters, written once."""
+"""The model of the benchmarks: a Llama with 40M random parameters, which is written once."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,10 @@ SPECIAL_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>",
 
 
 def write_checkpoint(folder: Path) -> None:
-    """Writes the model in float32, with a tokenizer whose texts tell the token ids, unless it is there."""
+    """Writes the model in float32 and a tokenizer, unless the folder already contains them.
+
+    The text of most tokens is their id, such as "w42", so that the text of an output shows its token ids.
+    """
     done = folder / "tokenizer_config.json"
     if done.exists():
         return

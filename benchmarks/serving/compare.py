@@ -1,4 +1,4 @@
-"""Runs the scenarios on the engines in turn, round by round, and keeps what each run came to."""
+"""Runs of the scenarios on all engines, which alternate round by round."""
 
 import os
 import time
@@ -17,16 +17,17 @@ _MAX_TRIES = 3
 
 @dataclass
 class Run:
-    """One engine's rounds of one scenario in one dtype.
+    """All rounds of one engine in one scenario and dtype.
 
     Args:
-        engine: Its label.
-        scenario: Its name.
-        dtype: Of weights and cache.
-        rounds: One per round that counts.
-        num_equal: How many outputs are as expected, in the worst round; None if nothing is expected.
-        num_requests: Of the scenario.
-        commit: Of the source tree when the process was started; "" of peers.
+        engine: Label of the engine.
+        scenario: Name of the scenario.
+        dtype: Dtype of weights and KV cache.
+        rounds: Metrics of each round that counts.
+        num_equal: Number of outputs that equal the expected ones, in the worst round; None if no outputs are
+            expected.
+        num_requests: Number of requests in a round.
+        commit: Commit of the source tree when the process was started; empty for peers.
     """
 
     engine: str
@@ -40,16 +41,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared.
+    """Settings of a comparison.
 
     Args:
-        engines: The first is the one that ratios are of.
-        scenarios: In the order in which they run.
-        dtypes: Each gets processes of its own.
-        num_rounds: Rounds that count; one before them does not, as it touches memory for the first time.
-        vocab_size: Of the model.
-        reference: The expected outputs of the scenario "crowd" in float32, if they are known. Where there is
-            none, those of the last engine are expected of the others; in bfloat16 rounding tells them apart.
+        engines: The engines. Ratios are relative to the first one.
+        scenarios: The scenarios, in the order in which they run.
+        dtypes: The dtypes. Each of them has its own processes.
+        num_rounds: Number of rounds that count. One more round before them does not count, because memory is
+            touched for the first time in it.
+        vocab_size: Vocabulary size of the model.
+        reference: Expected outputs of the scenario "crowd" in float32, if they are known. Otherwise, the
+            outputs of the last engine are expected. In bfloat16, rounding makes some outputs differ.
     """
 
     engines: Sequence[EngineSpec]
@@ -61,20 +63,21 @@ class Plan:
 
 
 class Comparison:
-    """Takes the engines through a plan.
+    """A comparison and its results.
 
     Args:
-        plan: What is compared.
+        plan: Settings of the comparison.
         launcher: Starts the processes.
-        turn: Keeps the machine quiet during measurements.
-        say: Takes one line per measurement.
+        turn: Lock that is held during measurements.
+        say: Receives a line of text when an engine starts, fails or finishes a round.
 
     Attributes:
-        runs: What was found so far.
-        versions: Of each engine, as it says itself.
-        startup_s: Seconds until an engine's process was ready, by dtype and label. They are not measured in
-            turn, so other processes may have slowed them down.
-        failures: What did not come up or ended early, and why; the others go on without it.
+        runs: The results so far.
+        versions: The version that each engine reports, by label.
+        startup_s: Time until each engine was ready (seconds), by dtype and label. Other work on the machine
+            may have increased it, because the lock is not held then.
+        failures: Messages about engines that did not start or that ended early. The comparison continues
+            without them.
     """
 
     def __init__(self, plan: Plan, launcher: Launcher, turn: Turn, say: Callable[[str], None]) -> None:
@@ -89,10 +92,10 @@ class Comparison:
         self._commits: dict[str, str] = {}
 
     def run(self, save: Callable[[], None]) -> None:
-        """Runs everything.
+        """Runs all scenarios.
 
         Args:
-            save: Called after every scenario.
+            save: Called after each scenario.
         """
         for dtype in self._plan.dtypes:
             for over_http in (False, True):
@@ -148,10 +151,10 @@ class Comparison:
     def _run_round(
         self, scenario: Scenario, round_: int, processes: dict[str, EngineProcess]
     ) -> dict[str, tuple[list[Answer], Figures]]:
-        """Measures every engine once, and again if it was disturbed.
+        """Measures every engine once, and repeats measurements that other processes disturbed.
 
-        With shared prefixes the whole round is repeated, as a second try of one engine must not find those of
-        the first, and all engines must be asked the same.
+        If the requests share prefixes, the whole round is repeated. The second attempt needs new prefixes,
+        because the first ones are cached, and all engines must receive the same requests.
         """
         found: dict[str, tuple[list[Answer], Figures]] = {}
         labels = list(processes)
@@ -186,6 +189,7 @@ class Comparison:
 def measure(
     process: EngineProcess, requests: Sequence[Request], scenario: Scenario
 ) -> tuple[list[Answer], Figures]:
+    """Runs requests on a stopped process, stops it again, and returns the answers and the metrics."""
     process.go_on()
     try:
         process.forget_peak()
@@ -201,6 +205,6 @@ def measure(
 
 
 def _machine_cpu_s() -> float:
-    """Returns the processor time of the whole machine so far, idle time left out, in seconds."""
+    """Returns the processor time of the whole machine so far, without idle time (seconds)."""
     ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")

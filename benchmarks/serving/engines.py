@@ -1,4 +1,4 @@
-"""The engines that can be compared: how each is named, and how its process is started."""
+"""The engines that can be compared: their names on the command line, and how their processes are started."""
 
 import os
 import shlex
@@ -20,13 +20,13 @@ OF_A_TREE = ("ours", "llm")
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """An engine as the command line names it.
+    """An engine and its arguments.
 
     Args:
-        label: For tables.
+        label: Name in tables: the text from the command line.
         kind: One of KINDS.
-        tree: Of OF_A_TREE: the source tree whose jax_paged is served.
-        arguments: Further arguments of the engine's own.
+        tree: Source tree whose jax_paged is used, for the kinds in OF_A_TREE.
+        arguments: Further arguments of the engine.
     """
 
     label: str
@@ -36,15 +36,15 @@ class EngineSpec:
 
     @property
     def has_server(self) -> bool:
-        """Whether it has a server of the OpenAI API."""
+        """Whether the engine has a server with the OpenAI API that can be measured."""
         return self.kind not in ("llm", "openvino")
 
 
 def parse_engine(text: str) -> EngineSpec:
-    """Reads KIND, KIND@TREE or either with arguments: ours@../other:max_num_batched_tokens=256.
+    """Returns the engine for KIND[@TREE][:NAME=VALUE]..., such as ours@../other:max_num_batched_tokens=256.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If the text does not have this form.
     """
     head, *pairs = text.split(":")
     kind, _, tree = head.partition("@")
@@ -66,18 +66,18 @@ def parse_engine(text: str) -> EngineSpec:
 
 
 def commit_of(tree: Path) -> str:
-    """Returns the commit of a source tree, with "+" if files differ from it; "" outside of git."""
+    """Returns the commit of a source tree, with "+" if there are uncommitted changes; empty without git."""
     command = ["git", "-C", str(tree), "describe", "--always", "--exclude=*", "--dirty=+"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 class Launcher:
-    """Starts engines' processes.
+    """Starts the processes of engines.
 
     Args:
-        model: The checkpoint's folder.
-        peers: The folder with the peers' environments.
-        logs: The folder for what the processes print.
+        model: Checkpoint folder.
+        peers: Folder with the environments of the peers.
+        logs: Folder for the output of the processes.
     """
 
     def __init__(self, model: Path, peers: Path, logs: Path) -> None:
@@ -86,15 +86,20 @@ class Launcher:
         self._logs = logs
 
     def python(self, spec: EngineSpec) -> Path:
-        """Returns the Python that an engine runs on."""
+        """Returns the Python interpreter of an engine."""
         environments = {**dict.fromkeys(OF_A_TREE, sys.prefix), "openvino": self._peers / "openvino"}
         return Path(environments.get(spec.kind, self._peers / "vllm")) / "bin" / "python"
 
     def start(self, spec: EngineSpec, dtype: str, *, server: bool) -> EngineProcess:
-        """Starts an engine, or its server with clients.
+        """Starts the process of an engine.
+
+        Args:
+            spec: The engine.
+            dtype: Dtype of weights and KV cache.
+            server: Whether to start the engine's server, with clients, instead of the engine alone.
 
         Raises:
-            RuntimeError: If it does not come up.
+            RuntimeError: If the process ends before it is ready.
         """
         modules = {"ours": "run_jax_paged", "llm": "run_llm", "openvino": "run_openvino"}
         module = modules.get(spec.kind, "run_vllm")
@@ -124,7 +129,7 @@ class Launcher:
                 yield f"{option}={value}"
 
     def _folder(self, spec: EngineSpec) -> Path:
-        """Returns the checkpoint as an engine reads it; for OpenVINO it is converted, once."""
+        """Returns the checkpoint folder for an engine. For OpenVINO, the checkpoint is converted once."""
         if spec.kind != "openvino":
             return self._model
         converted = ROOT / "benchmarks" / "checkpoints" / f"{self._model.name}-openvino"

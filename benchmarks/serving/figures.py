@@ -1,4 +1,4 @@
-"""What a run of a scenario comes to: rates, latencies, use of the machine."""
+"""Metrics of a run: rates, latencies, processor time and memory."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from serving.runner import Answer
 from serving.workloads import Request
 
-# What takes more than this many cores beside the engine disturbs it; then a measurement is repeated.
+# A measurement is repeated if other processes used more cores than this.
 QUIET_CORES = 0.15
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One engine's run of one scenario.
+    """Metrics of one engine in one round of a scenario.
 
     Args:
-        output_tokens_per_s: Output tokens over the time from the first arrival to the last token.
-        all_tokens_per_s: The same of prompt and output tokens.
-        first_token_p50_s: Time from arrival to first token, the median of the requests.
-        first_token_p99_s: The same, 99th percentile.
-        per_token_p50_ms: A request's time per output token after the first, the median of the requests.
-        per_token_p99_ms: The same, 99th percentile.
-        gap_p99_ms: Time between two tokens of a request, 99th percentile of all.
-        cores: Processor time over time, of the engine's processes.
-        other_cores: The same, of everything else on the machine.
-        peak_mib: The most resident memory, in MiB.
+        output_tokens_per_s: Output tokens divided by the time from the start to the last token.
+        all_tokens_per_s: Prompt and output tokens divided by the same time.
+        first_token_p50_s: Time from arrival to first token (seconds), median of the requests.
+        first_token_p99_s: Time from arrival to first token (seconds), 99th percentile.
+        per_token_p50_ms: Mean time per output token after the first (milliseconds), median of the requests.
+        per_token_p99_ms: Mean time per output token after the first (milliseconds), 99th percentile.
+        gap_p99_ms: Time between two tokens of a request (milliseconds), 99th percentile of all gaps.
+        cores: Processor time of the engine's processes divided by the elapsed time.
+        other_cores: Processor time of all other processes divided by the elapsed time.
+        peak_mib: Peak resident memory (MiB).
     """
 
     output_tokens_per_s: float
@@ -54,10 +54,17 @@ def figures_of(
     other_cores: float,
     peak_mib: float,
 ) -> Figures:
-    """Works out the figures of a run; the keywords are as Figures has them.
+    """Returns the metrics of a run.
+
+    Args:
+        requests: The requests.
+        answers: Their answers.
+        cores: See Figures.
+        other_cores: See Figures.
+        peak_mib: See Figures.
 
     Raises:
-        ValueError: If a request did not get its tokens.
+        ValueError: If a request does not have the expected number of tokens.
     """
     for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
         if answer.num_tokens != request.max_tokens:

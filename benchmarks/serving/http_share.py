@@ -1,8 +1,9 @@
-"""How much of the speed of `LLM.generate` is left over HTTP: both in turn, round by round.
+"""Throughput of the HTTP server as a share of the throughput of `LLM.generate`.
 
     python -m serving.http_share --dtypes float32,bfloat16 --rounds 8
 
-The server and its 64 clients share the machine's cores with the model.
+Both run the same 64 requests and alternate round by round. The server and its 64 clients share the cores of
+the machine with the model.
 """
 
 import argparse
@@ -17,20 +18,21 @@ from serving.engines import ROOT, Launcher, commit_of, parse_engine
 from serving.process import EngineProcess
 from serving.workloads import SCENARIOS
 
-MODES = {"single steps": 1, "bursts of 8": 8}
+MODES = {"1 step per dispatch": 1, "8 steps per dispatch": 8}
 
 
 def main() -> None:
+    """Runs the comparison and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m serving.http_share", description=__doc__)
     parser.add_argument("--dtypes", default="float32,bfloat16", help="comma-separated (default: both)")
-    parser.add_argument("--rounds", type=int, default=8, help="rounds that count, after one that does not")
-    parser.add_argument("--model", type=Path, help="a checkpoint's folder; default: random weights")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds that count, after one warm-up round")
+    parser.add_argument("--model", type=Path, help="checkpoint folder (default: random weights)")
     args = parser.parse_args()
     model = (args.model or ROOT / "benchmarks" / "checkpoints" / "serving").resolve()
     if args.model is None:
         write_checkpoint(model)
     print(f"commit {commit_of(ROOT)}; medians (lowest and highest round) of {args.rounds} rounds\n")
-    print("| dtype | steps | `LLM.generate`, output tokens/s | over HTTP | of its speed |")
+    print("| dtype | decode steps | `LLM.generate`, output tokens/s | over HTTP | ratio |")
     print("|---|---|---|---|---|")
     for dtype in args.dtypes.split(","):
         with tempfile.TemporaryDirectory() as logs:
@@ -50,7 +52,7 @@ def compare(launcher: Launcher, model: Path, dtype: str, num_rounds: int) -> Non
                 processes[mode, over_http].stop()
                 speeds[mode, over_http] = []
         for round_ in range(num_rounds + 1):
-            # Whoever comes first has a warmer machine: they take turns.
+            # The order alternates, because the position in a round affects the speed.
             for key in sorted(processes, reverse=round_ % 2 == 1):
                 _, figures = measure(processes[key], scenario.make(vocab_size, round_), scenario)
                 if round_ > 0:

@@ -1,4 +1,4 @@
-"""A picture of a comparison: bars of speed, scenario by scenario."""
+"""Bar charts of a comparison."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from serving.workloads import SCENARIOS
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Draws, per dtype, how fast each engine is beside the first; the lines span the rounds.
+    """Draws one chart per dtype: the speed of each engine relative to the first. Lines show the range.
 
     Args:
-        runs: Of several engines.
-        path: Of the file, whose suffix says the format.
+        runs: Runs of several engines.
+        path: File of the picture; its suffix determines the format.
     """
     import matplotlib.pyplot as plt
 
@@ -29,7 +29,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         names = list(dict.fromkeys(run.scenario for run in chosen))
         width = 0.8 / len(engines)
         for run in chosen:
-            # A peer's speed beside the first engine's is the inverse of how many times as fast that one is.
+            # `ratios` returns the speed of the first engine relative to this one; bars show the inverse.
             speeds = [1 / ratio for ratio in ratios(run, first_of[dtype, run.scenario])]
             middle = statistics.median(speeds)
             place = engines.index(run.engine)

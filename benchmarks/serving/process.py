@@ -1,4 +1,4 @@
-"""An engine's process: started once, asked for scenarios, and stopped while others are measured."""
+"""Process of an engine, which is started once and stopped while other engines are measured."""
 
 import contextlib
 import json
@@ -20,20 +20,20 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class EngineProcess:
-    """A runner and whatever it starts: one session of processes, which are stopped and continued together.
+    """A runner process and its children: one session of processes that are stopped and continued together.
 
     Args:
-        command: What runs it, but for the settings.
-        settings: What the engine is made from.
-        environment: Of the process.
-        log: Takes what it prints.
+        command: Command of the runner, without the settings.
+        settings: Settings of the engine.
+        environment: Additional environment variables.
+        log: File for the output of the processes.
 
     Attributes:
-        version: Of the engine, as it says.
-        startup_s: Seconds until it was ready.
+        version: Version that the engine reports.
+        startup_s: Time until the engine was ready (seconds).
 
     Raises:
-        RuntimeError: If it does not come up.
+        RuntimeError: If the process ends before the engine is ready.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class EngineProcess:
                 env={**os.environ, **environment},
                 text=True,
                 start_new_session=True,
-                cwd=Path(__file__).resolve().parent.parent,  # not the caller's: it may hold another jax_paged
+                cwd=Path(__file__).resolve().parent.parent,  # the caller's folder may have another jax_paged
             )
         try:
             self.version: str = self._read()["version"]
@@ -61,7 +61,12 @@ class EngineProcess:
             raise
 
     def ask(self, requests: list[Request], *, prefix_caching: bool) -> list[Answer]:
-        """Runs requests; the process must not be stopped."""
+        """Runs requests and returns their answers. The process must not be stopped.
+
+        Args:
+            requests: The requests.
+            prefix_caching: Whether the engine caches prefixes that the requests have in common.
+        """
         message = {"requests": [asdict(r) for r in requests], "prefix_caching": prefix_caching}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message) + "\n")
@@ -69,31 +74,31 @@ class EngineProcess:
         return [Answer(**answer) for answer in self._read()]
 
     def stop(self) -> None:
-        """Keeps it from using the processor until it goes on."""
+        """Stops the processes, so that they do not use the processor."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Ends a stop."""
+        """Continues the stopped processes."""
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """Ends the process and those that it has started."""
+        """Kills the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def cpu_s(self) -> float:
-        """Returns the processor time of the session's processes so far, in seconds."""
+        """Returns the processor time that the processes have used so far (seconds)."""
         fields = (_stat(pid) for pid in self._pids())
         return sum(int(f[11]) + int(f[12]) for f in fields if f) / _TICKS
 
     def forget_peak(self) -> None:
-        """Lets peak_mib start anew."""
+        """Resets the peak memory of the processes."""
         for pid in self._pids():
             (Path("/proc") / str(pid) / "clear_refs").write_text("5")
 
     def peak_mib(self) -> float:
-        """Returns the most resident memory since `forget_peak`, summed over the processes, in MiB."""
+        """Returns the peak resident memory since `forget_peak`, summed over the processes (MiB)."""
         total = 0
         for pid in self._pids():
             status = (Path("/proc") / str(pid) / "status").read_text()
@@ -105,11 +110,14 @@ class EngineProcess:
         line = self._process.stdout.readline()
         if not line:
             tail = self._log.read_text(errors="replace")[-2000:]
-            raise RuntimeError(f"the engine's process ended; the last it printed ({self._log}):\n{tail}")
+            raise RuntimeError(f"the engine's process ended; the end of its output ({self._log}):\n{tail}")
         return json.loads(line)
 
     def _wait_until_idle(self) -> None:
-        """Returns when nothing is compiled or loaded any more, which a stop would only put off."""
+        """Waits until the engine has compiled and loaded everything.
+
+        If it were stopped earlier, the rest of this work would run during a measurement.
+        """
         used = self.cpu_s()
         while True:
             time.sleep(_IDLE_WINDOW_S)
@@ -124,7 +132,7 @@ class EngineProcess:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Returns the fields of /proc/PID/stat from the state on; None if the process has ended."""
+    """Returns the fields of /proc/PID/stat, beginning with the state; None if the process has ended."""
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -132,11 +140,11 @@ def _stat(pid: int) -> list[str] | None:
 
 
 class Turn:
-    """Keeps the machine quiet for as long as a turn lasts.
+    """Lock that keeps other work off the machine during measurements.
 
     Args:
-        command: Runs the command after it, and keeps others from the processor until that ends; such as
-            ["flock", "FILE"]. Empty: nobody else is there.
+        command: Command that holds the lock while the command in its arguments runs, such as
+            ["flock", "FILE"]. Empty if no lock is needed.
     """
 
     def __init__(self, command: list[str]) -> None:
@@ -145,7 +153,10 @@ class Turn:
         self._since = 0.0
 
     def begin(self) -> None:
-        """Begins a turn, unless one has begun less than 30 seconds ago: then that goes on."""
+        """Acquires the lock, unless it is already held.
+
+        If it has been held for 30 seconds, it is released and acquired again, so that others can get it.
+        """
         if not self._command or (self._holder and time.monotonic() - self._since < 30):
             return
         self.end()
@@ -160,7 +171,7 @@ class Turn:
         self._since = time.monotonic()
 
     def end(self) -> None:
-        """Ends the turn, if one has begun."""
+        """Releases the lock, if it is held."""
         if self._holder:
             self._holder.communicate()
             self._holder = None

@@ -1,4 +1,4 @@
-"""Tables of what was found: markdown for people, JSON for programs."""
+"""Results of a comparison as Markdown tables and as JSON."""
 
 import json
 import os
@@ -17,7 +17,7 @@ _COLUMNS = (
     "scenario",
     "engine",
     "output tokens/s",
-    "speed of {first} beside it",
+    "speed of {first} relative to this",
     "all tokens/s",
     "first token s (p99)",
     "per token ms (p99)",
@@ -29,7 +29,7 @@ _COLUMNS = (
 
 
 def processor() -> str:
-    """Returns the processor's name and the number of cores, and what sets its speed here."""
+    """Returns the number of cores, the name of the processor and its most important vector instructions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     fields = {key.strip(): value.strip() for key, value in fields.items()}
@@ -40,21 +40,24 @@ def processor() -> str:
 
 
 def ratios(run: Run, first: Run) -> list[float]:
-    """Returns, round by round, how many times as fast as a run the first engine's was."""
-    pairs = list(zip(run.rounds, first.rounds, strict=False))  # fewer where an engine ended early
+    """Returns for each round the speed of the first engine divided by the speed of this one.
+
+    The speed is the output tokens per second or, in a paced scenario, the inverse of the time per token.
+    """
+    pairs = list(zip(run.rounds, first.rounds, strict=False))  # an engine that ended early has fewer rounds
     if SCENARIOS[run.scenario].is_paced:
         return [theirs.per_token_p50_ms / ours.per_token_p50_ms for theirs, ours in pairs]
     return [ours.output_tokens_per_s / theirs.output_tokens_per_s for theirs, ours in pairs]
 
 
 def spread(values: Sequence[float], form: str = ".0f") -> str:
-    """Returns the median of values, and the smallest and the largest."""
+    """Returns the median as text; if there are several values, with the minimum and maximum in brackets."""
     middle = format(statistics.median(values), form)
     return middle if len(values) == 1 else f"{middle} ({min(values):{form}}-{max(values):{form}})"
 
 
 def firsts(runs: Sequence[Run]) -> dict[tuple[str, str], Run]:
-    """Returns the run of the first engine of every dtype and scenario."""
+    """Returns the run of the first engine for each dtype and scenario."""
     found: dict[tuple[str, str], Run] = {}
     for run in runs:
         found.setdefault((run.dtype, run.scenario), run)
@@ -62,7 +65,7 @@ def firsts(runs: Sequence[Run]) -> dict[tuple[str, str], Run]:
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """Returns one table per dtype; medians, with the smallest and largest of the rounds in brackets."""
+    """Returns one table per dtype, with medians of the rounds and in some columns their range in brackets."""
     first_of = firsts(runs)
     text = ""
     for dtype in dict.fromkeys(run.dtype for run in runs):
@@ -107,7 +110,7 @@ def _table_row(cells: Sequence[str]) -> str:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Returns everything that was found so far, and where."""
+    """Returns all results so far, with the date and the processor."""
     return {
         "date": date.today().isoformat(),
         "processor": processor(),
@@ -119,7 +122,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def write(comparison: Comparison, stem: Path) -> None:
-    """Writes the JSON file and the tables next to each other, as STEM.json and STEM.md."""
+    """Writes the results to STEM.json and the tables to STEM.md."""
     found = as_json(comparison)
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")

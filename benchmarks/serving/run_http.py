@@ -1,4 +1,4 @@
-"""A server of the OpenAI API and its clients, as a process that answers scenarios."""
+"""A server with the OpenAI API and its clients, as a process that runs scenarios."""
 
 import asyncio
 import http.client
@@ -19,9 +19,10 @@ STARTUP_S = 900
 
 
 class Server:
-    """A server process, and a client with its own connection for every request.
+    """A server process, and one client connection for each request.
 
-    settings.arguments: "command", which starts the server, but for its port.
+    Args:
+        settings: `arguments` has only the entry "command", the command of the server without its port.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -29,16 +30,16 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
         command = [*settings.arguments["command"], "--port", str(self._port)]
-        self._process = subprocess.Popen(command)  # ends with this process's group
+        self._process = subprocess.Popen(command)  # is killed together with the group of this process
         self._runs = itertools.count()
         deadline = time.monotonic() + STARTUP_S
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"no server came up: {command}")
+                raise RuntimeError(f"the server did not start: {command}")
             time.sleep(0.5)
 
     def __call__(self, requests: list[Request], prefix_caching: bool) -> list[Answer]:
-        """Streams all requests at once, each from its arrival on."""
+        """Streams the outputs of all requests, each of which is sent at its arrival time."""
         salt = str(next(self._runs))
         return uvloop.run(self._ask_all(requests, salt))
 
@@ -47,11 +48,11 @@ class Server:
         start = time.perf_counter()
         arrivals = [request.arrival_s for request in requests]
         streams = await asyncio.gather(*map(self._stream, messages, arrivals, [start] * len(requests)))
-        # Only now: what the clients compute meanwhile is taken from the server's cores.
+        # Parsed after all streams have ended, because clients and server share the cores.
         return [_answer_of(parts) for parts in streams]
 
     async def _stream(self, message: bytes, arrival_s: float, start: float) -> list[tuple[float, bytes]]:
-        """Asks for a stream; returns what has come, and when, in seconds."""
+        """Sends a request; returns the received parts with their times (seconds)."""
         await asyncio.sleep(max(0.0, arrival_s - (time.perf_counter() - start)))
         loop = asyncio.get_running_loop()
         transport, reader = await loop.create_connection(lambda: _Reader(start), "127.0.0.1", self._port)
@@ -59,7 +60,7 @@ class Server:
         await reader.ended
         received = b"".join(part for _, part in reader.parts)
         if b" 200 " not in received[:20]:
-            raise RuntimeError(f"the server answered: {received[:500]!r}")
+            raise RuntimeError(f"the response must have status 200, got {received[:500]!r}")
         return reader.parts
 
     def _is_ready(self) -> bool:
@@ -74,7 +75,7 @@ class Server:
 
 
 def _message(request: Request, salt: str) -> bytes:
-    """Returns what a client sends: the head and the body."""
+    """Returns the HTTP request for a stream: head and body."""
     body = {
         "model": NAME,
         "prompt": request.prompt,
@@ -97,13 +98,15 @@ def _message(request: Request, salt: str) -> bytes:
 
 
 class _Reader(asyncio.BufferedProtocol):
-    """Notes what comes, and when, into one buffer: asyncio's streams take a new one of 256 KiB for each part.
+    """Protocol that records the parts of a response and their times.
+
+    All connections use one buffer, because asyncio's streams would allocate 256 KiB for each part.
 
     Args:
-        start: Seconds of time.perf_counter that times count from.
+        start: Start of the scenario, a value of time.perf_counter().
     """
 
-    _buffer = memoryview(bytearray(2**16))  # of all connections: what is in it is copied at once
+    _buffer = memoryview(bytearray(2**16))  # can be shared, because its contents are copied immediately
 
     def __init__(self, start: float) -> None:
         self.parts: list[tuple[float, bytes]] = []
@@ -121,7 +124,7 @@ class _Reader(asyncio.BufferedProtocol):
 
 
 def _answer_of(parts: list[tuple[float, bytes]]) -> Answer:
-    """Reads the events of a stream from its parts; an event has come with the end of its line."""
+    """Returns the answer in the parts of a stream. An event has the time of the part that ends its line."""
     answer, pieces, line = Answer("", 0, []), [], b""
     for seconds, part in parts:
         *ended, line = (line + part).split(b"\n")

@@ -1,4 +1,4 @@
-"""jax-paged as a process that answers scenarios."""
+"""jax-paged's `LLMEngine` as a process that runs scenarios."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from serving.workloads import Request
 
 
 class Engine:
-    """An engine whose buckets are all compiled."""
+    """An engine that has compiled all its programs."""
 
     def __init__(self, settings: Settings) -> None:
         arguments = {
@@ -28,7 +28,7 @@ class Engine:
         self._runs = itertools.count()
 
     def __call__(self, requests: list[Request], prefix_caching: bool) -> list[Answer]:
-        """Runs requests; a salt keeps their prefixes apart from those of other calls."""
+        """Runs requests. A cache salt prevents them from using prefixes that earlier calls have cached."""
         salt = str(next(self._runs))
 
         def add(i: int, request: Request) -> None:

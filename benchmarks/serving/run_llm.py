@@ -1,4 +1,4 @@
-"""`LLM.generate` as a process that answers scenarios: prompts in, whole outputs with their texts out."""
+"""`LLM.generate` as a process that runs scenarios. Unlike the other engines, it detokenizes the outputs."""
 
 import itertools
 import time
@@ -12,7 +12,7 @@ from serving.workloads import Request
 
 
 class Script:
-    """What a script does that uses LLM; its buckets are all compiled."""
+    """`LLM` with its defaults for scripts, after it has compiled all its programs."""
 
     def __init__(self, settings: Settings) -> None:
         arguments = {
@@ -26,12 +26,12 @@ class Script:
         self._runs = itertools.count()
 
     def __call__(self, requests: list[Request], prefix_caching: bool) -> list[Answer]:
-        """Runs requests, all at once; of their times only the first and the last are known.
+        """Runs requests that all arrive at once. Only the times of their first and last tokens are known.
 
-        A salt keeps their prefixes apart from those of other calls.
+        A cache salt prevents them from using prefixes that earlier calls have cached.
 
         Raises:
-            ValueError: If one is to arrive later.
+            ValueError: If a request has a later arrival time.
         """
         if any(request.arrival_s for request in requests):
             raise ValueError("all requests must arrive at once for LLM.generate")

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's paged pipeline as a process that answers scenarios."""
+"""OpenVINO GenAI's pipeline with continuous batching as a process that runs scenarios."""
 
 import os
 from typing import Any
@@ -15,7 +15,7 @@ PRECISION = {"float32": "f32", "bfloat16": "bf16"}
 
 
 class Engine:
-    """A pipeline, made again whenever prefix caching is switched: that can't be changed in a running one."""
+    """A pipeline. It is created again to switch prefix caching, which cannot be changed afterwards."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -23,7 +23,7 @@ class Engine:
         self._caches_prefixes = False
 
     def __call__(self, requests: list[Request], prefix_caching: bool) -> list[Answer]:
-        """Runs requests; their prompts must differ from those of earlier calls if prefixes are cached."""
+        """Runs requests. With prefix caching, their prompts must differ from the prompts of earlier calls."""
         if self._pipeline is None or self._caches_prefixes != prefix_caching:
             self._pipeline = None
             self._pipeline = self._make(prefix_caching)

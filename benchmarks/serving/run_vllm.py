@@ -1,4 +1,4 @@
-"""vLLM, the CPU build, as a process that answers scenarios."""
+"""The CPU build of vLLM as a process that runs scenarios."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from serving.workloads import Request
 
 
 class Engine:
-    """vLLM's engine, in this process."""
+    """vLLM's engine."""
 
     def __init__(self, settings: Settings) -> None:
         arguments = {
@@ -28,7 +28,7 @@ class Engine:
         self._runs = itertools.count()
 
     def __call__(self, requests: list[Request], prefix_caching: bool) -> list[Answer]:
-        """Runs requests; a salt keeps their prefixes apart from those of other calls."""
+        """Runs requests. A cache salt prevents them from using prefixes that earlier calls have cached."""
         salt = str(next(self._runs))
 
         def add(i: int, request: Request) -> None:

@@ -1,6 +1,6 @@
-"""The loop of an engine's process: scenarios come in as lines of JSON, tokens and their times go out.
+"""Main loop of an engine's process: reads scenarios as lines of JSON, writes tokens and their times.
 
-Runs on every engine's own Python (3.11 or newer) and needs nothing but its standard library.
+It runs in the environment of each engine (Python 3.11 or newer) and uses the standard library only.
 """
 
 import json
@@ -13,24 +13,24 @@ from typing import Any
 
 from serving.workloads import Request
 
-# Adds the request of an index; runs a step and returns the indices that got tokens, with the tokens.
+# Add submits the request with an index. Step runs a step and returns pairs of index and new tokens.
 Add = Callable[[int, Request], None]
 Step = Callable[[], Iterable[tuple[int, list[int]]]]
 
 MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 64
-POOL_GIB = 1  # the least that vLLM and OpenVINO can be given
-OUR_POOL_BYTES = 2**29  # all blocks are touched at the start; this many hold every scenario
+POOL_GIB = 1  # the minimum for vLLM and OpenVINO
+OUR_POOL_BYTES = 2**29  # enough for every scenario; jax-paged touches all blocks at the start
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What an engine is made from.
+    """Settings of an engine.
 
     Args:
-        model: The checkpoint's folder.
+        model: Checkpoint folder.
         dtype: "float32" or "bfloat16".
-        arguments: Further arguments of the engine's own.
+        arguments: Further arguments of the engine.
     """
 
     model: str
@@ -40,12 +40,12 @@ class Settings:
 
 @dataclass
 class Answer:
-    """What became of one request.
+    """Result of one request.
 
     Args:
-        output: Its token ids; text, of an HTTP server that returns no ids.
-        num_tokens: How many tokens it got.
-        times: When each piece of the output came, in seconds from the start of the scenario.
+        output: Token ids; or text, if a server returned no token ids.
+        num_tokens: Number of output tokens.
+        times: Time of each part of the output, counted from the start of the scenario (seconds).
     """
 
     output: list[int] | str
@@ -54,7 +54,7 @@ class Answer:
 
 
 def drive(requests: list[Request], add: Add, step: Step) -> list[Answer]:
-    """Runs requests through an engine that is stepped by hand, each from its arrival on."""
+    """Steps an engine until all requests have finished; each request is added at its arrival time."""
     outputs: list[list[int]] = [[] for _ in requests]
     times: list[list[float]] = [[] for _ in requests]
     waiting = sorted(range(len(requests)), key=lambda i: requests[i].arrival_s)
@@ -77,14 +77,14 @@ def drive(requests: list[Request], add: Add, step: Step) -> list[Answer]:
 
 
 def main(make: Callable[[Settings], Callable[[list[Request], bool], list[Answer]]], version: str) -> None:
-    """Serves scenarios until the standard input ends.
+    """Runs scenarios until standard input ends.
 
     Args:
-        make: Makes the engine, ready to be measured. It is called with requests, and whether prefixes
-            shared among them are to be cached. No call may find the prefixes of an earlier one.
-        version: Of the engine.
+        make: Returns an engine that is ready: a function of the requests of a scenario, and of whether to
+            cache the prefixes that they have in common. A call must not use prefixes of an earlier call.
+        version: Version of the engine.
     """
-    # Whatever the engine prints goes to the standard error; the standard output is for answers only.
+    # The output of the engine goes to standard error, because standard output is only for answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     run = make(Settings(**json.loads(sys.argv[1])))

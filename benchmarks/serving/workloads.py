@@ -1,20 +1,23 @@
-"""The scenarios: who asks for what, and when. Every engine's own Python imports this, so it needs nothing."""
+"""The scenarios: requests and their arrival times.
+
+Every engine imports this module in its own environment, so it uses the standard library only.
+"""
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-FIRST_ID = 260  # below are the special tokens and single bytes of the usual vocabularies
+FIRST_ID = 260  # smaller ids are special tokens and single bytes in the usual vocabularies
 
 
 @dataclass(frozen=True)
 class Request:
-    """One greedy request; end tokens are ignored.
+    """One greedy request, for which end tokens are ignored.
 
     Args:
         prompt: Token ids.
-        max_tokens: Exactly so many tokens are made.
-        arrival_s: When it is submitted, in seconds from the start of the scenario.
+        max_tokens: Exact number of output tokens.
+        arrival_s: Time of submission, counted from the start of the scenario (seconds).
     """
 
     prompt: list[int]
@@ -24,16 +27,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One thing that people do with an engine.
+    """One workload.
 
     Args:
-        name: For the command line.
-        title: For tables.
-        make: Makes the requests from the size of the vocabulary and the number of the round.
-        over_http: Whether the requests go to a server instead of into the engine.
-        shares_prefixes: Whether prompts begin alike, so that engines may cache prefixes.
-        is_paced: Whether arrivals set the pace: then the time per token says how fast an engine is, and not
-            the tokens per second.
+        name: Name on the command line.
+        title: Name in tables.
+        make: Returns the requests for a vocabulary size and a round number.
+        over_http: Whether the requests are sent to a server instead of directly to the engine.
+        shares_prefixes: Whether prompts have common prefixes. Then engines cache prefixes.
+        is_paced: Whether the arrival times limit the tokens per second. Then engines are compared by their
+            time per token.
     """
 
     name: str
@@ -45,7 +48,7 @@ class Scenario:
 
 
 def crowd(vocab_size: int = 8192, round_: int = 0) -> list[Request]:
-    """Returns 64 requests, prompts of 16-256 and outputs of 16-128 tokens; the same ones in every round."""
+    """Returns 64 requests with 16-256 prompt tokens and 16-128 output tokens, the same in every round."""
     rng = random.Random(0)
     requests = []
     for _ in range(64):
@@ -63,9 +66,9 @@ def _at_once(count: int, prompt_len: int, max_tokens: int) -> Callable[[int, int
 
 
 def bursts(vocab_size: int, round_: int) -> list[Request]:
-    """Returns 4 bursts of 16 requests, two seconds apart; each starts with one of 4 prefixes of 512 tokens.
+    """Returns 4 bursts of 16 requests, two seconds apart. Each prompt has one of 4 prefixes of 512 tokens.
 
-    The tokens differ from round to round, so that no round finds prefixes that an earlier one has left.
+    The tokens differ between rounds, so that no round finds cached prefixes of an earlier round.
     """
     rng = random.Random(1000 + round_)
     prefixes = [_tokens(rng, 512, vocab_size) for _ in range(4)]

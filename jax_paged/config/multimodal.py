@@ -69,7 +69,7 @@ class ImageSettings:
         """
         given = args.mm_processor_kwargs or {}
         names = _PATCH_ARGS if isinstance(spec, PatchSpec) else _TILE_ARGS
-        allowed = f"a dict with no other key than {' and '.join(names)} for this model"
+        allowed = f"a dict with some of the keys {', '.join(names)} for this model"
         check(given.keys() <= set(names), "mm_processor_kwargs", given, allowed)
         limit, cache_bytes = max_images(args.limit_mm_per_prompt), int(args.encoder_cache_gb * 2**30)
         domains = tuple(domain.lower() for domain in args.allowed_media_domains)

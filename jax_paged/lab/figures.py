@@ -41,7 +41,7 @@ def png_of(draw: Callable[[], "Figure"]) -> bytes | None:
 
 
 def format_seconds(value: float) -> str:
-    """Returns a time as text with three digits and a unit; "never" for NaN."""
+    """Returns a time as text with three digits and a unit; "n/a" for NaN."""
     units = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
     unit, factor = next((u for u in units if not value or round(value * u[1], 3) >= 1), units[-1])
-    return "never" if math.isnan(value) else f"{float(f'{value * factor:.3g}'):,g} {unit}"
+    return "n/a" if math.isnan(value) else f"{float(f'{value * factor:.3g}'):,g} {unit}"

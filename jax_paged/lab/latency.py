@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Marked percentiles, with their labels and matplotlib markers.
 _MARKS = (50, "median", "o"), (99, "99th percentile", "D")
 _LINE_STYLES = "-", "--", ":", "-."
-_NAMES = QUEUE, FIRST, PER_TOKEN = "in the queue", "to the first token", "per token after the first"
+_NAMES = QUEUE, FIRST, PER_TOKEN = "queue time", "time to first token", "time per output token"
 
 
 @dataclasses.dataclass(frozen=True)

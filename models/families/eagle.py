@@ -95,10 +95,8 @@ class EagleConfig(LlamaConfig):
             ids = reader.get(name, [])
             is_list = isinstance(ids, list) and len(ids) in (0, NUM_FEATURES)
             ok = is_list and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
-            if (
-                reader.check(ok, name, ids, f"a list of {NUM_FEATURES} layer indices, or an empty list")
-                and ids
-            ):
+            allowed = f"a list of {NUM_FEATURES} layer indices, or an empty list"
+            if reader.check(ok, name, ids, allowed) and ids:
                 found = tuple(i + shift for i in ids)
         return found
 

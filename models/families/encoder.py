@@ -108,7 +108,8 @@ class RobertaConfig(EncoderConfig):
         fields = super().read(read)
         first = read.integer("pad_token_id", 1, low=0) + 1
         num_positions = fields["max_position_embeddings"] - first
-        read.check(num_positions > 0, "max_position_embeddings", num_positions + first, f"more than {first}")
+        allowed = f"more than {first}, which is pad_token_id + 1"
+        read.check(num_positions > 0, "max_position_embeddings", num_positions + first, allowed)
         return fields | {"first_position": first, "max_position_embeddings": num_positions}
 
 

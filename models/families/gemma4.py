@@ -286,11 +286,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         """The reason why the model cannot be divided into pipeline stages; empty if it can."""
         if self.config.num_kv_shared_layers:
             return "its last layers share the keys and values of earlier layers"
-        return (
-            "its layers have per-layer embeddings, which are computed from the token ids"
-            if self.per_layer_inputs
-            else ""
-        )
+        return "its layers have per-layer embeddings of token ids" if self.per_layer_inputs else ""
 
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the token embeddings, followed by the per-layer embeddings of all layers, if any."""

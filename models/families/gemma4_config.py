@@ -79,7 +79,7 @@ class Gemma4Config(GemmaConfig):
         windows = (*read.windows(num_layers, types, read.integer("sliding_window"))[:-1], None)
         own = windows[: max(0, num_layers - num_shared)]
         allowed = (
-            f"small enough that the first {num_layers} - num_kv_shared_layers layers include every layer type"
+            f"small enough that the first {num_layers} - num_kv_shared_layers layers have all layer types"
         )
         needs = ("num_hidden_layers", "layer_types", "sliding_window")
         ok = set(own) == set(windows)

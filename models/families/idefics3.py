@@ -67,9 +67,7 @@ class Idefics3Config(LlamaConfig):
         read_quantization(read)
         vision = SiglipConfig.read(read.nested("vision_config", read.table("vision_config")))
         factor, side = read.integer("scale_factor", 2), vision.num_patches_per_side
-        read.check(
-            side % factor == 0, "scale_factor", factor, f"a divisor of {side}, the number of patches per side"
-        )
+        read.check(side % factor == 0, "scale_factor", factor, f"a divisor of {side}, the patches per side")
         token_id, size = read.integer("image_token_id", 128257, 0), fields["vocab_size"]
         needs = ("text_config.vocab_size",)
         ok, allowed = token_id < size, f"below vocab_size, which is {size}"

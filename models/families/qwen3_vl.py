@@ -74,12 +74,7 @@ class Qwen3VLConfig(LlamaConfig):
         vision = Qwen3VisionConfig.read(read.nested("vision_config", read.table("vision_config")))
         token_id = read.integer("image_token_id", cls.image_token_id, 0)
         for name, value, is_right, limit in (
-            (
-                "image_token_id",
-                token_id,
-                token_id < fields["vocab_size"],
-                "below vocab_size of text_config",
-            ),
+            ("image_token_id", token_id, token_id < fields["vocab_size"], "below vocab_size of text_config"),
             (
                 "vision_config.out_hidden_size",
                 vision.out_hidden_size,

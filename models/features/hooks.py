@@ -170,9 +170,8 @@ def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[
         merged, tokens = nnx.merge(graphdef, state), jnp.zeros((1, 2), jnp.int32)
         functions = at_paths(hooks, params, columns, 2, captured)
         context = merged.dense_context(tokens)
-        merged.hidden(
-            tokens, dataclasses.replace(context, hooks=recording_hooks([*functions], functions, ran))
-        )
+        functions = recording_hooks([*functions], functions, ran)
+        merged.hidden(tokens, dataclasses.replace(context, hooks=functions))
         return captured
 
     captured = jax.eval_shape(run, state, [hook.params for hook in hooks])
@@ -229,9 +228,7 @@ def check_names(hook_args: Mapping[str, Any], names: Sequence[str]) -> None:
     for name in hook_args:
         if name not in names:
             known = ", ".join(map(repr, names)) or "none"
-            raise ValueError(
-                f"each name in `hook_args` must be the name of a hook ({known}), got {shown(name)}"
-            )
+            raise ValueError(f"each name in `hook_args` must be that of a hook ({known}), got {shown(name)}")
 
 
 def _like(is_on: Bool[Array, " rows"], rows: Array) -> Array:

@@ -197,8 +197,7 @@ def _modules(folder: Path) -> _Modules | None:
     if len(names) != 1 or names[0] not in _TYPES or values.get("include_prompt") is False:
         path = folder / modules["Pooling"] / "config.json"
         raise ValueError(
-            f"{path} must select one of the pooling modes cls, mean and lasttoken, and include the prompt, "
-            f"got {shown(values)}"
+            f"{path} must select cls, mean or lasttoken pooling with include_prompt, got {shown(values)}"
         )
     return _Modules(_TYPES[names[0]], "Normalize" in modules, modules.get("Transformer", ""))
 
@@ -261,9 +260,7 @@ def _check_transformer(
         problems.append(f"`modality_config` must have {usual} for 'text', got {shown(modalities)}")
     for name, value in (values.get("config_kwargs") or values.get("config_args") or {}).items():
         if name in hf_config and hf_config[name] != value:
-            allowed = (
-                f"{shown(hf_config[name])}, the value in config.json, unless hf_overrides changes that value"
-            )
+            allowed = f"{shown(hf_config[name])}, the value in config.json (hf_overrides can change it)"
             problems.append(f"`config_kwargs.{name}` must be {allowed}, got {shown(value)}")
     if problems:
         raise ValueError(f"{file} has settings that are not supported: {'; '.join(problems)}")

@@ -59,15 +59,12 @@ def _misfits(config: EagleConfig, target: LoadedModel, *, has_embedding: bool) -
         )
     if config.vocab_size != target.vocab_size:
         problems.append(
-            f"`vocab_size` must be {target.vocab_size}, the vocab_size of the target model, "
-            f"got {config.vocab_size}"
+            f"`vocab_size` must be {target.vocab_size} as in the target model, got {config.vocab_size}"
         )
     size = target.config.hidden_size
     if config.target_hidden_size != size:
         name = "hidden_size" if config.target_hidden_size == config.hidden_size else "target_hidden_size"
-        problems.append(
-            f"`{name}` must be {size}, the hidden_size of the target model, got {config.target_hidden_size}"
-        )
+        problems.append(f"`{name}` must be {size} as in the target model, got {config.target_hidden_size}")
     elif config.hidden_size != size and not has_embedding:
         problems.append(
             f"embed_tokens.weight is missing: the embeddings of the target model can't be used because they "
@@ -94,9 +91,7 @@ def _columns(config: EagleConfig, offsets: StoredTensor | None) -> tuple[np.ndar
         return np.arange(n, dtype=np.int32), []
     columns = np.full(vocab_size, n, np.int32)
     if offsets is None:
-        return columns, [
-            f"d2t is missing; it is required because draft_vocab_size, {n}, is not vocab_size, {vocab_size}"
-        ]
+        return columns, [f"d2t is missing; it is required if draft_vocab_size, {n}, is not vocab_size"]
     if offsets.shape != (n,) or offsets.dtype not in _OFFSETS:
         return columns, [f"d2t must be I64 or I32 of shape {(n,)}, got {offsets.dtype} {offsets.shape}"]
     ids = np.arange(n) + np.memmap(offsets.file, _OFFSETS[offsets.dtype], "r", offsets.offset, offsets.shape)

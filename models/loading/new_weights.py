@@ -115,7 +115,7 @@ def _check_same_schemes(served: LanguageModel, new: LanguageModel) -> None:
     other = [path for path, form in forms(new).items() if form != ours[path]]
     if other:
         raise ValueError(
-            "the weights must be quantized as in the served model, got other formats of "
+            "the weights must be quantized like those of the served model, got another format for "
             f"{', '.join(other[:3])}{' ...' * (len(other) > 3)}"
         )
 
@@ -135,10 +135,7 @@ def _take(
     elif value.dtype != dtype:
         problems.append(f"{name} must be of type {dtype}, got {value.dtype}")
     elif isinstance(value, jax.Array) and value.is_deleted():
-        problems.append(
-            f"{name} has been deleted because it was donated to a jitted function "
-            "(donate_argnums); pass a copy"
-        )
+        problems.append(f"{name} is deleted because it was donated to a jitted function; pass a copy")
     else:
         # Never alias memory that the caller may write to.
         return value if isinstance(value, jax.Array) else jnp.array(value)

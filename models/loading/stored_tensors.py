@@ -110,15 +110,12 @@ def _file_names(folder: Path) -> list[str]:
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise ValueError(
-            f"`weight_map` of {folder / INDEX_FILE} must be an object that maps tensors to file names, "
-            f"got {shown(weight_map)}"
+            f"`weight_map` of {folder / INDEX_FILE} must map tensors to file names, got {shown(weight_map)}"
         )
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
     if missing:
-        raise ValueError(
-            f"{folder / INDEX_FILE} lists shards that are missing: {missing}; copy them to the folder"
-        )
+        raise ValueError(f"{folder / INDEX_FILE} lists missing shards: {missing}; copy them to the folder")
     return names
 
 

@@ -152,8 +152,7 @@ def train(num_steps: int, checkpoint: Path, out: Path, picture: Path | None) -> 
         saved = load_file(checkpoint)
         if int(saved["data"]) != data:
             raise ValueError(
-                f"`checkpoint` must be a checkpoint for the same training text, or a new file, "
-                f"got {checkpoint}"
+                f"`checkpoint` must be for the same training text, or a new file, got {checkpoint}"
             )
         leaves = [jnp.asarray(saved[f"leaf{i}"]) for i in range(len(leaves))]
         curve, seconds = saved["curve"], float(saved["seconds"])

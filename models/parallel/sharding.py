@@ -116,15 +116,10 @@ class DeviceGrid:
         Args:
             split: The units of each dimension of a weight.
         """
-        divisions = [units[0].division if units else None for units in split]
-        if self.splits_experts and "experts" in divisions:
-            return [
-                units if division == "experts" else None
-                for units, division in zip(split, divisions, strict=True)
-            ]
-        return [
-            None if division == "experts" else units for units, division in zip(split, divisions, strict=True)
-        ]
+        kinds = [units[0].division if units else None for units in split]
+        if self.splits_experts and "experts" in kinds:
+            return [units if kind == "experts" else None for units, kind in zip(split, kinds, strict=True)]
+        return [None if kind == "experts" else units for units, kind in zip(split, kinds, strict=True)]
 
     def columns(self, split: Split) -> list[Int[np.ndarray, " c"] | None]:
         """Returns the order of the columns of each dimension when the parts of all devices are concatenated.

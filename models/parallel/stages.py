@@ -32,12 +32,11 @@ def split_model(model: LanguageModel, num_stages: int) -> list[CausalLM]:
         ValueError: If the model cannot be split into this number of stages. The message is only the allowed
             number, such as "at most 8, the number of layers of the model"; the caller completes the sentence.
     """
+    name = type(model).__name__
     if not isinstance(model, CausalLM):
-        raise ValueError(f"1 because {type(model).__name__} is not a decoder-only model")
+        raise ValueError(f"1 because {name} is not a decoder-only model")
     if model.pp_unsupported_reason:
-        raise ValueError(
-            f"1 because {type(model).__name__} can't be split into stages: {model.pp_unsupported_reason}"
-        )
+        raise ValueError(f"1 because {name} can't be split into stages: {model.pp_unsupported_reason}")
     layers = getattr(model, model.layers_name)
     sizes = [num_bytes(layer) for layer in layers]
     if num_stages > len(layers):
@@ -86,13 +85,12 @@ def stage(model: CausalLM, layers: range) -> CausalLM:
     """
     part = nnx.merge(*nnx.split(model))
     all_layers, head = getattr(part, part.layers_name), part.head
-    part.is_first_stage, part.is_last_stage = layers.start == 0, layers.stop == len(all_layers)
+    begins, ends = layers.start == 0, layers.stop == len(all_layers)
+    part.is_first_stage, part.is_last_stage = begins, ends
     kept = [layer if i in layers else MissingLayer() for i, layer in enumerate(all_layers)]
     for name, module in list(vars(part).items()):
         is_first = name in part.pre_layer_names
-        is_here = (part.is_first_stage and is_first) or (
-            part.is_last_stage and (not is_first or module is head)
-        )
+        is_here = (begins and is_first) or (ends and (not is_first or module is head))
         if isinstance(module, nnx.Module) and not is_here:
             setattr(part, name, None)
     setattr(part, part.layers_name, nnx.List(kept))

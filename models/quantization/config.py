@@ -32,9 +32,7 @@ def _awq(read: ConfigReader) -> WeightFormat:
 def _gptq(read: ConfigReader) -> WeightFormat:
     read.choice("bits", None, (4,))
     dynamic = read.get("dynamic", {})
-    read.check(
-        dynamic == {}, "dynamic", dynamic, "{} or null because settings for single layers are not supported"
-    )
+    read.check(dynamic == {}, "dynamic", dynamic, "{} or null because settings per layer are not supported")
     name = "checkpoint_format" if read.get("checkpoint_format", None) is not None else "format"
     version = read.choice(name, "gptq", ("gptq", "gptq_v2"))
     ordered = read.choice("desc_act", False, (False, True))
@@ -74,9 +72,7 @@ def _compressed(read: ConfigReader) -> WeightFormat:
         blocks.add(_block(own, "block_structure") if strategy == "block" else None)
         for end in ("output_activations",):
             read.check(not held.get(end), end, held.get(end), "null")
-    read.check(
-        len(blocks) < 2, "config_groups", groups, "groups that have all the same block structure, or none"
-    )
+    read.check(len(blocks) < 2, "config_groups", groups, "groups with the same block structure")
     return CompressedFormat(next(iter(blocks), None))
 
 

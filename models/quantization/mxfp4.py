@@ -108,8 +108,7 @@ def with_decoded(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         expected = (*blocks.shape[:-1], GROUP_SIZE // 2)
         if len(blocks.shape) != 4 or blocks.shape != expected or blocks.dtype != "U8":
             problems.append(
-                f"{key}_blocks must be U8 with 4 dimensions, the last of size 16, "
-                f"got {blocks.dtype} {blocks.shape}"
+                f"{key}_blocks must be U8 [experts, outputs, groups, 16], got {blocks.dtype} {blocks.shape}"
             )
         elif scales is None or scales.shape != blocks.shape[:-1] or scales.dtype != "U8":
             is_now = "nothing" if scales is None else f"{scales.dtype} {scales.shape}"

@@ -69,7 +69,7 @@ def choose_online_dtype(models: Sequence[nnx.Module], quantization: str | None) 
     kernels = (place.kernel for model in models for place in kernel_places(model))
     if any(isinstance(k, QuantizedWeight) and not isinstance(k.scheme.source, str) for k in kernels):
         return None
-    return next((online_dtype for online_dtype in ONLINE_DTYPES if online_dtype == quantization), None)
+    return next((target for target in ONLINE_DTYPES if target == quantization), None)
 
 
 def apply_schemes(model: nnx.Module, scheme_of: Callable[[KernelPlace], QuantizationScheme | None]) -> None:
@@ -86,47 +86,40 @@ def apply_schemes(model: nnx.Module, scheme_of: Callable[[KernelPlace], Quantiza
             setattr(place.owner, place.name, kernel)
 
 
-def quantize_outline[M: LanguageModel](model: M, online_dtype: OnlineDtype | None) -> M:
+def quantize_outline[M: LanguageModel](model: M, target: OnlineDtype | None) -> M:
     """Returns an outline with the shapes that `quantize_model` would produce.
 
     Args:
         model: A model with shapes in place of weights; it is modified.
-        online_dtype: The type to quantize to; None leaves the model as it is.
+        target: The type to quantize to; None leaves the model as it is.
     """
-    if online_dtype is None:
+    if target is None:
         return model
-    online_paths = {place.path for place in _online_places(model)}
+    paths = {place.path for place in _online_places(model)}
 
     def scheme_of(place: KernelPlace) -> QuantizationScheme | None:
-        return (
-            QuantizationScheme.online(online_dtype, place.kernel.shape[-2])
-            if place.path in online_paths
-            else None
-        )
+        return QuantizationScheme.online(target, place.kernel.shape[-2]) if place.path in paths else None
 
     apply_schemes(model, scheme_of)
     return model
 
 
-def quantize_model[M: nnx.Module](model: M, online_dtype: OnlineDtype | None) -> M:
+def quantize_model[M: nnx.Module](model: M, target: OnlineDtype | None) -> M:
     """Returns a copy of a model with quantized weights. All weights that are not quantized are shared.
 
     Args:
         model: A model with weights; not modified.
-        online_dtype: The type to quantize to; if it is None, `model` itself is returned.
+        target: The type to quantize to; if it is None, `model` itself is returned.
     """
-    if online_dtype is None:
+    if target is None:
         return model
     model = nnx.merge(*nnx.split(model))
     for place in _online_places(model):
         param = place.kernel
         split, kernel = param.get_metadata()["split"], param[...]
-        scheme = QuantizationScheme.online(online_dtype, kernel.shape[-2])
-        setattr(
-            place.owner,
-            place.name,
-            QuantizedWeight(scheme, kernel.shape, split, quantize(kernel, online_dtype)),
-        )
+        scheme = QuantizationScheme.online(target, kernel.shape[-2])
+        weight = QuantizedWeight(scheme, kernel.shape, split, quantize(kernel, target))
+        setattr(place.owner, place.name, weight)
     return model
 
 

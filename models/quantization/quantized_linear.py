@@ -103,14 +103,14 @@ class QuantizationScheme:
     has_groups: bool = False
 
     @classmethod
-    def online(cls, online_dtype: OnlineDtype, rows: int) -> "QuantizationScheme":
+    def online(cls, target: OnlineDtype, rows: int) -> "QuantizationScheme":
         """Returns the scheme of float weights that are quantized while they are loaded.
 
         Args:
-            online_dtype: The type to quantize to.
+            target: The type to quantize to.
             rows: Number of rows of the matrix, which form one group.
         """
-        return cls(jnp.dtype(ONLINE_DTYPES[online_dtype]).name, rows, online_dtype)
+        return cls(jnp.dtype(ONLINE_DTYPES[target]).name, rows, target)
 
     def shapes(self, shape: tuple[int, ...]) -> QuantizedArrays:
         """Returns the shapes and dtypes of the arrays of a quantized weight, as jax.ShapeDtypeStruct.
@@ -186,7 +186,7 @@ class QuantizedWeight(nnx.Module):
         return KernelStack(self.arrays, self.scheme.group_size)
 
     @property
-    def array_splits(self) -> QuantizedArrays:
+    def splits(self) -> QuantizedArrays:
         """The split of each array; None for arrays that the weight does not have."""
         variables = self.values, self.scales, self.zeros, self.groups
         return QuantizedArrays(*(None if v is None else v.get_metadata()["split"] for v in variables))
@@ -199,7 +199,7 @@ class QuantizedWeight(nnx.Module):
             grid: The devices that share the weight; None for the default device.
         """
         found = {}
-        for name, part, split in zip(QuantizedArrays._fields, arrays, self.array_splits, strict=True):
+        for name, part, split in zip(QuantizedArrays._fields, arrays, self.splits, strict=True):
             if split is None:
                 continue
             if grid is None or grid.num_devices == 1:
@@ -403,51 +403,51 @@ def dense(arrays: QuantizedArrays, group_size: int, dtype: DTypeLike) -> Float[A
     return (kernel * of_rows(arrays.scales)).astype(dtype)
 
 
-def quantize(kernel: Float[Array, "*e i o"], online_dtype: OnlineDtype) -> QuantizedArrays:
+def quantize(kernel: Float[Array, "*e i o"], target: OnlineDtype) -> QuantizedArrays:
     """Quantizes a matrix to 8 bits per number, with one float32 scale for each column of each expert.
 
     Args:
         kernel: float32 or bfloat16 [*e, I, O].
-        online_dtype: "int8" rounds to integers in [-127, 127], where 127 stands for the largest magnitude in
+        target: "int8" rounds to integers in [-127, 127], where 127 stands for the largest magnitude in
             the column. "fp8" rounds to float8_e4m3fn, whose largest number stands for the largest magnitude.
 
     Returns:
         values [*e, I, O] in int8 or float8_e4m3fn, and scales float32 [*e, 1, O].
     """
-    return QuantizedArrays(*_quantize(kernel, online_dtype))
+    return QuantizedArrays(*_quantize(kernel, target))
 
 
 def quantize_file(
-    kernel: Float[np.ndarray, "*e i o"], dtype: DTypeLike, online_dtype: OnlineDtype
+    kernel: Float[np.ndarray, "*e i o"], dtype: DTypeLike, target: OnlineDtype
 ) -> QuantizedArrays:
     """Quantizes a matrix of a memory-mapped file as `quantize` does, a few columns at a time.
 
     Args:
         kernel: float [*e, I, O], the mapped array.
         dtype: The dtype that the numbers are rounded to before they are quantized.
-        online_dtype: The type to quantize to; see `quantize`.
+        target: The type to quantize to; see `quantize`.
 
     Returns:
         The arrays in host memory; see `quantize`.
     """
     *stack, rows, columns = kernel.shape
-    values = np.empty((*stack, rows, columns), ONLINE_DTYPES[online_dtype])
+    values = np.empty((*stack, rows, columns), ONLINE_DTYPES[target])
     scales = np.empty((*stack, 1, columns), np.float32)
     for i in np.ndindex(*stack):
         for first in range(0, columns, _COLUMNS):
             part = *i, slice(None), slice(first, first + _COLUMNS)
-            values[part], scales[part] = _quantize(jnp.asarray(kernel[part].astype(dtype)), online_dtype)
+            values[part], scales[part] = _quantize(jnp.asarray(kernel[part].astype(dtype)), target)
     return QuantizedArrays(values, scales)
 
 
-def _quantize(kernel: Array, online_dtype: OnlineDtype) -> tuple[Array, Array]:
+def _quantize(kernel: Array, target: OnlineDtype) -> tuple[Array, Array]:
     kernel = kernel.astype(jnp.float32)
     largest = jnp.max(jnp.abs(kernel), axis=-2, keepdims=True)
     # A product, because XLA may replace a division by a constant with a product, which rounds differently.
-    scales = jnp.where(largest > 0, largest, 1) * (1 / _LARGEST[online_dtype])
-    values = jnp.clip(kernel / scales, -_LARGEST[online_dtype], _LARGEST[online_dtype])
-    values = jnp.round(values) if online_dtype == "int8" else values
-    return values.astype(ONLINE_DTYPES[online_dtype]), scales
+    scales = jnp.where(largest > 0, largest, 1) * (1 / _LARGEST[target])
+    values = jnp.clip(kernel / scales, -_LARGEST[target], _LARGEST[target])
+    values = jnp.round(values) if target == "int8" else values
+    return values.astype(ONLINE_DTYPES[target]), scales
 
 
 _quantize = jax.jit(_quantize, static_argnums=1)

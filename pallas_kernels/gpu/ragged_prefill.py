@@ -102,22 +102,17 @@ def ragged_attention(
     tuning.check_shape(q, kv_pages, interpret=interpret)
     gpu = tuning.target(interpret=interpret)
     (num_tokens, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
-    num_seqs, group, is_quantized_pool = context_lens.shape[0], num_heads // kv_heads, is_quantized(kv_pages)
-    needs_more_registers = (window is not None and soft_cap is not None) or distance_bias is not None
-    needs_more_registers |= is_quantized_pool and (head_dim % 64 > 0 or kv_pages.dtype == jnp.uint8)
+    num_seqs, group, quantized = context_lens.shape[0], num_heads // kv_heads, is_quantized(kv_pages)
+    needs_registers = (window is not None and soft_cap is not None) or distance_bias is not None
+    needs_registers |= quantized and (head_dim % 64 > 0 or kv_pages.dtype == jnp.uint8)
     config = config or ragged_tile.prefill_config(
-        gpu,
-        head_dim,
-        page_size,
-        q.dtype.itemsize,
-        needs_more_registers=needs_more_registers,
-        is_quantized=is_quantized_pool,
+        gpu, head_dim, page_size, q.dtype.itemsize, needs_registers=needs_registers, is_quantized=quantized
     )
     shape = PrefillShape(
         config=config, num_tiles=num_tokens // (config.block_rows // group) + num_seqs, kv_heads=kv_heads,
         group=group, page_size=page_size, head_dim=head_dim, dtype=q.dtype, scale=scale, window=window,
         soft_cap=soft_cap, has_sinks=sinks is not None, has_bias=distance_bias is not None,
-        is_quantized=is_quantized_pool, interpret=interpret,
+        is_quantized=quantized, interpret=interpret,
     )  # fmt: skip
     tuning.check_smem(shape.smem_bytes, gpu, f"ragged_attention with head_dim {head_dim} and {config}")
 

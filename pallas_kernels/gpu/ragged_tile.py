@@ -115,7 +115,7 @@ def prefill_config(
     page_size: int,
     itemsize: int,
     *,
-    needs_more_registers: bool = False,
+    needs_registers: bool = False,
     is_quantized: bool = False,
 ) -> KernelConfig:
     """Returns the largest tile sizes that spill no registers, with up to four stages.
@@ -131,12 +131,12 @@ def prefill_config(
         head_dim: Elements of a head.
         page_size: Tokens per page.
         itemsize: Bytes per element of the queries.
-        needs_more_registers: Whether the options of the kernel need additional registers.
+        needs_registers: Whether the options of the kernel need additional registers.
         is_quantized: Whether the pool is quantized.
     """
     is_wide = head_dim > 128
     rows = (64 if is_wide else 128) if gpu.has_wgmma else (32 if is_wide or is_quantized else 64)
-    tokens = max(page_size, 64 if gpu.has_wgmma and needs_more_registers else rows)
+    tokens = max(page_size, 64 if gpu.has_wgmma and needs_registers else rows)
     rest = gpu.smem_bytes // (1 if gpu.has_wgmma else 2) - 1024 - rows * max(head_dim, tokens) * itemsize
     num_stages = max(2, min(4, rest // (2 * tokens * head_dim * itemsize)))
     if not gpu.has_wgmma and (is_quantized or not gpu.has_tma):

@@ -160,7 +160,7 @@ def _load() -> str | None:
     reason = load(path.encode())
     if reason is None:
         return None
-    return f"{path} can't be loaded ({reason.decode()}); run pip install 'jax-paged[onednn]'"
+    return f"{path} can't be used ({reason.decode()}); run pip install 'jax-paged[onednn]'"
 
 
 def _find() -> str:

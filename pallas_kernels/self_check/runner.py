@@ -417,9 +417,7 @@ def main(task: dict[str, Any]) -> None:
         end = "done", ""
         try:
             if (kind := jax.devices()[0].device_kind) != task["device_kind"]:
-                raise _CheckEnded(
-                    "not run", f"the device of the check is {kind}, but the engine uses {task['device_kind']}"
-                )
+                raise _CheckEnded("not run", f"the device is {kind} instead of {task['device_kind']}")
             run(Suite.of_values(task["suite"]), task["candidate"], task["baseline"], note)
         except Exception as error:
             end = error.args if isinstance(error, _CheckEnded) else ("not run", _first_line(error))

@@ -410,8 +410,8 @@ def test_features_are_not_taken_over_from_broken_requests(
             {"vocab_size": 400, "target_hidden_size": 32, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
             {"d2t": None, "midlayer.hidden_norm.weight": None, "x": np.zeros(3, np.float32)},
             [
-                "`vocab_size` must be 384, the vocab_size of the target model, got 400",
-                "`target_hidden_size` must be 64, the hidden_size of the target model, got 32",
+                "`vocab_size` must be 384 as in the target model, got 400",
+                "`target_hidden_size` must be 64 as in the target model, got 32",
                 "must be at most 2",
                 "d2t is missing",
                 "midlayer.hidden_norm.weight is missing",

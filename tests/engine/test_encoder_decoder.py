@@ -125,7 +125,8 @@ def test_each_sample_and_the_best_beam_are_those_of_requests_of_their_own(llm, c
 
 def test_bad_prompts_say_what_is_allowed(llm, case):
     with pytest.raises(
-        ValueError, match=r"`prompt` must be a dict with the keys \['decoder_prompt', 'encoder_prompt'\]"
+        ValueError,
+        match=r"`prompt` must be a dict with exactly the keys \['decoder_prompt', 'encoder_prompt'\]",
     ):
         llm.generate([{"encoder_prompt": [5]}], GREEDY, use_tqdm=False)
     too_long = [5] * (llm.llm_engine.config.max_model_len + 1)

@@ -171,7 +171,7 @@ def test_an_engine_that_has_failed_says_so_until_it_is_closed(scripted):
             lambda: engine.check_request("abc?"),
         ):
             with pytest.raises(
-                RuntimeError, match=r"has failed: OSError\('device lost'\); make a new"
+                RuntimeError, match=r"has failed: OSError\('device lost'\); create a new"
             ) as error:
                 use()
             assert isinstance(error.value.__cause__, OSError)

@@ -117,7 +117,7 @@ def test_the_dense_call_computes_each_text_with_its_own_arguments(checkpoint: Pa
     np.testing.assert_array_equal(logits[1], dense(model, batch, HOOKS, {"steer": 2.0})[0][1])
     with pytest.raises(
         ValueError,
-        match=r"each name in `hook_args` must be the name of a hook .'steer', 'read', 'sum', 'up'.*"
+        match=r"each name in `hook_args` must be that of a hook .'steer', 'read', 'sum', 'up'.*"
         r"got 'other'",
     ):
         dense(model, batch, HOOKS, {"other": 1.0})

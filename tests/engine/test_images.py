@@ -676,7 +676,7 @@ def test_wrong_configs() -> None:
     config = json.loads((FOLDER / "config.json").read_text())
     assert Idefics3Config.from_hf(config).vision.num_patches == 81
     for change, message in (
-        ({"scale_factor": 2}, "`scale_factor` must be a divisor of 9, the number of patches per side, got 2"),
+        ({"scale_factor": 2}, "`scale_factor` must be a divisor of 9, the patches per side, got 2"),
         ({"image_token_id": 10**6}, "`image_token_id` must be .*got 1000000"),
         ({"text_config": config["text_config"] | {"model_type": "mistral"}}, "text_config.model_type"),
         ({"vision_config": config["vision_config"] | {"num_channels": 1}}, "vision_config.num_channels"),

@@ -278,7 +278,8 @@ def test_weights_of_a_quantised_checkpoint_come_from_another_like_it(
                 engine.update_weights(new)
         for folder in (checkpoint, tmp_path / "gptq"):
             with pytest.raises(
-                ValueError, match=r"the weights must be quantized as in the served model.*layers.0.*_proj"
+                ValueError,
+                match=r"the weights must be quantized like those of the served model.*layers.0.*_proj",
             ):
                 engine.update_weights(str(folder))
         assert tokens_of(served(engine, prompts())) == before

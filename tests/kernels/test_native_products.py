@@ -261,7 +261,7 @@ def test_without_onednn_xla_multiplies() -> None:
     chosen, refused, unpacked = run_python(ABSENT).splitlines()
     reason = (
         "libnowhere.so.3 can't be used (libnowhere.so.3: cannot open shared object file: No such file or "
-        "directory): pip install 'jax-paged[onednn]'"
+        "directory); run pip install 'jax-paged[onednn]'"
     )
     assert chosen == "xla"
     wanted = f"`matmul_backend` must be 'auto' or 'xla' because oneDNN can't be used ({reason}), got 'onednn'"

@@ -34,20 +34,18 @@ def test_latencies_are_those_of_the_clock() -> None:
     for run in ("two", "all"):
         assert found.seconds[run][PER_TOKEN].tolist() == [1] * 6
     assert [found.percentile("two", FIRST, percent) for percent in (50, 66, 67, 99)] == [11, 11, 21, 21]
-    two = (
-        "in the queue 10 s and 20 s, to the first token 11 s and 21 s, per token after the first 1 s and 1 s"
+    two = "queue time 10 s and 20 s, time to first token 11 s and 21 s, time per output token 1 s and 1 s"
+    assert repr(found).startswith(
+        f"<latencies, median and 99th percentile: two: {two} (6 requests); all: queue"
     )
-    assert repr(found).startswith(f"<latencies, median and 99th percentile: two: {two} (6 requests); all: in")
 
 
 def test_the_drawing_says_so() -> None:
     picture = latencies({"two <&>$x$": simulated(2), "all": simulated(6)})
     marks, (two, every) = labels(picture)[:2], labels(picture)[2:]
     assert marks == ["median", "99th percentile"]
-    assert two.startswith(
-        "two <&>$x$: in the queue 10 s and 20 s, to the first token 11 s and 21 s, per token"
-    )
-    assert every.startswith("all: in the queue 0 s and 0 s")
+    assert two.startswith("two <&>$x$: queue time 10 s and 20 s, time to first token 11 s and 21 s, time per")
+    assert every.startswith("all: queue time 0 s and 0 s")
     panels = picture.figure().axes
     assert [axes.get_title() for axes in panels] == [QUEUE, FIRST, PER_TOKEN]
     ours, median, most, theirs, *_ = panels[1].lines
@@ -97,8 +95,8 @@ def test_requests_that_never_get_so_far() -> None:
     assert np.isnan(found.percentile("none", FIRST, 50))
     text = "".join(labels(found))
     for word in (
-        "stopped: in the queue 0 s and 0 s, to the first token 1 s and 1 s, per token after the first never",
-        "none: in the queue never and never",
+        "stopped: queue time 0 s and 0 s, time to first token 1 s and 1 s, time per output token n/a",
+        "none: queue time n/a and n/a",
     ):
         assert word in text
     assert len(labels(latencies({}))) == 2

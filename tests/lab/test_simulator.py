@@ -292,7 +292,7 @@ def test_recording_begins_with_an_idle_engine(engine: LLMEngine) -> None:
         engine.record(print)
     engine.abort_request("r")
     name = engine.pin_prefix(list(range(10, 30)))
-    with pytest.raises(RuntimeError, match="prefixes pinned"):
+    with pytest.raises(RuntimeError, match="prefixes are pinned"):
         engine.record(print)
     engine.unpin_prefix(name)
 

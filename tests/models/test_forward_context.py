@@ -246,7 +246,7 @@ def test_a_module_of_another_model_has_no_path() -> None:
     one, other = (load_model(FIXTURES / "gqa2_tied").model for _ in range(2))
     context = one.dense_context(TEXTS)
     assert context.path(one.layers[1].mlp.up_proj) == "layers.1.mlp.up_proj"
-    with pytest.raises(AssertionError, match="Linear is not a module of the model of this forward context"):
+    with pytest.raises(AssertionError, match="Linear is not in the model of this forward context"):
         context.path(other.layers[1].mlp.up_proj)
 
 

@@ -220,7 +220,7 @@ def test_safetensors_of_other_names_are_named(folder: Path) -> None:
     with pytest.raises(ValueError) as error:
         load_model(folder)
     assert "consolidated.safetensors" in str(error.value)
-    assert "rename" in str(error.value)
+    assert "Rename" in str(error.value)
     assert "other formats" not in str(error.value)
 
 

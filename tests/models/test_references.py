@@ -179,7 +179,5 @@ def test_saved_as_it_was_loaded(architecture: str, tmp_path: Path) -> None:
 
 def test_texts_longer_than_the_model_was_made_for() -> None:
     model = load(FIXTURES[0]).model
-    with pytest.raises(
-        ValueError, match=r"`tokens` must be at most 512 \(max_position_embeddings\), got 513"
-    ):
+    with pytest.raises(ValueError, match="the length of `tokens` must be at most 512, got 513"):
         model(jnp.zeros((1, 513), jnp.int32))

@@ -98,7 +98,7 @@ def bomb(width: int, height: int) -> str:
         ),
         (
             ["data:image/png;base64,AAAA"],
-            "`image_url.url` must be that of an image of PNG, JPEG, WEBP, GIF, BMP (its",
+            "`image_url.url` must be the URL of an image in one of the formats PNG, JPEG, WEBP, GIF, BMP (",
         ),
         (
             ["data:image/png;base64,?"],

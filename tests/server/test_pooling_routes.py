@@ -293,6 +293,6 @@ def test_a_model_that_only_generates(served: Served) -> None:
         answer = served.client.post(path, json=body)
         assert answer.status_code == 400
         assert (
-            "`model` must be a pooling model, got 'pagelet'. Pass runner='pooling' to pool"
+            "`model` must be a pooling model, got 'pagelet'. Pass runner='pooling' to use a generative"
             in answer.json()["error"]["message"]
         )

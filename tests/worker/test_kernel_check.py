@@ -201,7 +201,7 @@ def test_nothing_is_kept_of_a_check_that_did_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_check, "_machine", lambda: {"device": "another"})
     verdict = check(SUITE, tmp_path, candidate="xla")
     assert (verdict.outcome, verdict.rows) == ("not run", ())
-    assert verdict.reason.endswith(", but the engine uses another")
+    assert verdict.reason.endswith(" instead of another")
     assert [file.name for file in tmp_path.iterdir()] == ["lock"]
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
     assert check(SUITE, tmp_path, candidate="xla").outcome == "not run"

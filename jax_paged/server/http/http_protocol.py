@@ -159,7 +159,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._send_error(f"the request is not valid HTTP/1.1: {cause or error}", 400)
 
     def _is_answering(self) -> bool:
-        """True if a request has been received completely and its response has not been sent completely."""
+        """Returns whether a request is complete but its response is not."""
         cycle = self.cycle
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 

@@ -136,8 +136,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(
-            f"the folder must contain {_CONFIG}, which PEFT's save_pretrained writes: "
-            f"{error.strerror or error}"
+            f"the folder must contain {_CONFIG}, which PEFT writes: {error.strerror or error}"
         ) from error
     except ValueError as error:
         raise ValueError(f"{_CONFIG} is not JSON: {error}") from error
@@ -165,9 +164,7 @@ def _read_lora(
         if match is None:
             problems.append(f"each tensor must be lora_A or lora_B of a linear layer, got {key}")
         elif match[1] not in limits.maps:
-            problems.append(
-                f"each tensor must belong to {_targets(limits)}, got {key}, which belongs to {match[1]}"
-            )
+            problems.append(f"each tensor must be for {_targets(limits)}, got {key} for {match[1]}")
         else:
             halves.setdefault(match[1], {})[match[2]] = tensor
     if not tensors:
@@ -220,8 +217,7 @@ class _Sizes:
             )
             if not ok:
                 problems.append(
-                    f"`{name}` must be an object that maps names or regular expressions to {values}, "
-                    f"got {shown(pattern)}"
+                    f"`{name}` must map names or regular expressions to {values}, got {shown(pattern)}"
                 )
             patterns.append(pattern)
         stabilized = config.get("use_rslora") or False
@@ -259,9 +255,8 @@ def _check_plain(config: dict[str, Any], problems: list[str]) -> None:
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_MODEL):
         problems.append(
-            f"`init_lora_weights` must be a method that does not change the base model, got {start!r}. "
-            "Convert the adapter with PEFT: "
-            "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+            f"`init_lora_weights` must be a method that leaves the base model unchanged, got {start!r}. "
+            "Convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
 
 
