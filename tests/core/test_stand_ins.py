@@ -21,8 +21,10 @@ def computed(manager: BlockManager, seq: Sequence) -> int:
     return num_cached
 
 
-def sequence(*stand_ins: tuple[int, int, str]) -> Sequence:
-    return Sequence(list(TOKENS), placeholder_data=tuple(PlaceholderData(*s, data=None) for s in stand_ins))
+def sequence(*placeholder_data: tuple[int, int, str]) -> Sequence:
+    return Sequence(
+        list(TOKENS), placeholder_data=tuple(PlaceholderData(*s, data=None) for s in placeholder_data)
+    )
 
 
 @pytest.fixture

@@ -190,14 +190,14 @@ def test_placeholders_and_positions_equal_transformers(folder: Path) -> None:
             assert positions.tolist() == case["positions"]
 
 
-def stand_in(start: int, num_rows: int, num_columns: int) -> PlaceholderData:
+def placeholder(start: int, num_rows: int, num_columns: int) -> PlaceholderData:
     empty = np.zeros(0)
     image = Patches(empty, empty, empty, (num_rows, num_columns))
     return PlaceholderData(start, start + num_rows * num_columns, "", image)
 
 
 def test_positions_depend_on_what_stands_before_alone() -> None:
-    images = (stand_in(2, 2, 3), stand_in(8, 1, 4), stand_in(15, 5, 1))
+    images = (placeholder(2, 2, 3), placeholder(8, 1, 4), placeholder(15, 5, 1))
     whole, offset = mrope_positions(images)
     assert whole[:, :12].tolist() == [
         [0, 1, *[2] * 6, *[5] * 4],

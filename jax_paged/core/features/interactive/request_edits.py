@@ -161,7 +161,9 @@ class RequestEditor:
 
     def _roll_back(self, group: SequenceGroup, seq: Sequence, num_tokens: int) -> None:
         manager = self._manager
-        assert 0 < num_tokens <= max_rollback_tokens(seq, manager.block_size), f"cannot remove {num_tokens}"
+        assert 0 < num_tokens <= max_rollback_tokens(seq, manager.block_size), (
+            f"cannot roll back {num_tokens} tokens"
+        )
         seq.truncate(len(seq.output_token_ids) - num_tokens)
         del seq.block_hashes[len(seq) // manager.block_size :]
         manager.prefixes.discard_lookup()  # it may refer to tokens of this sequence that no longer exist

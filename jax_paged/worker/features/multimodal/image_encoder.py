@@ -224,11 +224,13 @@ class ImageEncoder:
                 failed[digest] = f"an image could not be encoded: {_shortened(result)}"
             else:
                 found[digest] = result
-        for batch_slot, stand_in in needed:
-            if stand_in.digest in failed:
-                errors[batch_slot] = failed[stand_in.digest]
+        for batch_slot, placeholder in needed:
+            if placeholder.digest in failed:
+                errors[batch_slot] = failed[placeholder.digest]
             else:
-                batch.features.embeds.setdefault(batch_slot, {})[stand_in.start] = found[stand_in.digest]
+                batch.features.embeds.setdefault(batch_slot, {})[placeholder.start] = found[
+                    placeholder.digest
+                ]
         self._add_to_cache(found)
         return errors
 
