@@ -182,7 +182,7 @@ def test_bad_processors_and_arguments(llm: LLM, checkpoint: Path) -> None:
             generate(llm, PROMPTS[:1], [SamplingParams(extra_args=extra)])
     wrong = LogitsProcessor("wrong", lambda logits, state, extra: (logits[:3], state))
     cases = (
-        ([wrong], r"the result of logits processor `wrong` must be logits in float32 of shape \("),
+        ([wrong], r"the result of logits processor `wrong` must be float32 logits of shape \("),
         ([PROCESSORS[0]] * 2, "the names of `logits_processors` must be unique, got "),
     )
     for processors, message in cases:
