@@ -112,7 +112,7 @@ def page_table(
     for g, (group, table) in enumerate(zip(manager.groups, manager.block_tables[seq], strict=True)):
         num_filled = seq.num_computed_tokens - seq.num_dropped_tokens
         if group.is_cross:
-            num_filled = len(request.encoder_token_ids)
+            num_filled = len(request.request.encoder_token_ids)
         for i, block in enumerate(table):
             n = min(max(num_filled - i * size, 0), size) * (block != NULL_BLOCK)
             is_cached = manager.pool.contents[block] is not None
