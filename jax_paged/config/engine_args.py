@@ -74,7 +74,8 @@ class EngineArgs:
             max_model_len, max_model_len is reduced and a warning is logged.
         kv_cache_dtype: Data type of keys and values: "auto" is the dtype of the activations. "int8" and
             "fp8_e4m3" use one byte per number, plus one byte per token and KV head for a scale, so that the
-            cache has nearly twice as many blocks as with bfloat16. The Pallas backends only support "auto".
+            cache has nearly twice as many blocks as with bfloat16. All attention backends support them.
+            Every layer must have the same number of KV heads and the same head size.
         num_gpu_blocks_override: Number of KV cache blocks, including the null block; overrides
             gpu_memory_utilization and kv_cache_memory_bytes.
         swap_space: Host memory for swapped-out blocks (GiB), allocated when needed; 0 disables swapping.
