@@ -435,7 +435,7 @@ def test_who_leaves_while_requests_are_waited_for_leaves_the_engine_awake(
         sleep = asyncio.create_task(engine.sleep())
         while engine.asleep is None:
             await asyncio.sleep(0.001)
-        with pytest.raises(ValueError, match="is about to"):
+        with pytest.raises(ValueError, match="is still in progress"):
             await engine.sleep()
         sleep.cancel()
         assert len((await task).outputs[0].token_ids) == 60
