@@ -33,8 +33,16 @@ class Writer:
         self.on_resume()
 
 
-async def stream(app, writer, **changes):
-    """Returns what is sent and written, as one."""
+async def stream(app, writer, first_sent=None, may_resume=lambda: True, **changes):
+    """Returns what is sent and written, joined.
+
+    Args:
+        app: The ASGI app.
+        writer: The Writer of the response.
+        first_sent: threading.Event that is set when the first part is sent.
+        may_resume: A paused writer resumes half a second after this has become true.
+        changes: Fields of the body.
+    """
     sent = []
     body = json.dumps({**BODY, **changes, "stream": True}).encode()
     messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -42,11 +50,17 @@ async def stream(app, writer, **changes):
     async def receive():
         return messages.pop() if messages else await asyncio.Event().wait()
 
+    def resume():
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.5, writer.resume) if may_resume() else loop.call_later(0.1, resume)
+
     async def send(message):
         if message["type"] == "http.response.body":
             sent.append(message["body"])
+            if first_sent is not None:
+                first_sent.set()
             if len(sent) == 1 and writer.is_paused:
-                asyncio.get_running_loop().call_later(0.5, writer.resume)
+                asyncio.get_running_loop().call_soon(resume)
 
     headers = [(b"host", b"h"), (b"content-type", b"application/json")]
     scope = {
@@ -64,9 +78,11 @@ def test_a_client_that_stops_reading_gets_the_rest_at_once(served, steps):
     app = OpenAIServer(served.server.engine, "m").app()
     expected = served.complete(**BODY)["choices"][0]["text"]
     for num_parts in (None, 0):  # it never stops, or before the second part
-        writer = Writer(num_parts)
-        steps.delay_s = 0.05 if num_parts is None else 0.0  # on a busy machine all may come as one part
-        events = asyncio.run(stream(app, writer)).decode().split("\n\n")
+        writer, first_sent = Writer(num_parts), threading.Event()
+        steps.delay_s, steps.num_samples = 0.05 if num_parts is None else 0.0, 0
+        steps.before = lambda sent=first_sent: steps.num_samples == 0 or sent.wait(30)
+        answer = stream(app, writer, first_sent, lambda: not served.engine.has_unfinished_requests())
+        events = asyncio.run(answer).decode().split("\n\n")
         assert events[-2:] == ["data: [DONE]", ""]
         choices = [json.loads(event[6:])["choices"][0] for event in events[:-2]]
         assert "".join(choice["text"] for choice in choices) == expected
