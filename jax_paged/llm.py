@@ -19,7 +19,7 @@ from jax_paged.engine.list_runner import ListRunner
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.prompt_reader import as_prompts
 from jax_paged.engine.replicas.placement import make_replicas
-from jax_paged.engine.serialized import unsynchronized
+from jax_paged.engine.synchronized import unsynchronized
 from jax_paged.engine.text.tokenizer import Messages
 from jax_paged.errors import ArgumentError, check
 from jax_paged.inputs import Prompt

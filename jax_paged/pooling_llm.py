@@ -12,7 +12,7 @@ from jax_paged.engine.features import pooling
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.prompt_reader import as_prompts
-from jax_paged.engine.serialized import Synchronized
+from jax_paged.engine.synchronized import Synchronized
 from jax_paged.errors import check
 from jax_paged.inputs import Prompt
 from jax_paged.outputs import (

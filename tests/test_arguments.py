@@ -283,7 +283,7 @@ def test_methods_take_the_integers_of_numpy(llm):
     assert len(engine._core.requests["a"].group.sequences[0].output_token_ids) == count - 2
     engine.fork("a", "b", seed=np.uint32(7))
     engine.abort_request(["a", "b"])
-    engine.drain()
+    engine.wait_if_idle()
     engine.record(lines.append)
     params = SamplingParams(
         max_tokens=np.int32(3), logit_bias={np.int64(70): np.float32(5)}, seed=np.int64(1)

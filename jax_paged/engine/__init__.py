@@ -4,7 +4,8 @@
 `AsyncLLMEngine` (async_engine/) runs an `LLMEngine` in a thread for asyncio, and `ReplicatedEngine`
 (replicas/) distributes requests over several of them; the server uses these two. Inside the engine,
 `InputProcessor` checks requests, `EngineCore` runs steps, and `RequestState` (output_processor.py) turns new
-tokens into outputs. The devices are behind an `Executor` (executors.py, distributed/). composition.py
+tokens into outputs. An `Executor` computes the steps on the devices: LocalExecutor (worker/executor.py) in
+this process, or an executor in distributed/ in worker processes. executors.py chooses it. composition.py
 connects these parts with the features in features/. None of these modules imports JAX until an executor is
 made.
 """

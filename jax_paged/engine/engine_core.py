@@ -215,7 +215,8 @@ class EngineCore:
             return
         with deferred_interrupt(), contextlib.ExitStack() as stack:
             stack.callback(lambda: self.failure is not None or self.wait_if_idle())
-            # The stack calls abort for each request, even if abort raises an error for another one.
+            # The stack calls abort for each request, even if abort raises an error for another one. It calls
+            # the function above last.
             for request_id in request_ids:
                 stack.callback(self.abort, request_id)
 
@@ -289,7 +290,7 @@ class EngineCore:
             return self.take_changed()
 
     def run_draft(self, request_id: str, token_ids: list[int]) -> ModelRunnerOutput | None:
-        """Runs one step that verifies draft tokens for a request. The next step returns what changed.
+        """Runs one step that verifies draft tokens for a request. The next step returns the changed requests.
 
         Args:
             request_id: The request.
@@ -309,7 +310,10 @@ class EngineCore:
             return result
 
     def wait_for_steps(self) -> None:
-        """Waits for all steps in flight and processes their results. The next step returns what changed."""
+        """Waits for all steps in flight and processes their results.
+
+        The next step returns the changed requests.
+        """
         with self._uninterrupted_step():
             while self._in_flight:
                 self._process_result(self._in_flight.popleft(), self.executor.result())
@@ -327,7 +331,7 @@ class EngineCore:
         return not self.has_unfinished
 
     def run_all_to_end(self) -> None:
-        """Runs all requests to their end. The next step returns what changed."""
+        """Runs all requests to their end. The next step returns the changed requests."""
         changed: dict[RequestState, None] = {}
         while self.has_unfinished:
             changed |= dict.fromkeys(self.advance())

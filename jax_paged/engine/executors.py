@@ -43,7 +43,7 @@ def make_executor(args: EngineArgs) -> "Executor":
 
 
 class ExecutorFactory:
-    """Factory of the executors of all engines, which are made in the order of the engines.
+    """Factory of the executors of several engines.
 
     With pipeline_parallel_size N, N engines run their steps on the same N stages, so that every stage has
     work. The executor of the first of these engines owns the devices. The executors of the others refer to
@@ -59,7 +59,7 @@ class ExecutorFactory:
         self._pipeline_leader: Any = None  # first executor of the current pipeline
 
     def make(self, engine: int, args: EngineArgs) -> "Executor":
-        """Makes the executor of an engine.
+        """Makes the executor of an engine. Must be called in the order of the engines.
 
         May be called again, with other arguments, for the engine whose executor was made last. This happens
         if the backends of the earlier executor did not pass the check of batch_invariant.
@@ -78,9 +78,9 @@ class ExecutorFactory:
         if args.distributed_executor_backend == "uni" or self._custom_parts:
             from jax_paged.worker.executor import LocalExecutor
 
-            replica, follower = divmod(engine, num_stages)
-            first_device = replica * num_stages * args.tensor_parallel_size
-            leader = self._pipeline_leader if follower else None
+            pipeline, position = divmod(engine, num_stages)
+            first_device = pipeline * num_stages * args.tensor_parallel_size
+            leader = self._pipeline_leader if position else None
             executor = LocalExecutor(
                 args, **self._custom_parts, first_device=first_device, shared_with=leader
             )

@@ -3,7 +3,7 @@
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.engine.engine_core import EngineCore
 from jax_paged.engine.input_processor import InputProcessor
-from jax_paged.engine.serialized import Synchronized
+from jax_paged.engine.synchronized import Synchronized
 from jax_paged.engine.text.tokenizer import Tokenizer
 
 
@@ -22,5 +22,12 @@ class EngineFeature(Synchronized):
     _core: EngineCore
 
     def _forget_prefixes(self, kept_salt: str | None) -> None:
-        """Empties the prefix cache; see Scheduler.forget_prefixes."""
+        """Empties the prefix cache, because the weights or the KV cache have changed.
+
+        PinnedPrefixes extends this method: it also recomputes the pinned prefixes.
+
+        Args:
+            kept_salt: None recomputes all running requests. An unused salt lets them keep their computed
+                tokens, which other requests then do not share.
+        """
         self._core.scheduler.forget_prefixes(kept_salt)

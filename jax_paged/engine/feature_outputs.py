@@ -32,8 +32,8 @@ class FeatureOutputs:
         self._captured: dict[int, list[tuple[str, int, np.ndarray]]] = {}
         self._pooled: np.ndarray | None = None
 
-    def begin_fork(self, other: "FeatureOutputs") -> None:
-        """Copies the captured arrays of the request that this one is forked from."""
+    def copy_captured_from(self, other: "FeatureOutputs") -> None:
+        """Copies the captured arrays of another request, which this request is forked from."""
         self._captured = {0: list(other._captured.get(0, ()))}
 
     def add_captured(self, seq: Sequence, start: int, arrays: dict[str, np.ndarray]) -> None:
@@ -68,7 +68,8 @@ class FeatureOutputs:
             output.outputs = self._beams()
         if self._captured:
             first, *others = map(self._captured_of, sequences)
-            # Before the prompt is computed there is only one sequence. All completions then get its arrays.
+            # If the request has ended before its prompt was computed, there is only one sequence. All
+            # completions get its arrays.
             others += [first] * (len(output.outputs) - 1 - len(others))
             for completion, captured in zip(output.outputs, (first, *others), strict=True):
                 completion.captured = captured

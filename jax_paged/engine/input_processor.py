@@ -255,8 +255,8 @@ class InputProcessor:
     def _with_default_prompt(self, prompt: Prompt, params: RequestParams) -> tuple[Prompt, bool]:
         """Returns the prompt of a pooling request with the model's default prompt in front of its text.
 
-        Other prompts, such as those of beam searches, are returned unchanged. Also returns whether the prompt
-        is truncated.
+        The prompt of any other request, such as a beam search, is returned unchanged. Also returns whether
+        the prompt is truncated.
         """
         is_pooled = isinstance(params, PoolingParams)
         return self.pooling.prepare(prompt, params) if is_pooled else (prompt, False)
@@ -303,7 +303,7 @@ class InputProcessor:
         )
 
     def _resolve(self, params: SamplingParams) -> None:
-        """Fills in derived parameters: prefix cache use, arguments of user functions, bad word tokens.
+        """Fills in derived parameters: prefix cache use, arguments of hooks and logits processors, bad words.
 
         `_resolve_logprobs` later checks the numbers of log-probabilities and replaces -1.
         """
@@ -355,6 +355,7 @@ class InputProcessor:
             check_int(name, value, 0, high)
 
     def _check_feature_params(self, params: SamplingParams) -> None:
+        """Checks parameters that only some models support."""
         ok = params.pooling is None or self._config.pooling is not None
         check(ok, "pooling", params.pooling, "None because the model does not support pooling")
 
@@ -364,7 +365,8 @@ class InputProcessor:
         problems.note(params.validate_for_vocab, config.vocab_size)
         num_samples, high = params.best_of or params.n, self._max_seqs
         name = "n" if params.best_of is None else "best_of"
-        problems.note(check_int, name, num_samples, 1, high, condition="(max_num_seqs)")
+        condition = "(the smaller of max_num_seqs and max_num_batched_tokens)"
+        problems.note(check_int, name, num_samples, 1, high, condition=condition)
         for name in ("logprobs", "prompt_logprobs"):
             problems.note(self._resolve_logprobs, params, name)
         if not params.bad_words:
@@ -442,8 +444,8 @@ class InputProcessor:
         for group in config.cache_groups:
             needed += max_blocks_held(group, encoder_len if group.is_cross else n, size)
             if num_seqs > 1 and request.sampling_params.max_tokens != 1 and not group.is_cross:
-                # The sequences share the full blocks of the prompt. A partly filled block stays with one
-                # sequence; each other sequence needs its own block for its tokens.
+                # The sequences share the full blocks of the prompt. If its last block is partly filled, one
+                # sequence keeps this block. Each other sequence needs a new block for its tokens.
                 needed += num_seqs - (n % size > 0)
         if needed > usable:
             several = f" by {num_seqs} sequences" if num_seqs > 1 else ""

@@ -16,7 +16,8 @@ from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.replicas.placement import Placement
 from jax_paged.outputs import RequestOutput
 
-# A list takes as long as its slowest engine, so a prefix stays on its engine only if no other has less work.
+# Requests with a common prefix stay on one engine only if no other engine has less work (see Placement). A
+# list takes as long as its slowest engine, so equal work matters more than cached prefixes.
 _MAX_LAG = 0
 
 # Result of a step: the number of requests that got tokens or ended, and the outputs of ended requests, by id.
@@ -72,6 +73,7 @@ class ListRunner:
     def _steps(self, requests: dict[str, CheckedRequest], interrupted: threading.Event) -> Generator[_Step]:
         if len(self._engines) == 1:
             return _steps_of(self._engines[0], requests, interrupted.is_set)
+        # A list usually begins when all engines are idle.
         placed = self._placement.place(list(requests.values()), [(0, 0)] * len(self._engines))
         shares: list[dict[str, CheckedRequest]] = [{} for _ in self._engines]
         for request_id, (replica, request) in zip(requests, placed, strict=True):

@@ -15,7 +15,7 @@ from jax_paged.engine.executors import MakeExecutor, check_single_engine, make_e
 from jax_paged.engine.input_processor import CheckedRequest, RequestParams
 from jax_paged.engine.new_request import check_arrival_time
 from jax_paged.engine.output_processor import RequestState, step_outputs
-from jax_paged.engine.serialized import unsynchronized
+from jax_paged.engine.synchronized import unsynchronized
 from jax_paged.errors import ArgumentError, check
 from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
@@ -264,7 +264,7 @@ class LLMEngine(composition.EngineFeatures):
         """Returns the requests that changed since `advance` last returned. Runs no step."""
         return self._core.take_changed()
 
-    def drain(self) -> bool:
+    def wait_if_idle(self) -> bool:
         """Waits for all steps in flight if no request is unfinished; does not wait otherwise.
 
         Returns:
@@ -272,8 +272,8 @@ class LLMEngine(composition.EngineFeatures):
         """
         return self._core.wait_if_idle()
 
-    def settle(self) -> None:
-        """Waits for all steps in flight and processes their results. The next `step` returns what changed."""
+    def wait_for_steps(self) -> None:
+        """Waits for all steps in flight and processes their results. The next `step` returns new outputs."""
         self._core.wait_for_steps()
 
     @unsynchronized

@@ -47,13 +47,13 @@ def request_state(
         new_seed: Returns a seed for a request that has none.
         tokenizer: The engine's tokenizer; None if it has none.
     """
-    values = dataclasses.replace(with_seed(request, new_seed).request, request_id=request_id)
-    if not values.is_plain:
-        values = dataclasses.replace(values, cache_salt=_salt_with_features(values))
-    group = SequenceGroup.from_request(values, arrival_time)
+    engine_request = dataclasses.replace(with_seed(request, new_seed).request, request_id=request_id)
+    if not engine_request.is_plain:
+        engine_request = dataclasses.replace(engine_request, cache_salt=_salt_with_features(engine_request))
+    group = SequenceGroup.from_request(engine_request, arrival_time)
     if request.prior_outputs:
-        group.sequences = _prior_sequences(values, request.prior_outputs)
-    params = values.sampling_params
+        group.sequences = _prior_sequences(engine_request, request.prior_outputs)
+    params = engine_request.sampling_params
     settings = OutputSettings(tokenizer if params.detokenize else None, request.stop, request.grammar)
     state = RequestState(group, request.prompt, settings, request.encoder_prompt)
     state.adapter = request.adapter
@@ -63,9 +63,10 @@ def request_state(
 
 
 def _salt_with_features(request: Request) -> str:
-    """Returns the cache salt, extended by everything besides token ids that changes keys and values.
+    """Returns the cache salt, extended by inputs other than token ids that change keys and values.
 
-    Only requests with equal inputs, hook arguments and adapter then share KV cache blocks.
+    Only requests with equal inputs, hook arguments and adapter then share KV cache blocks. Images are not
+    included because the prefix cache itself distinguishes them.
     """
     cache_salt = request.cache_salt
     if request.encoder_token_ids:
@@ -108,6 +109,7 @@ def resumed_output(request: CheckedRequest, request_id: str, tokenizer: Tokenize
     """Returns the prior outputs of a request that another engine has begun, as a RequestOutput."""
     output = request_state(request_id, request, time.monotonic(), lambda: 0, tokenizer).take_delta()
     # The client received prompt log-probabilities with the first event of the stream, if it asked for them.
+    # They are not known here, so None takes the place of each of them.
     output.prompt_logprobs = [None] * len(request.prompt_token_ids)
     return output
 

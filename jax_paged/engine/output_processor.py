@@ -71,7 +71,7 @@ class RequestState:
 
     def continue_from(self, prior: tuple[PriorOutput, ...]) -> None:
         """Adds prior outputs that another engine has begun, one for each sequence."""
-        self._samples = [self._sample(seq) for seq in self.group.sequences]
+        self._samples = [self._new_sample(seq) for seq in self.group.sequences]
         for sample, output in zip(self._samples, prior, strict=True):
             sample.continue_from(output)
         self.is_finished = self.group.is_finished
@@ -118,7 +118,7 @@ class RequestState:
             state._prompt_logprobs = [entry and logprob_from_values(entry) for entry in entries]
         samples = values["samples"]
         for seq in group.sequences[1 : len(samples)]:
-            state._samples.append(state._sample(seq))
+            state._samples.append(state._new_sample(seq))
         for sample, entry in zip(state._samples, samples, strict=True):
             sample.restore(entry)
         return state
@@ -135,7 +135,7 @@ class RequestState:
         if self._prompt_logprobs is not None:
             state._prompt_logprobs = list(self._prompt_logprobs)
         if state._features is not None and self._features is not None:
-            state._features.begin_fork(self._features)
+            state._features.copy_captured_from(self._features)
         state._weight_versions = self._weight_versions
         return state
 
@@ -180,7 +180,7 @@ class RequestState:
         """Adds the new tokens of a sequence; see SampleState.add_tokens."""
         samples = self._samples
         if seq.index == len(samples):  # sequences get their first tokens in the order of their indices
-            samples.append(self._sample(seq))
+            samples.append(self._new_sample(seq))
         return samples[seq.index].add_tokens(token_ids, logprobs)
 
     def finish(self) -> list[tuple[Sequence, str]]:
@@ -232,13 +232,13 @@ class RequestState:
 
     def _request_output(self, *, only_new: bool) -> RequestOutput:
         group, logprobs = self.group, self._prompt_logprobs
-        so_far = list if self.is_finished else Snapshot
+        list_type = list if self.is_finished else Snapshot
         samples = self._shown_samples()
         output = RequestOutput(
             request_id=group.request_id,
             prompt=self.prompt,
             prompt_token_ids=self._prompt_token_ids,
-            prompt_logprobs=None if logprobs is None else so_far(logprobs),
+            prompt_logprobs=None if logprobs is None else list_type(logprobs),
             outputs=self._completions(samples, only_new=only_new),
             finished=self.is_finished,
             metrics=group.metrics.copy(),
@@ -272,7 +272,7 @@ class RequestState:
         missing = range(len(outputs), self.group.sampling_params.n) if outputs else ()
         return outputs + [_empty_like(outputs[0], i) for i in missing]
 
-    def _sample(self, seq: Sequence) -> SampleState:
+    def _new_sample(self, seq: Sequence) -> SampleState:
         return SampleState(seq, self.group, self._settings)
 
 

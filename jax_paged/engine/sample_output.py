@@ -68,7 +68,7 @@ class SampleState:
         self._num_chars_sent = 0
 
     def with_replayed_text(self, seq: Sequence, group: SequenceGroup) -> "SampleState":
-        """Returns a new state for a sequence whose output tokens are the first ones, or all, of this output.
+        """Returns a new state for a sequence whose output is a prefix of this output, or the same output.
 
         The text of the sequence is decoded again.
         """
@@ -192,13 +192,13 @@ class SampleState:
                 snapshots of lists that still grow.
         """
         detokenizer, logprobs = self._detokenizer, self._logprobs
-        so_far = list if is_final else Snapshot
+        list_type = list if is_final else Snapshot
         return CompletionOutput(
             index=index,
             text=detokenizer.text[: detokenizer.num_visible] if detokenizer else "",
-            token_ids=so_far(self.seq.output_token_ids),
+            token_ids=list_type(self.seq.output_token_ids),
             cumulative_logprob=self.seq.cumulative_logprob,
-            logprobs=None if logprobs is None else so_far(logprobs),
+            logprobs=None if logprobs is None else list_type(logprobs),
             finish_reason=self.seq.status.finish_reason,
             stop_reason=self._stop_reason,
         )

@@ -64,7 +64,7 @@ class Lifecycle:
             return ApiError(
                 "the server is shutting down", status=503, code="shutting_down", headers={"Retry-After": "1"}
             )
-        stopped, asleep = self._engine.stopped, self._engine.asleep
+        stopped, asleep = self._engine.stopped_error, self._engine.asleep_error
         if stopped is not None:
             return ApiError(str(stopped), status=503)
         return None if asleep is None else asleep_error(asleep)
@@ -128,7 +128,7 @@ class Lifecycle:
                     f"the engine hangs: a step has taken more than {self._step_timeout:g} s (--step-timeout)"
                 )
             )
-        if (stopped := self._engine.stopped) is not None:
+        if (stopped := self._engine.stopped_error) is not None:
             self._engine.fail(stopped)  # Stops the other engines too, if there are several.
             self.exit_code = ENGINE_FAILED
             if not self._stay:

@@ -166,7 +166,7 @@ class RequestRunner:
                     if checked.prior_outputs:
                         prior = resumed_output(checked, request_id, self._engine.engine.tokenizer)
                     if prior is None or not prior.finished:
-                        stream = await self._engine.submit(checked, None, request_id, whole=whole)
+                        stream = await self._engine.submit(checked, None, request_id, final_only=whole)
                     new = _RunningRequest(request_id, stream, prior, checked, call, waited_s, self._metrics)
                     running.append(new)
                 yield running

@@ -204,7 +204,7 @@ def test_a_state_is_not_forked_or_taken_back(llm: LLM) -> None:
             else:
                 edit()
         engine.abort_request([name, name + " fork"])
-        engine.drain()
+        engine.wait_if_idle()
 
 
 def test_a_processor_that_breaks_logits_ends_its_request_alone(checkpoint: Path) -> None:

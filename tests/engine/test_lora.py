@@ -99,7 +99,7 @@ def run(engine: LLMEngine, requests: list[Asked], each: int | None = None) -> li
             engine.add_request(str(i), asked.prompt, asked.params, lora_request=asked.adapter)
         while engine.has_unfinished_requests():
             outputs |= {int(o.request_id): o for o in engine.step() if o.finished}
-    assert engine.drain()
+    assert engine.wait_if_idle()
     engine.scheduler.block_manager.check_integrity()
     assert not engine.scheduler.queues.running_adapters
     return [outputs[i] for i in range(len(requests))]

@@ -248,7 +248,7 @@ def test_who_asks_a_server_is_answered_by_all_engines_together(one: LLM, checkpo
 
     async def run(engine: Any) -> list[RequestOutput]:
         async def ask(i: int) -> RequestOutput:
-            stream = await engine.submit({"prompt_token_ids": prompts[i]}, params, f"r{i}", whole=True)
+            stream = await engine.submit({"prompt_token_ids": prompts[i]}, params, f"r{i}", final_only=True)
             outputs = [output async for output in stream]
             return outputs[-1]
 

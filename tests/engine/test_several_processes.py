@@ -35,7 +35,7 @@ from helpers.waiting import wait_until
 from jax_paged import AsyncLLMEngine, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
 from jax_paged.config.launch import Launch
 from jax_paged.engine.distributed.multiprocess import MultiprocessExecutor
-from jax_paged.engine.distributed.worker_team import WorkerTeam, begin
+from jax_paged.engine.distributed.worker_team import WorkerTeam, send_task
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.outputs import RequestOutput
 from jax_paged.worker.distributed import channel
@@ -315,7 +315,7 @@ def test_a_worker_that_stalls_before_it_is_ready(checkpoint: Path, monkeypatch: 
     worker = SilentWorker(Channel(ours))
 
     def start(executor: MultiprocessExecutor, args: EngineArgs) -> list[SilentWorker]:
-        begin(worker.channel, args, Launch(0, 2, "127.0.0.1", 0, local_rank=0), None)
+        send_task(worker.channel, args, Launch(0, 2, "127.0.0.1", 0, local_rank=0), None)
         return [worker]
 
     monkeypatch.setattr(MultiprocessExecutor, "_start", start)
@@ -354,9 +354,9 @@ def test_a_worker_that_is_lost_while_nothing_runs(scripted: Any) -> None:
     executor.on_failure = noted.append
     engine = AsyncLLMEngine(args, executor)
     try:
-        assert engine.stopped is None
+        assert engine.stopped_error is None
         noted[0]("worker 1 has ended")
-        assert str(engine.stopped) == "worker 1 has ended"
+        assert str(engine.stopped_error) == "worker 1 has ended"
     finally:
         engine.close()
 

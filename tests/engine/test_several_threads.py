@@ -17,7 +17,7 @@ from helpers.waiting import wait_until
 
 from jax_paged import LLM, LLMEngine, SamplingParams
 from jax_paged.engine.errors import EngineDeadError
-from jax_paged.engine.serialized import CallLock
+from jax_paged.engine.synchronized import CallLock
 
 # Methods that are safe beside a step, and must not wait for one: the server calls them from its event loop.
 BESIDE_STEPS = {
@@ -207,8 +207,8 @@ def test_any_methods_in_several_threads(lone, seed):
         lambda _: lone.generate("abc?", LONG, use_tqdm=False)[0].outputs[0].text == "abc" or 1 / 0,
         lambda _: lone.pool_map(),
         lambda _: lone.chat([{"role": "user", "content": "abc"}], use_tqdm=False),
-        lambda _: engine.drain(),
-        lambda _: engine.settle(),
+        lambda _: engine.wait_if_idle(),
+        lambda _: engine.wait_for_steps(),
         lambda _: repr(lone),
     ]
 

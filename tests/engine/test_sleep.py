@@ -378,7 +378,7 @@ def test_a_server_engine_sleeps_under_way(async_engine: AsyncLLMEngine) -> None:
         task = await begun(engine, "wait")
         sleep = asyncio.create_task(engine.sleep(2))
         await asyncio.sleep(0)
-        while engine.asleep is None:
+        while engine.asleep_error is None:
             await asyncio.sleep(0.001)
         with pytest.raises(EngineAsleepError):
             await whole(engine, "refused")
@@ -433,7 +433,7 @@ def test_who_leaves_while_requests_are_waited_for_leaves_the_engine_awake(
         engine = async_engine
         task = await begun(engine, "a")
         sleep = asyncio.create_task(engine.sleep())
-        while engine.asleep is None:
+        while engine.asleep_error is None:
             await asyncio.sleep(0.001)
         with pytest.raises(ValueError, match="is still in progress"):
             await engine.sleep()

@@ -290,7 +290,7 @@ def test_forks_rollbacks_and_states_follow_the_form(llm: LLM) -> None:
     assert engine.verify("a", [0, 0]).num_accepted == 0  # end tokens, which the form does not allow
     state = engine.state()
     engine.abort_request(["a", "b"])
-    engine.drain()
+    engine.wait_if_idle()
     reset(engine)
     engine.load_state(state)
     outputs = finished_outputs(engine)

@@ -234,7 +234,7 @@ def reset(engine: LLMEngine) -> LLMEngine:
     queues = engine.scheduler.queues
     for request_id in [*queues.running, *queues.waiting, *queues.swapped]:
         engine.abort_request(request_id)
-    engine.drain()
+    engine.wait_if_idle()
     reschedule(engine)
     return engine
 

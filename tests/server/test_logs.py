@@ -157,7 +157,7 @@ def test_statistics_are_logged_only_while_something_happens(scripted, lines):
         logging_task = asyncio.create_task(log_statistics(engine, lambda: 0, 0.05))
         await asyncio.sleep(0.12)
         idle = len(statistics())
-        stream = await engine.submit("abcdefghijkl?", None, "a", whole=True)
+        stream = await engine.submit("abcdefghijkl?", None, "a", final_only=True)
         async for _ in stream:
             pass
         await asyncio.sleep(0.2)

@@ -179,4 +179,4 @@ def test_the_example_of_the_documentation(
         assert httpx.get(f"{url}/complete", params={"prompt": "text?"}).text == "text"
         answer = httpx.post(f"{url}/llm/v1/completions", json={"prompt": "text?"}, headers=KEY)
         assert answer.json()["choices"][0]["text"] == "text"
-    assert names["engine"].stopped is not None
+    assert names["engine"].stopped_error is not None

@@ -299,7 +299,7 @@ BAD = [
     (
         "/completions",
         {"prompt": "a", "n": 17},
-        "must be an integer in [1, 16] (max_num_seqs), got 17",
+        "must be an integer in [1, 16] (the smaller of max_num_seqs and max_num_batched_tokens), got 17",
         "n",
     ),
     (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.engine.async_engine.request_methods import RequestMethods
-from jax_paged.engine.async_engine.request_stream import NoOpCoroutine, RequestStream, deliver, run_into
+from jax_paged.engine.async_engine.request_stream import NoOpCoroutine, RequestStream, deliver, run_for_future
 from jax_paged.engine.async_engine.statistics import EngineStatistics
 from jax_paged.engine.errors import EngineAsleepError, EngineDeadError, stopped_by
 from jax_paged.engine.input_processor import CheckedRequest
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 # Outputs are delivered at intervals of this time (seconds) multiplied by the number of streams with new
 # tokens, for example 96 ms for 64 streams. A delivery costs 30 us of CPU time per stream in the server and
-# the client. A model on the CPU needs that time too.
+# the client. At longer intervals, more CPU time is left for a model that runs on the CPU.
 _SECONDS_PER_STREAM = 0.0015
 _MAX_DELIVERY_INTERVAL_S = 0.1
 # Interval (seconds) at which a coroutine that waits for a result checks whether the engine has stopped.
@@ -85,12 +85,12 @@ class AsyncLLMEngine(RequestMethods):
         self.engine.executor.on_failure(functools.partial(_fail, this))
 
     @property
-    def stopped(self) -> EngineDeadError | None:
+    def stopped_error(self) -> EngineDeadError | None:
         """The error raised for requests after the engine has stopped; None while it is running."""
-        return None if self.error is None else self._stopped()
+        return None if self.error is None else stopped_by(self.error)
 
     @property
-    def asleep(self) -> EngineAsleepError | None:
+    def asleep_error(self) -> EngineAsleepError | None:
         """The error raised for requests while the engine sleeps or is about to; None while it is awake."""
         if self._falling_asleep is None and not self.engine.is_sleeping():
             return None
@@ -111,14 +111,14 @@ class AsyncLLMEngine(RequestMethods):
         """Returns whether an unfinished request has this id."""
         return request_id in self._streams or any(s.request_id == request_id for s in list(self._submitted))
 
-    def start(self, request: CheckedRequest, request_id: str, *, whole: bool) -> RequestStream:
+    def start(self, request: CheckedRequest, request_id: str, *, final_only: bool) -> RequestStream:
         """Starts a request that has been checked; see `submit`."""
-        stream = RequestStream(request_id, whole, self._abort, self._replica)
+        stream = RequestStream(request_id, final_only, self._abort, self._replica)
         self._submitted.add(stream)
         self._calls.put(lambda: self._add(stream, request))
         # Checked after the put: the thread sets `error` before it empties the queue for the last time.
         if self.error is not None:
-            raise self._stopped()
+            raise stopped_by(self.error)
         return stream
 
     async def update_weights(
@@ -162,7 +162,7 @@ class AsyncLLMEngine(RequestMethods):
         self.error = self.error or error
         self._calls.put(None)
         streams = [*list(self._streams.values()), *list(self._submitted)]
-        deliver([(stream, self._stopped()) for stream in streams])
+        deliver([(stream, stopped_by(self.error)) for stream in streams])
 
     def __repr__(self) -> str:
         return repr(self.engine)
@@ -175,9 +175,9 @@ class AsyncLLMEngine(RequestMethods):
     async def _call[T](self, function: Callable[[], T]) -> T:
         """Runs a function in the engine's thread, between two steps, and returns its result."""
         done: Future[T] = Future()
-        self._calls.put(lambda: run_into(done, function))
+        self._calls.put(lambda: run_for_future(done, function))
         if self.error is not None:  # checked after the put, as in `start`
-            raise self._stopped()
+            raise stopped_by(self.error)
         return await self._result(done)
 
     async def _result[T](self, done: Future[T]) -> T:
@@ -187,7 +187,7 @@ class AsyncLLMEngine(RequestMethods):
             while not (await asyncio.wait([waiting], timeout=_POLL_INTERVAL_S))[0] and self.error is None:
                 pass
             if not waiting.done():
-                raise self._stopped()
+                raise stopped_by(self.error)
             return waiting.result()
         finally:
             waiting.cancel()
@@ -195,18 +195,15 @@ class AsyncLLMEngine(RequestMethods):
     def _abort(self, stream: RequestStream) -> None:
         self._calls.put(lambda: self._end(stream.request_id, stream))
 
-    def _stopped(self) -> EngineDeadError:
-        return stopped_by(self.error)
-
     # The following methods run in the engine's thread.
 
     def _add(self, stream: RequestStream, request: CheckedRequest) -> None:
         if self.error is not None:
             self._submitted.discard(stream)
-            deliver([(stream, self._stopped())])
+            deliver([(stream, stopped_by(self.error))])
             return
         try:
-            if (asleep := self.asleep) is not None:
+            if (asleep := self.asleep_error) is not None:
                 raise asleep
             self.engine.add_request(stream.request_id, request)
         except ValueError as error:
@@ -224,7 +221,7 @@ class AsyncLLMEngine(RequestMethods):
             self._undelivered.pop(current, None)
             self.statistics.forget(request_id)
             state = self.engine.abort_request(request_id)
-            deliver([(current, state.take_delta())] if state else [])  # None if it has just ended
+            deliver([(current, state.take_delta())] if state else [])  # no state: it has just ended
 
     def _run_once(self, waited: "list[Callable[[], None] | None]") -> bool:
         """Executes all calls in the queue, and runs a step if there is work to do.
@@ -245,8 +242,8 @@ class AsyncLLMEngine(RequestMethods):
         except BaseException as error:  # a panic in a Rust library is not an Exception
             self.error = error
             _LOGGER.exception("the engine has failed and runs no more requests; restart it")
-        self._fall_asleep()
-        deliver([(stream, self._stopped()) for stream in self._streams.values()])
+        self._fall_asleep()  # raises the error in a waiting call of `sleep`
+        deliver([(stream, stopped_by(self.error)) for stream in self._streams.values()])
         self._streams.clear()
         while not self._calls.empty():
             call = self._calls.get()
@@ -272,7 +269,7 @@ class AsyncLLMEngine(RequestMethods):
 
     def _begin_to_sleep(self, level: int, mode: "Mode") -> Future[None]:
         if self.error is not None:
-            raise self._stopped()
+            raise stopped_by(self.error)
         self.engine.check_sleep(level, mode)
         if self._falling_asleep is not None:
             raise ValueError("a previous sleep() is still in progress; wait until it has returned")
@@ -288,12 +285,12 @@ class AsyncLLMEngine(RequestMethods):
             level, mode, done = self._falling_asleep
             is_over = self.error is not None or done.cancelled()
             if is_over or mode == "keep" or not self.engine.has_unfinished_requests():
-                run_into(done, lambda: self._sleep(level, mode))
+                run_for_future(done, lambda: self._sleep(level, mode))
                 self._falling_asleep = None
 
     def _sleep(self, level: int, mode: "Mode") -> None:
         if self.error is not None:
-            raise self._stopped()
+            raise stopped_by(self.error)
         self.engine.sleep(level, mode)
         self._hand_over(self.engine.take_changed(), flush=True)  # results of steps that were in flight
 
@@ -311,7 +308,7 @@ class AsyncLLMEngine(RequestMethods):
             if state.is_finished:
                 self.statistics.forget(request_id)
             stream = self._streams.get(request_id)
-            if stream is not None and (state.is_finished or not stream.whole):
+            if stream is not None and (state.is_finished or not stream.final_only):
                 self._undelivered[stream] = state
         self._deliver_due(now, flush=flush)
 

@@ -45,7 +45,7 @@ class RequestMethods(abc.ABC):
         cache_salt: str = "",
         priority: int = 0,
         lora_request: LoRARequest | None = None,
-        whole: bool = False,
+        final_only: bool = False,
     ) -> RequestStream:
         """Checks a request and starts it.
 
@@ -57,7 +57,7 @@ class RequestMethods(abc.ABC):
             cache_salt: See LLMEngine.check_request.
             priority: See LLMEngine.check_request.
             lora_request: See LLMEngine.check_request.
-            whole: Whether the stream has a single output, at the end. This saves the cost of delivering
+            final_only: Whether the stream has a single output, at the end. This saves the cost of delivering
                 tokens.
 
         Returns:
@@ -78,10 +78,10 @@ class RequestMethods(abc.ABC):
                 priority=priority,
                 lora_request=lora_request,
             )
-        return self.start(prompt, request_id, whole=whole)
+        return self.start(prompt, request_id, final_only=final_only)
 
     @abc.abstractmethod
-    def start(self, request: CheckedRequest, request_id: str, *, whole: bool) -> RequestStream:
+    def start(self, request: CheckedRequest, request_id: str, *, final_only: bool) -> RequestStream:
         """Starts a request that has been checked; see `submit`."""
 
     async def generate(
@@ -117,7 +117,7 @@ class RequestMethods(abc.ABC):
             cache_salt=cache_salt,
             priority=priority,
             lora_request=lora_request,
-            whole=kind is RequestOutputKind.FINAL_ONLY,
+            final_only=kind is RequestOutputKind.FINAL_ONLY,
         )
         outputs = CumulativeOutputs()
         try:
@@ -143,7 +143,7 @@ class RequestMethods(abc.ABC):
         """
         pooling = self.engine.input_processor.pooling
         params = pooling.resolve(pooling_params)
-        stream = await self.submit(prompt, params, request_id, priority=priority, whole=True)
+        stream = await self.submit(prompt, params, request_id, priority=priority, final_only=True)
         try:
             async for output in stream:
                 yield PoolingRequestOutput(

@@ -22,7 +22,7 @@ class RequestStream:
 
     Args:
         request_id: The id of the request.
-        whole: Whether the stream has a single output, at the end.
+        final_only: Whether the stream has a single output, at the end.
         abort: Aborts the request of a stream.
         replica: Index of the engine among several.
 
@@ -32,10 +32,10 @@ class RequestStream:
     """
 
     def __init__(
-        self, request_id: str, whole: bool, abort: Callable[["RequestStream"], None], replica: int = 0
+        self, request_id: str, final_only: bool, abort: Callable[["RequestStream"], None], replica: int = 0
     ) -> None:
         self.request_id = request_id
-        self.whole = whole
+        self.final_only = final_only
         self.replica = replica
         self.loop = asyncio.get_running_loop()
         self.has_begun = False
@@ -144,7 +144,7 @@ def put_all(items: list[tuple[RequestStream, RequestOutput | Exception]]) -> Non
         stream.put(item)
 
 
-def run_into[T](done: Future[T], function: Callable[[], T]) -> None:
+def run_for_future[T](done: Future[T], function: Callable[[], T]) -> None:
     """Runs a function and gives its result or error to a future. Does nothing if the future is canceled."""
     if done.set_running_or_notify_cancel():
         try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jax_paged.core.request import SequenceGroup
 
-# Upper bounds (seconds) of the intervals for the time between two tokens. The last interval has none.
+# Upper bounds (seconds) of the intervals for the time between two tokens. The last interval has no bound.
 INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
 
 

@@ -45,7 +45,7 @@ class MultiprocessExecutor:
     Args:
         args: Model and limits.
         engine: Index of the engine in its pipeline.
-        beside: The executor of the pipeline's first engine, whose workers are shared; None for the first
+        leader: The executor of the pipeline's first engine, whose workers are shared; None for the first
             engine.
 
     Raises:
@@ -54,12 +54,12 @@ class MultiprocessExecutor:
     """
 
     def __init__(
-        self, args: EngineArgs, engine: int = 0, beside: "MultiprocessExecutor | None" = None
+        self, args: EngineArgs, engine: int = 0, leader: "MultiprocessExecutor | None" = None
     ) -> None:
         self._args, self._limit_s = args, args.distributed_timeout_seconds
         self._engine = engine
-        self._team = beside._team if beside else WorkerTeam(args.num_engines)
-        if beside is None:
+        self._team = leader._team if leader else WorkerTeam(args.num_engines)
+        if leader is None:
             self._team.begin(self._start(args))
         self._team.add_engine(engine)
         weakref.finalize(self, self._team.remove_engine, engine).atexit = False
@@ -101,7 +101,7 @@ class MultiprocessExecutor:
         return self._reply(self._limit_s)
 
     def compile_plan(self) -> str:
-        """Returns a table of the first worker's programs: shapes, compile times (seconds), sizes (bytes)."""
+        """Returns a table of the first worker's programs; see LLMEngine.compile_plan."""
         return self._call("compile_plan")
 
     def compile_report(self) -> "list[CompileRecord]":
@@ -222,10 +222,12 @@ def follow(args: EngineArgs, launch: Launch) -> NoReturn:
         ValueError: If the model can't be loaded, the arguments of the processes differ, or the processes
             can't connect.
         EngineDeadError: If the worker of this process stalls.
+        RuntimeError: If the worker of this process fails.
         SystemExit: When the first process has ended.
     """
     worker = Worker(args, launch, None)
     try:
+        # A worker that is not the first one sends a message only if it fails.
         _, arrays = worker.channel.receive()
         raise pickle.loads(arrays[0].data)
     except TimeoutError as error:

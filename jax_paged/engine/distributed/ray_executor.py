@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.config.launch import Launch
 from jax_paged.engine.distributed.multiprocess import MultiprocessExecutor
-from jax_paged.engine.distributed.worker_team import StartedWorker, begin
+from jax_paged.engine.distributed.worker_team import StartedWorker, send_task
 from jax_paged.errors import ArgumentError, check
 from jax_paged.worker.distributed.channel import Channel
 
@@ -70,7 +70,7 @@ class RayExecutor(MultiprocessExecutor):
                 for actor, address in zip(actors, addresses, strict=True)
             ]
             for rank, worker in enumerate(workers):
-                begin(worker.channel, args, Launch(rank, len(workers), *addresses[0]), None)
+                send_task(worker.channel, args, Launch(rank, len(workers), *addresses[0]), None)
                 worker.work.future().add_done_callback(self._failure_callback(rank))
             return workers
         except BaseException as error:

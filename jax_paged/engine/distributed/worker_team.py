@@ -75,7 +75,7 @@ class Worker:
             pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": _STDERR}
             self._process = subprocess.Popen(command, pass_fds=passed, **pipes)
         self.channel = Channel(ours)
-        begin(self.channel, args, launch, descriptors)
+        send_task(self.channel, args, launch, descriptors)
 
     def stop(self) -> None:
         """Tells the worker to end, without waiting for its end."""
@@ -196,6 +196,7 @@ class WorkerTeam:
                     self.progress = progress[0], progress[1]
                 if arrays:
                     value = pickle.loads(arrays[0].data)
+                    # Workers report the loss or the failure of a worker as a RuntimeError.
                     if isinstance(value, RuntimeError):
                         return self.fail(str(value))
                     self.replies[engine].put(value)
@@ -205,7 +206,7 @@ class WorkerTeam:
             self.fail("worker 0 has ended")
 
 
-def begin(channel: Channel, args: EngineArgs, launch: Launch, peers: tuple[int, ...] | None) -> None:
+def send_task(channel: Channel, args: EngineArgs, launch: Launch, peers: tuple[int, ...] | None) -> None:
     """Sends a worker its task.
 
     Args:

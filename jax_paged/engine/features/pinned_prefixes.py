@@ -66,6 +66,8 @@ class PinnedPrefixes(EngineFeature):
                 f"the prefix could not be computed: {seq.stop_reason or 'it was aborted'}. Its logits must "
                 f"be finite, and it must fit into the free KV blocks ({num_free} of {num_usable})"
             )
+        # For a model with recurrent layers, a pinned prefix also needs a slot that holds the recurrent state
+        # at the end of a block.
         if not manager.pin(name, request.prompt_token_ids, cache_salt):
             manager.unpin(name)
             num_tokens, aspect = len(request.prompt_token_ids), "the number of tokens of"
@@ -77,7 +79,7 @@ class PinnedPrefixes(EngineFeature):
         """Drops all cached prefixes, and recomputes the pinned ones with the current weights.
 
         Args:
-            kept_salt: As for Scheduler.forget_prefixes.
+            kept_salt: See EngineFeature.
 
         Raises:
             ValueError: If a pinned prefix can't be recomputed. Such a prefix is no longer pinned.

@@ -147,7 +147,8 @@ class PoolingRequests:
         if self._tokenizer is None:
             raise ArgumentError("data_1", first, "token ids because the engine has no tokenizer")
         if self._spec.label_tokens:
-            # The texts are two parts of one chat, and a token may contain characters of both.
+            # A model with label tokens reads both texts as one chat, in which a token may contain characters
+            # of both.
             return first + second, params
         max_len = None if self._is_truncated(params) else self._config.max_model_len
         token_ids, start = self._tokenizer.encode_pair(first, second, max_model_len=max_len)

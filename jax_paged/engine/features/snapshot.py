@@ -137,13 +137,12 @@ class Snapshots(EngineFeature):
     def load_state(self, state: EngineState | str | os.PathLike[str]) -> None:
         """Continues from a state, or from the folder of a saved state, with bitwise identical tokens.
 
-        With async scheduling, the steps in flight end before a state is taken. As a result, other requests
-        may be preempted than without the interruption. Tokens stay the same then, but log-probabilities may
-        differ in their last digits.
+        With async scheduling, the steps in flight end before a state is taken. This may change which requests
+        are preempted later. Tokens then stay the same, but log-probabilities may differ in their last digits.
 
         Raises:
-            ValueError: If the state belongs to another model, another KV cache size, or another format
-                version.
+            ValueError: If the state belongs to another model, other weights, an engine with other limits or
+                another scheduling policy, or another format version.
             RuntimeError: If requests are running, prefixes are pinned, or the engine is being recorded.
         """
         core = self._core

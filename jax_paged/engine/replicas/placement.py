@@ -42,8 +42,8 @@ class Placement:
     Args:
         num_replicas: Number of replicas. Their indices are 0, 1, ...
         seeds: Generator of seeds for requests without a seed.
-        max_lag: Maximum load that the replica of a conversation may have in excess of the least loaded
-            replica; see ReplicaRouter.
+        max_lag: Maximum difference between the load of a conversation's replica and the lowest load of all
+            replicas; see ReplicaRouter. If it is larger, the replica with the lowest load runs the request.
     """
 
     def __init__(self, num_replicas: int, seeds: random.Random, max_lag: int) -> None:
@@ -55,6 +55,8 @@ class Placement:
         self, requests: Sequence[CheckedRequest], loads: Sequence[tuple[int, int]]
     ) -> list[tuple[int, CheckedRequest]]:
         """Returns the replica of each request, and the request with a seed.
+
+        Each placed request counts as waiting when the next one is placed.
 
         Args:
             requests: The new requests, in order.

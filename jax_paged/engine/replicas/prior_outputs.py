@@ -8,7 +8,7 @@ from jax_paged.outputs import TokenLogprobDict
 
 @dataclasses.dataclass(frozen=True)
 class PriorOutput:
-    """One output so far, or the delta that a chunk adds to it.
+    """One output so far, or the delta that a chunk of a streamed response adds to it.
 
     Args:
         token_ids: The tokens that were drawn.

@@ -67,12 +67,12 @@ class ReplicatedEngine(RequestMethods):
         return next((replica.error for replica in self.replicas if replica.error is not None), None)
 
     @property
-    def stopped(self) -> EngineDeadError | None:
+    def stopped_error(self) -> EngineDeadError | None:
         """The error raised for requests after an engine has stopped; None while all engines are running."""
         return None if self.error is None else stopped_by(self.error)
 
     @property
-    def asleep(self) -> None:
+    def asleep_error(self) -> None:
         """None, because these engines never sleep."""
         return None
 
@@ -82,15 +82,15 @@ class ReplicatedEngine(RequestMethods):
         began = (replica.step_began for replica in self.replicas)
         return min((time for time in began if time is not None), default=None)
 
-    def start(self, request: CheckedRequest, request_id: str, *, whole: bool) -> RequestStream:
+    def start(self, request: CheckedRequest, request_id: str, *, final_only: bool) -> RequestStream:
         """Starts a request that has been checked on one of the engines; see `submit`."""
-        if (stopped := self.stopped) is not None:
+        if (stopped := self.stopped_error) is not None:
             raise stopped
         with self._placing:
             [(replica, request)] = self._placement.place([request], [r.load for r in self.replicas])
         # If an unfinished request has the same id, its engine gets this request and reports the error.
         same_id = (i for i, engine in enumerate(self.replicas) if engine.has(request_id))
-        return self.replicas[next(same_id, replica)].start(request, request_id, whole=whole)
+        return self.replicas[next(same_id, replica)].start(request, request_id, final_only=final_only)
 
     async def update_weights(
         self, weights: "NewWeights", *, running: "Running" = "error", weight_version: str | None = None

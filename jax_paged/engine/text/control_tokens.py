@@ -50,7 +50,7 @@ class ControlTokens:
 
     def id_of(self, text: str) -> int | None:
         """Returns the id of a control token; None if the text is not a control token."""
-        return next((i for i, own in self._texts.items() if own == text), None)
+        return next((i for i, content in self._texts.items() if content == text), None)
 
     def marked[T](self, value: T) -> tuple[T, str]:
         """Returns a value with a mark in every control token, and the mark.
@@ -86,11 +86,11 @@ class ControlTokens:
         clean = text.replace(mark, "")
         # Unlike encode, encode_batch lets other Python threads run meanwhile.
         whole, marked = self._backend.encode_batch([clean, text], add_special_tokens=False)
-        own = self._control_tokens_in(text, marked)
-        if [i for i, *_ in own] == [i for i, *_ in self._control_tokens_in(clean, whole)]:
+        from_template = self._control_tokens_in(text, marked)
+        if [i for i, *_ in from_template] == [i for i, *_ in self._control_tokens_in(clean, whole)]:
             return whole.ids  # removing the marks creates no control tokens
         ids, end_of_last = [], 0
-        for token_id, begin, end in own:
+        for token_id, begin, end in from_template:
             ids += [*self._encode_text(text[end_of_last:begin], mark), token_id]
             end_of_last = end
         return ids + self._encode_text(text[end_of_last:], mark)

@@ -134,7 +134,7 @@ class TextCodec:
             max_model_len: Maximum number of tokens; None for no limit.
 
         Raises:
-            TooLongError: If `min_tokens` of the text exceeds `max_model_len`.
+            TooLongError: If `min_num_tokens_of` the text exceeds `max_model_len`.
         """
         if max_model_len is not None:
             least = self.min_num_tokens_of(text)

@@ -60,8 +60,8 @@ class Tokenizer(TextCodec):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # Contents of tokenizer_config.json if no other file except tokenizer.json is needed; None if
-        # transformers has to load the tokenizer.
+        # Contents of tokenizer_config.json and special_tokens_map.json; None if transformers has to load the
+        # tokenizer.
         self._settings: dict[str, Any] | None = None
         self._chat_template: str | None = None  # replaces the tokenizer's own
         super().__init__(self._load_backend())
@@ -114,7 +114,7 @@ class Tokenizer(TextCodec):
         template_kwargs: dict[str, Any] | None = None,
         max_model_len: int | None = None,
     ) -> list[int]:
-        """Returns the token ids of a conversation up to the start of the assistant's answer.
+        """Returns the token ids of a conversation, rendered by the chat template.
 
         Control tokens come only from the template: "<|end|>" in a message is encoded as text. Roles are
         different, because a template may turn them into control tokens, as in "<|" + role + "|>". A caller
@@ -208,9 +208,10 @@ class Tokenizer(TextCodec):
         _ = self._control.text_backend, self.hf
 
     def _load_backend(self) -> tokenizers.Tokenizer:
-        """Loads the tokenizer. If tokenizer.json suffices, transformers is not used.
+        """Loads the tokenizer. If tokenizer.json defines it completely, transformers is not used.
 
-        Reading tokenizer.json takes a hundredth of the time that transformers takes.
+        Reading tokenizer.json takes a hundredth of the time that transformers takes. Settings such as
+        add_bos_token, which transformers applies itself, are not part of that file.
         """
         config, file = Path(self.name) / "tokenizer_config.json", Path(self.name) / "tokenizer.json"
         if config.is_file() and file.is_file():

@@ -42,7 +42,7 @@ class Replica:
             ReplicaLostError: If the engine has stopped.
         """
         self._server.lifecycle.tick(time.monotonic())
-        if (stopped := self._server.engine.stopped) is not None:
+        if (stopped := self._server.engine.stopped_error) is not None:
             raise ReplicaLostError(str(stopped)) from stopped
 
     async def answer(self, call: ReplicaCall) -> AsyncGenerator[ResponseStart | ResponsePart]:
@@ -77,7 +77,7 @@ class Replica:
             try:
                 await self._app(scope, receive, send)
             except Exception:  # Starlette raises the exception again after an error response, for logging.
-                if self._server.engine.stopped is None:
+                if self._server.engine.stopped_error is None:
                     _LOGGER.exception("%s %s", call.method, call.path)
             await parts.put(None)
 

@@ -41,7 +41,7 @@ def start_with_passing_backends(
     """
     executor = make(args)
     config = executor.config
-    failure = _failure(args, executor, begin)
+    failure = _try_start(args, executor, begin)
     if failure is None:
         return
     if args.distributed_executor_backend == "external_launcher":
@@ -53,7 +53,7 @@ def start_with_passing_backends(
     allowed = [other for other in others if all(getattr(args, name) == "auto" for name in other)]
     for other in allowed:
         changed = dataclasses.replace(args, **other)
-        if _failure(changed, make(changed), begin) is None:
+        if _try_start(changed, make(changed), begin) is None:
             _LOGGER.warning(
                 "using %s because batch_invariant fails with %s; pass these arguments to start faster",
                 _format_args(other),
@@ -65,7 +65,7 @@ def start_with_passing_backends(
             continue
         changed = dataclasses.replace(args, **other)
         executor = make(changed)
-        if _failure(changed, executor, begin) is None:
+        if _try_start(changed, executor, begin) is None:
             executor.close()
             raise NotInvariantError(
                 f"`batch_invariant` must be False for this model on this machine with {used} because results "
@@ -74,7 +74,7 @@ def start_with_passing_backends(
     raise failure
 
 
-def _failure(
+def _try_start(
     args: EngineArgs, executor: "Executor", begin: Callable[[EngineArgs, "Executor"], None]
 ) -> NotInvariantError | None:
     """Starts an engine and returns the error of its invariance check, or None if it passes."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.engine.feature import EngineFeature
 from jax_paged.engine.output_processor import RequestState
-from jax_paged.engine.serialized import unsynchronized
+from jax_paged.engine.synchronized import unsynchronized
 from jax_paged.lora_request import LoRARequest
 
 

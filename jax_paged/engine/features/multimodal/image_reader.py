@@ -279,11 +279,11 @@ def image_of_url(url: str, domains: Collection[str] = ()) -> "Image":
     pillow = _pillow()
     head = url.partition(",")[0].strip().lower()
     is_image = head.startswith("data:image/") and head.rpartition(";")[2].strip() == "base64"
-    held = _data_of(url) if is_image else fetch(url, domains)
-    num_scans = num_jpeg_scans(held)
+    content = _data_of(url) if is_image else fetch(url, domains)
+    num_scans = num_jpeg_scans(content)
     check_int("image_url.url", num_scans, 0, MAX_SCANS, aspect="the number of scans of the JPEG in")
     try:
-        return pillow.open(io.BytesIO(held), formats=_FORMATS)
+        return pillow.open(io.BytesIO(content), formats=_FORMATS)
     except Exception as error:  # decoders raise many types of errors
         allowed = f"the URL of an image in one of the formats {', '.join(_FORMATS)} ({_shown(error)})"
         raise ArgumentError("image_url.url", url, allowed) from error
@@ -338,9 +338,10 @@ def _in_rgb(image: "Image") -> "Image":
 def _eight_bits(image: "Image") -> np.ndarray:
     """Converts a gray image with integer pixels to uint8 [height, width].
 
-    Pillow would clip all values above 255. 16-bit images are scaled so that the largest value becomes white.
-    Images of mode "I" may use either range. Without a value above 511, such an image is assumed to have 8
-    bits, with values that resizing may have overshot: as 16 bits it would be almost black.
+    Pillow would clip all values above 255. 16-bit images are scaled so that 65535 becomes white. An image of
+    mode "I" may have 8 or 16 bits. If all its values are below 512, it is assumed to have 8 bits, because a
+    16-bit image with these values would be almost black. An 8-bit image may have values slightly above 255 if
+    it was resized.
     """
     values = np.asarray(image)
     has_16_bits = image.mode != "I" or values.max() > 2 * 255 + 1

@@ -136,7 +136,11 @@ def compile_grammar(tokenizer: "LLTokenizer", source: str) -> "LLMatcher":
 
 
 def _serve() -> None:
-    """Reads questions from stdin, one per line, and writes the answers to stdout."""
+    """Reads questions from stdin and writes answers to stdout, each as a line of JSON.
+
+    The first question contains the arguments of LLTokenizer; its answer is null. Each other question contains
+    a grammar and a time limit. Its answer is null if the grammar can be compiled, else the error message.
+    """
     import resource  # only available on Unix
 
     from llguidance import LLTokenizer

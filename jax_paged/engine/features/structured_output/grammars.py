@@ -1,11 +1,13 @@
 """Grammars for structured output, compiled by llguidance, and the token masks that they imply.
 
-Each output has a Matcher, which is always in one of three phases:
+StructuredOutputsParams specifies the constraint, the text `starts_after` (such as the closing tag of the
+reasoning) and the reasoning tag, which opens the reasoning. Each output has a Matcher, which is always in one
+of three phases:
 
     OPEN        The output so far is a prefix of the reasoning tag. It may become reasoning, or it may be the
                 structured output itself.
-    REASONING   Unconstrained text, up to the text `starts_after`. The output may end in this phase only if
-                the whole output is structured output.
+    REASONING   Unconstrained text, up to the text `starts_after`. The output may end in this phase only if it
+                is structured output from its first token on.
     GRAMMAR     The grammar constrains all further tokens.
 
 The phase is GRAMMAR from the start if the request has no `starts_after` or its prompt ends with this text.
@@ -148,8 +150,8 @@ class Grammar:
         """
         num_tokens = len(self._starts_after.encode()) + num_more  # a token has at least one byte
         text = self._tokenizer.decode(token_ids[max(0, stop - num_tokens) : stop], skip_special_tokens=False)
-        _, tag, text_after = text.rpartition(self._starts_after)
-        return text_after if tag else None
+        _, marker, text_after = text.rpartition(self._starts_after)
+        return text_after if marker else None
 
 
 class _Phase(enum.Enum):
@@ -249,7 +251,7 @@ class Matcher:
         """
         state = self._state
         if self._num_when_complete is not None:
-            row[:] = -1
+            row[:] = -1  # tokens after the end of the output are discarded
             return
         bits = row.view(np.uint32)
         if self._phase is _Phase.REASONING:

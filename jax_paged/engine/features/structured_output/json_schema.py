@@ -18,8 +18,8 @@ class RelaxedSchema:
     """A JSON schema without the constraints that llguidance can't express as a grammar.
 
     Removed are zero-width assertions in patterns (look-ahead, look-behind, word boundaries), patterns with
-    back-references, and values of minProperties that repeated keys could satisfy. The result allows
-    everything that the schema allows, and more.
+    back-references, and values of minProperties that llguidance counts wrongly. The result allows everything
+    that the schema allows, and more.
 
     Args:
         schema: The original schema; not modified.
@@ -72,7 +72,8 @@ class RelaxedSchema:
     def _relax_min_properties(self, schema: dict[str, Any]) -> None:
         """Lowers minProperties to a value that llguidance counts correctly.
 
-        llguidance counts only keys that the schema does not name, and counts a repeated key each time.
+        llguidance counts required keys and keys that the schema does not name, but not optional keys that it
+        names. It counts a repeated key each time, so only one key in addition to the required ones is safe.
         """
         least, required, named = (schema.get(key) for key in ("minProperties", "required", "properties"))
         if not isinstance(least, int | float):

@@ -14,7 +14,7 @@ from jax_paged.arguments.plain_values import plain
 from jax_paged.arguments.shown_values import Text
 from jax_paged.engine.feature import EngineFeature
 from jax_paged.engine.features.weights.weight_updates import check_can_recompute
-from jax_paged.engine.serialized import unsynchronized
+from jax_paged.engine.synchronized import unsynchronized
 from jax_paged.errors import Problems, check, check_choice
 
 Mode = Literal["wait", "abort", "keep"]
@@ -81,7 +81,7 @@ class Sleeping(EngineFeature):
         elif mode == "abort":
             for request_id in list(core.requests):
                 core.abort(request_id)
-        core.wait_if_idle()
+        core.wait_if_idle()  # also runs a planned step, if no request is unfinished
         core.wait_for_steps()
         core.executor.free_memory(keeps_weights=level == 1)
         self.sleep_level = level

@@ -62,6 +62,7 @@ class WeightUpdates(EngineFeature):
         core.num_weight_updates += 1
         core.weight_version = str(core.num_weight_updates) if version is None else version
         if core.pause_reason is None:  # a sleeping engine does this at wake-up
+            # The new salt separates running requests from requests that compute with the new weights.
             self._forget_prefixes(uuid.uuid4().hex if running == "keep" else None)
 
 
@@ -73,7 +74,7 @@ def _check_running(core: EngineCore, running: Running) -> None:
         )
     if running == "recompute":
         check_can_recompute(core)
-    _raise(_pinned(core))
+    _raise(_pinned_problems(core))
 
 
 def check_can_recompute(core: EngineCore) -> None:
@@ -82,7 +83,7 @@ def check_can_recompute(core: EngineCore) -> None:
     Raises:
         RuntimeError: If they can't. The message lists every reason.
     """
-    problems = _pinned(core)
+    problems = _pinned_problems(core)
     if core.planned is not None:
         problems.append("the plan of schedule() has not run; call run() or step() first")
     dropped = [
@@ -98,7 +99,7 @@ def check_can_recompute(core: EngineCore) -> None:
     _raise(problems)
 
 
-def _pinned(core: EngineCore) -> list[str]:
+def _pinned_problems(core: EngineCore) -> list[str]:
     """Returns an error message about pinned prefixes, as a list; empty if no prefix is pinned."""
     names = ", ".join(map(repr, core.scheduler.block_manager.pinned))
     problem = "are pinned and can't be recomputed while requests are running"

@@ -22,13 +22,13 @@ class CallLock:
     """A re-entrant lock that waiting threads get in turn.
 
     threading.RLock is not fair: a thread that releases it and takes it again, as a loop of steps does, may
-    overtake threads that wait. Here the thread that waits next holds a second lock, `_turn`, so that other
-    threads can't overtake it. `call` takes both locks in `with` statements, so Ctrl-C can't leave them
-    locked.
+    overtake threads that wait. Here the first waiting thread holds a second lock, `_turn`, until it gets the
+    main lock, and all other threads wait for `_turn`. `call` takes both locks in `with` statements, so that
+    Ctrl-C can't leave them locked.
     """
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()  # held by the thread that waits next
+        self._turn = threading.Lock()  # held by the first waiting thread
         self._lock = threading.RLock()
 
     @property
@@ -42,7 +42,9 @@ class CallLock:
         if self.is_held:
             return function(*args, **kwargs)
         with self._turn, self._lock:
-            # A thread that has just released the lock stops here until the next one has got it.
+            # A thread that has just released the lock waits here for `_turn` if another thread waits for the
+            # lock. Both locks are released and the lock is taken again, because `with` can't release only
+            # `_turn`. In this short time, another thread may still overtake this one.
             pass
         with self._lock:
             return function(*args, **kwargs)
