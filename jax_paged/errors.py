@@ -56,7 +56,8 @@ class TooLongError(ArgumentError):
     """Error for a prompt that exceeds max_model_len, alone or together with the requested output.
 
     Args:
-        num_tokens: Number of tokens of the prompt; a Text if only a lower bound is known.
+        num_tokens: Number of tokens of the prompt, or a Text such as "at least 5000" if only a lower bound is
+            known.
         max_model_len: Maximum number of tokens of a prompt and its output together.
         num_reserved: Number of tokens reserved for the output.
         aspect: The property of the prompt that is counted.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Self, cast
 
-from jax_paged.arguments.ignored import refused
+from jax_paged.arguments.ignored import refusal
 from jax_paged.arguments.plain_values import plain
 from jax_paged.arguments.suggestions import check_keywords, field_names
 from jax_paged.config.engine_args import EngineArgs
@@ -59,7 +59,7 @@ def _single_engine_method[**P, T](
 
     @functools.wraps(method)
     def call(self: "LLM", *args: P.args, **kwargs: P.kwargs) -> T:
-        check_single_engine(self.llm_engine.args, f"1 to {what}, which is done to one engine at a time")
+        check_single_engine(self.llm_engine.args, f"1 to {what}, which is not supported for several engines")
         return method(self.llm_engine, *args, **kwargs)
 
     return call
@@ -68,9 +68,9 @@ def _single_engine_method[**P, T](
 class LLM(PoolingMethods):
     """A model and its engine, for running lists of prompts.
 
-    With data_parallel_size or pipeline_parallel_size above 1 there are several engines, and each list of
-    prompts is distributed among them. Methods that act on a single engine, such as `sleep`, then raise
-    an error.
+    With data_parallel_size or pipeline_parallel_size above 1 there are several engines (a pipeline has as
+    many engines as stages), and each list of prompts is distributed among them. Methods that act on a single
+    engine, such as `sleep`, then raise an error.
 
     Call `close`, or use the LLM in a `with` block, to free the memory of weights and KV cache. Any thread may
     call any method; a call waits until calls from other threads have returned.
@@ -125,8 +125,8 @@ class LLM(PoolingMethods):
         check_keywords(
             "LLM", engine_args, [*inspect.signature(LLM).parameters, *field_names(EngineArgs), *IGNORED]
         )
-        is_single = engine_args.get("batch_invariant") or engine_args.get("pipeline_parallel_size", 1) != 1
-        num_steps = 1 if is_single else DEFAULT_NUM_SCHEDULER_STEPS
+        one_step = engine_args.get("batch_invariant") or engine_args.get("pipeline_parallel_size", 1) != 1
+        num_steps = 1 if one_step else DEFAULT_NUM_SCHEDULER_STEPS
         engine_args = {"num_scheduler_steps": num_steps, **engine_args}
         args = EngineArgs(model=plain(model), tokenizer=plain(tokenizer), **engine_args)
         parts: dict[str, Any] = {"loaded": loaded, "attend": attend, "sampler": sampler}
@@ -160,8 +160,8 @@ class LLM(PoolingMethods):
         Raises:
             ValueError: If the state has another version, or does not fit the model or the KV cache.
         """
-        loaded = composition.EngineState.of(state)
-        args = loaded.values["args"] | changes
+        saved = composition.EngineState.of(state)
+        args = saved.values["args"] | changes
         for name in ("data_parallel_size", "pipeline_parallel_size"):
             check(
                 args.get(name, 1) == 1,
@@ -171,7 +171,7 @@ class LLM(PoolingMethods):
             )
         llm = cls(**args)
         try:
-            llm.llm_engine.load_state(loaded)
+            llm.llm_engine.load_state(saved)
         except BaseException:
             llm.close()
             raise
@@ -306,7 +306,7 @@ class LLM(PoolingMethods):
         """
         allowed = UNSUPPORTED_BY_REQUESTS["mm_processor_kwargs"]
         check(
-            refused(mm_processor_kwargs, allowed) is None,
+            refusal(mm_processor_kwargs, allowed) is None,
             "mm_processor_kwargs",
             mm_processor_kwargs,
             "None or {} because EngineArgs.mm_processor_kwargs applies to all images",

@@ -32,10 +32,10 @@ class LoRARequest:
 
     def __post_init__(self) -> None:
         make_plain(self)
-        problems, note = Problems(), check
+        problems = Problems()
         for name in ("lora_name", "lora_path"):
             value = getattr(self, name)
-            problems.note(note, isinstance(value, str) and bool(value), name, value, "a non-empty string")
+            problems.note(check, isinstance(value, str) and bool(value), name, value, "a non-empty string")
         problems.note(check_int, "lora_int_id", self.lora_int_id, 1)
         problems.raise_if_any()
 

@@ -86,7 +86,8 @@ class Logprob:
 
     Args:
         logprob: Natural logarithm of the token's probability.
-        rank: Rank of the token in the vocabulary; 1 is the most probable token.
+        rank: Rank of the token in the vocabulary; 1 is the most probable token. Never None in this engine;
+            the type is vLLM's.
         decoded_token: Text of the token; None without a tokenizer.
     """
 

@@ -254,7 +254,7 @@ class SamplingParams:
 
     @property
     def uses_features(self) -> bool:
-        """Whether the request uses hooks, logits processors or pooling."""
+        """Whether the parameters select an optional feature: hooks, logits processors or pooling."""
         args = self.hook_args, self.extra_args, self.pooling
         return bool(self.logits_processors) or any(value is not None for value in args)
 

@@ -10,8 +10,8 @@ from jax_paged.errors import check_choice, check_int, check_number
 class Speculation:
     """Resolved settings of speculative decoding, with estimates of its cost.
 
-    A step with n token rows is estimated to take time proportional to num_free_rows + n until the engine has
-    measured it: reading the weights takes as long as computing num_free_rows rows.
+    Until the engine has measured a step with n token rows, its time is estimated to be proportional to
+    num_free_rows + n: reading the weights takes as long as computing num_free_rows rows.
 
     Args:
         method: Source of the draft tokens. "ngram": the tokens that followed the last tokens at an earlier
@@ -20,10 +20,12 @@ class Speculation:
         num_tokens: Maximum number of draft tokens per sequence and step.
         min_match: For "ngram", the minimum number of last tokens that have to match.
         max_match: For "ngram", the maximum number of last tokens to compare.
-        num_free_rows: Number of token rows that take as long to compute as reading the weights.
+        num_free_rows: Time to read the weights, expressed as the number of token rows that take as long to
+            compute.
         model_cost: Estimated time of one pass of the draft model, as a fraction of one pass of the model;
             used until it is measured.
-        is_adaptive: Whether sequences whose drafts do not save time get no drafts. False verifies all drafts.
+        is_adaptive: Whether sequences get fewer or no drafts if verifying drafts does not save time for them.
+            False verifies all drafts.
 
     Raises:
         ValueError: If a value is out of range.
@@ -49,11 +51,12 @@ class Speculation:
     def max_rows(self, max_num_batched_tokens: int) -> int:
         """Returns the maximum number of token rows in a step with drafts.
 
-        With is_adaptive, the limit excludes steps that are too large to save time.
+        With is_adaptive, steps are limited to a size above which more rows hardly save time.
 
         Args:
             max_num_batched_tokens: Token budget of a step.
         """
+        # In a step of this size, reading the weights takes about 1/17 of the time; more rows save little.
         most = 16 * max(1, self.num_free_rows) if self.is_adaptive else max_num_batched_tokens
         return min(max_num_batched_tokens, most)
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 MAX_CONSTRAINT_CHARACTERS = 128 * 1024
 MAX_SCHEMA_DEPTH = 60
 # Options of llguidance for JSON. Whitespace between tokens is not allowed, because an uncertain model would
-# generate it forever. Keys have a single spelling, because otherwise a named key of the schema could pass as
-# an additional key. With "lenient", keywords that a grammar can't enforce, such as uniqueItems, cause a
-# warning instead of an error.
+# generate it forever. Escapes by code, such as \u0061, are not allowed either: they would let a named key of
+# the schema pass as an additional key, because its spelling would differ. With "lenient", keywords that a
+# grammar can't enforce, such as uniqueItems, cause a warning instead of an error.
 JSON_OPTIONS: "JsonCompileOptions" = {
     "whitespace_flexible": False,
     "json_allowed_escapes": '"\\bfnrt',
@@ -59,8 +59,8 @@ class StructuredOutputsParams:
             containing this text. None applies the constraint from the start of the output.
         reasoning_tag: Text that starts every output which contains `starts_after`, such as the opening tag of
             the reasoning. In an output that does not start with it, the constraint applies from the start.
-            None if there is no such text: every output is unconstrained before `starts_after`, and may end
-            there only if it satisfies the constraint.
+            None if there is no such text: every output is unconstrained before `starts_after`. An output that
+            ends without `starts_after` has to satisfy the constraint as a whole.
 
     Raises:
         ValueError: If none or several of the constraints are set, or a value is too large, nested too deeply,

@@ -25,8 +25,8 @@ Ignored = Mapping[str, tuple[Any, ...] | None]
 OFF = (None, False, 0, 0.0, "", [], {})
 
 
-def refused(value: Any, allowed: tuple[Any, ...] | None) -> str | None:
-    """Returns the allowed values as text for an error message; None if the value is allowed.
+def refusal(value: Any, allowed: tuple[Any, ...] | None) -> str | None:
+    """Returns the allowed values as text for an error message if the value is not allowed, else None.
 
     Args:
         value: Value of an ignored argument, or of a field of a request.
@@ -96,7 +96,7 @@ def ignores[T](ignored: Ignored, *, none_is_default: tuple[str, ...] = ()) -> Ca
 def _check_and_warn(owner: str, values: dict[str, Any], ignored: Ignored) -> None:
     problems = []
     for name, value in plain(values).items():
-        if (choices := refused(value, ignored[name])) is not None:
+        if (choices := refusal(value, ignored[name])) is not None:
             why = "this engine does not support " + ("it" if choices == "unset" else "other values")
             allowed = f"{choices} because {why}"
             problems.append(f"`{name}` must be {allowed}, got {shown(value)}")

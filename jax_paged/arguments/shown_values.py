@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Text(str):
-    """Text whose `repr` has no quotes."""
+    """Text whose `repr` has no quotes, for error messages that describe a value, such as "at least 5000"."""
 
     __repr__ = str.__str__
 

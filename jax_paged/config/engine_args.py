@@ -74,8 +74,8 @@ class EngineArgs:
             max_model_len, max_model_len is reduced and a warning is logged.
         kv_cache_dtype: Data type of keys and values: "auto" is the dtype of the activations. "int8" and
             "fp8_e4m3" use one byte per number, plus one byte per token and KV head for a scale, so that the
-            cache has nearly twice as many blocks as with bfloat16. All attention backends support them.
-            Every layer must have the same number of KV heads and the same head size.
+            cache has nearly twice as many blocks as with bfloat16. All attention backends support them. Both
+            require that all layers have the same number of KV heads and the same head size.
         num_gpu_blocks_override: Number of KV cache blocks, including the null block; overrides
             gpu_memory_utilization and kv_cache_memory_bytes.
         swap_space: Host memory for swapped-out blocks (GiB), allocated when needed; 0 disables swapping.
@@ -149,8 +149,8 @@ class EngineArgs:
         max_lora_rank: Maximum rank of an adapter. Every adapter uses device memory for this rank.
         max_cpu_loras: Number of adapters to keep in host memory, in addition to adapters that requests are
             using. None means 16, or max_loras if that is larger.
-        enable_prompt_embeds: Whether prompts may be embedding vectors instead of tokens, and adapters soft
-            prompts.
+        enable_prompt_embeds: Whether prompts may be embedding vectors instead of tokens, and whether adapters
+            may be soft prompts.
         limit_mm_per_prompt: Maximum number of images in a prompt, such as {"image": 4}; None means 8 images.
         mm_processor_kwargs: Limits on the size that images are scaled to, such as {"max_pixels": 1048576};
             None uses preprocessor_config.json (docs/pictures.md).
@@ -403,7 +403,7 @@ def max_cache_bytes() -> float:
     return size * 2**30
 
 
-def checks_inputs() -> bool:
+def checks_kernel_arguments() -> bool:
     """Returns True if JAX_PAGED_CHECKS=1 is set: the host then checks the arguments of every kernel."""
     return os.environ.get("JAX_PAGED_CHECKS") == "1"
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class EngineConfig:
     """Settings of an engine, resolved against the model and the device.
 
-    The executor creates the configuration once, and it never changes. It does not need JAX, so requests can
-    be checked, scheduled and simulated in processes without JAX.
+    The worker creates the configuration when it loads the model. The configuration then never changes. It
+    does not need JAX, so requests can be checked, scheduled and simulated in processes without JAX.
 
     Args:
         model_name: Value of EngineArgs.model.

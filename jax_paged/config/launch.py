@@ -8,7 +8,7 @@ from jax_paged.errors import Problems, check, check_int
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One of several processes that a launcher such as torchrun has started.
+    """The place of a process among the processes that a launcher such as torchrun has started.
 
     Args:
         rank: Rank of this process; the process with rank 0 runs the engine.

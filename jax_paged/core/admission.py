@@ -39,7 +39,7 @@ class Admission:
     Args:
         block_manager: Owner of the blocks.
         queues: Owner of the requests.
-        preemption: Preempts running requests for a waiting request with a lower key.
+        preemption: Preempts running requests for a waiting request with a lower scheduling key.
         adapters: Owner of the device slots of LoRA adapters; None without LoRA.
         max_num_seqs: Maximum number of running sequences.
         watermark: Fraction of the usable blocks that stays free when a request is admitted while others run.
@@ -124,12 +124,12 @@ class Admission:
         if self.queues.num_reserved_slots + group.num_reserved_slots > self.max_num_seqs:
             return AdmissionResult.NO_ROOM
         is_alone = not self.queues.running
-        num_reserved = self._num_reserved(group, self.queues.num_reserved_slots, is_alone)
+        num_kept_free = self._num_kept_free(group, self.queues.num_reserved_slots, is_alone)
         if group.request_id in self.queues.swapped:
-            copies = self.block_manager.swap_in(group.unfinished, num_reserved=num_reserved)
+            copies = self.block_manager.swap_in(group.unfinished, num_reserved=num_kept_free)
             step.swap_in += copies or []
             return AdmissionResult.NO_ROOM if copies is None else None
-        return None if self.allocate(group, group.unfinished[0], num_reserved) else AdmissionResult.NO_ROOM
+        return None if self.allocate(group, group.unfinished[0], num_kept_free) else AdmissionResult.NO_ROOM
 
     def mark_running(self, group: SequenceGroup) -> None:
         """Moves a request that has its blocks to the running requests."""
@@ -195,7 +195,7 @@ class Admission:
             num_slots -= victim.num_reserved_slots
             tables = (manager.block_tables[s] for s in victim.unfinished if s in manager.block_tables)
             num_blocks += sum(len(table) for held in tables for table in held)
-            num_missing = num_needed + self._num_reserved(group, num_slots, len(victims) == len(running))
+            num_missing = num_needed + self._num_kept_free(group, num_slots, len(victims) == len(running))
             lacks_room = num_slots + group.num_reserved_slots > self.max_num_seqs or num_blocks < num_missing
             if lacks_room or (self.adapters and not self.adapters.has_room(group, without=victims)):
                 # num_blocks counts shared blocks several times, so it is an upper bound.
@@ -207,28 +207,28 @@ class Admission:
                 return True
         return False
 
-    def allocate(self, group: SequenceGroup, seq: Sequence, num_reserved: int) -> bool:
+    def allocate(self, group: SequenceGroup, seq: Sequence, num_kept_free: int) -> bool:
         """Allocates the blocks of a sequence of a request; see BlockManager.allocate."""
         return self.block_manager.allocate(
-            seq, group.cache_salt, num_reserved=num_reserved, **_allocation_args(group)
+            seq, group.cache_salt, num_reserved=num_kept_free, **_allocation_args(group)
         )
 
-    def _num_reserved(self, group: SequenceGroup, num_reserved_slots: int, is_alone: bool) -> int:
+    def _num_kept_free(self, group: SequenceGroup, num_reserved_slots: int, is_alone: bool) -> int:
         """Returns the number of blocks that must stay free when a request is admitted."""
         num_groups = len(self.block_manager.groups)
-        num_reserved = 0 if is_alone else self._num_watermark_blocks
+        num_kept_free = 0 if is_alone else self._num_watermark_blocks
         if not self.enable_chunked_prefill:  # running requests have not received their next blocks yet
-            num_reserved += num_reserved_slots * num_groups
+            num_kept_free += num_reserved_slots * num_groups
         if is_alone:
-            return num_reserved
+            return num_kept_free
         if group.request_id in self.queues.swapped:  # one more block for the next tokens of each sequence
-            return num_reserved + len(group.unfinished) * num_groups
+            return num_kept_free + len(group.unfinished) * num_groups
         # The other sequences are forked from the first one again. They need blocks for the tokens that
         # they do not share with it.
         manager, (seq, *others) = self.block_manager, group.unfinished
         common = [min(seq.num_common_tokens(s), len(s) - 1) // manager.block_size for s in others]
         num_own = [manager.num_blocks_of(len(s) + 1) - n for s, n in zip(others, common, strict=True)]
-        return num_reserved + sum(num_own) * num_groups
+        return num_kept_free + sum(num_own) * num_groups
 
 
 class _AllocationArgs(TypedDict):

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 # prompt, no sequence samples. At the end of the prompt, all samples of the request do. Later, only the
 # sequence itself does.
 # It is a plain tuple because tuples are cheap to create, and a step contains hundreds.
-PlannedSequence = tuple[SequenceGroup, Sequence, int, tuple[Sequence, ...]]
+StepEntry = tuple[SequenceGroup, Sequence, int, tuple[Sequence, ...]]
 
 
 class PlannedStep(NamedTuple):
     """Differences between a multi-step, or a step with draft tokens, and an ordinary step.
 
-    A StepPlanner or RequestEditor.plan_draft sets it.
+    A StepPlanner or RequestEditor.plan_draft sets it in StepBuilder.planned.
 
     Args:
         is_multi_step: Whether the step is a multi-step. All tokens of a sequence except the first are then
@@ -115,11 +115,11 @@ class BatchSlots:
     def release(self) -> tuple[int, ...]:
         """Releases the batch slots of sequences that have lost their blocks. Returns their ids."""
         lost = self._manager.sequences_without_blocks
-        left = [slot for seq in lost if (slot := self._slots.pop(seq, None)) is not None]
+        released = [slot for seq in lost if (slot := self._slots.pop(seq, None)) is not None]
         lost.clear()
-        for slot in left:
+        for slot in released:
             del self.by_id[slot.seq.seq_id]
-        return tuple([slot.seq.seq_id for slot in left])
+        return tuple([slot.seq.seq_id for slot in released])
 
     def take_state_moves(self) -> StateMoves:
         """Returns the copies between state slots since the last call."""
@@ -136,7 +136,7 @@ class BatchSlots:
         self._ended.clear()
         return ended
 
-    def to_scheduled(self, rows: Iterable[PlannedSequence], planned: PlannedStep | None) -> StepSequences:
+    def to_scheduled(self, rows: Iterable[StepEntry], planned: PlannedStep | None) -> StepSequences:
         """Converts the scheduled sequences of a step to the format of SchedulerOutput.
 
         Assigns batch slots to sequences that have none, and adds the tokens of the step to the in-flight and

@@ -1,6 +1,6 @@
 """A request (Request) and its state in the scheduler (SequenceGroup, Sequence).
 
-These are plain Python objects without arrays.
+These are plain Python objects. Only PlaceholderData.data may hold arrays, which the scheduler does not read.
 """
 
 import dataclasses
@@ -176,8 +176,8 @@ class Sequence:
         seed: Random seed. Each draw is keyed by the seed and the position of the token.
         output_token_ids: Output tokens so far.
         status: Whether the sequence waits, runs, is swapped out or has ended.
-        num_computed_tokens: Number of leading tokens that have been computed, including tokens in dropped
-            blocks. The keys and values of all others of them are in the KV cache.
+        num_computed_tokens: Number of leading tokens that have been computed. Their keys and values are in
+            the KV cache, unless their blocks were dropped.
         num_in_flight_tokens: Number of tokens after the computed ones that steps in flight compute.
         num_pending_tokens: Number of output tokens that steps in flight sample and whose values are not
             known yet.
@@ -392,7 +392,7 @@ class SequenceGroup:
 
     @property
     def order(self) -> tuple[Any, int]:
-        """The sort key of the request. Requests with a lower order are scheduled first."""
+        """The scheduling key, then the arrival. Requests with a lower order are scheduled first."""
         return self.key, self.arrival
 
     @property

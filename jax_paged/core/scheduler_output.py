@@ -256,7 +256,7 @@ class SchedulerOutput:
     state_moves: StateMoves = dataclasses.field(default_factory=lambda: StateMoves([], [], []))
 
     @property
-    def num_drafts(self) -> int:
+    def max_num_drafts(self) -> int:
         """The largest number of draft tokens of a sequence in speculative decoding; 0 in other steps.
 
         Draft tokens of LLMEngine.verify (`scores_drafts`) are not counted.

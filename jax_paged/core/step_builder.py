@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Protocol
 
-from jax_paged.core.batch_slots import BatchSlots, PlannedSequence, PlannedStep
+from jax_paged.core.batch_slots import BatchSlots, PlannedStep, StepEntry
 from jax_paged.core.request import SequenceGroup
 from jax_paged.core.scheduler_output import BlockTables, Copies, EncoderInput, SchedulerOutput
 
@@ -24,8 +24,8 @@ class StepBuilder:
         self._initial_budget = budget
         self.is_closed = False  # True if no other request may be admitted
         # Sequences that compute one token in this step, and sequences that compute several tokens.
-        self.single_token_sequences: list[PlannedSequence] = []
-        self.multi_token_sequences: list[PlannedSequence] = []
+        self.single_token_sequences: list[StepEntry] = []
+        self.multi_token_sequences: list[StepEntry] = []
         self.planned: PlannedStep | None = None  # None for an ordinary step
         self.swap_out: Copies = []
         self.swap_in: Copies = []
@@ -93,9 +93,7 @@ class StepPlanner(Protocol):
         ...
 
 
-def _with_planned(
-    output: SchedulerOutput, rows: list[PlannedSequence], planned: PlannedStep
-) -> SchedulerOutput:
+def _with_planned(output: SchedulerOutput, rows: list[StepEntry], planned: PlannedStep) -> SchedulerOutput:
     num_tokens = tuple(n for _, _, n, _ in rows)
     return dataclasses.replace(
         output,

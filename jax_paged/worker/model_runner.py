@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jax_paged.config.engine_args import EngineArgs, checks_inputs
+from jax_paged.config.engine_args import EngineArgs, checks_kernel_arguments
 from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
@@ -334,7 +334,7 @@ def _make_builder(config: EngineConfig, context: TraceContext, batch: InputBatch
         num_blocks=config.num_blocks,
         groups=context.layout.groups,
         vocab_size=config.vocab_size,
-        checks_inputs=checks_inputs(),
+        checks_inputs=checks_kernel_arguments(),
         options=buffer_options(context),
         features=StepFields.of(context, config, batch),
         shared_prefixes=plan_shared_prefixes(context, batch, config.block_size),

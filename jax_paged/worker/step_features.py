@@ -249,9 +249,9 @@ class RunnerFeatures:
             config.batch_invariant or has_embeds or rows.has_adapters(output)
         )
         num_drafts = 0
-        if config.speculation and output.num_drafts:
+        if config.speculation and output.max_num_drafts:
             num_drafts = config.speculation.num_tokens
-            assert output.num_drafts <= num_drafts, f"a sequence has more than {num_drafts} drafts"
+            assert output.max_num_drafts <= num_drafts, f"a sequence has more than {num_drafts} drafts"
         variant = StepVariant(
             is_decode=not is_mixed,
             num_steps=config.num_scheduler_steps if output.num_multi_step_tokens else 1,

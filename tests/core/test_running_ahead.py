@@ -81,7 +81,7 @@ class RunningAhead(Simulation):
         counts["copies"] += len(output.blocks_to_copy)
         counts["short"] += sched._awaits_results
         if (drafts := sched.drafts) is not None:
-            counts["verified"], counts["drafts"] = drafts.num_rows, drafts.num_drafts
+            counts["verified"], counts["drafts"] = drafts.num_verified, drafts.num_drafts
             counts["accepted"] = sum(drafts.num_accepted)
         return output
 

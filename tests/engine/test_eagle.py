@@ -538,7 +538,7 @@ def test_a_trained_head_for_pagelet_is_right_more_often(tmp_path: Path) -> None:
         with LLM("pagelet", dtype="float32", speculative_config=speculative, **limits) as llm:
             outputs = llm.chat(chats, params(max_tokens=60, ignore_eos=False), use_tqdm=False)
             drafts = llm.llm_engine.scheduler.drafts
-            print(name, drafts.num_rows, drafts.num_drafts, drafts.num_accepted)
+            print(name, drafts.num_verified, drafts.num_drafts, drafts.num_accepted)
             return outputs, sum(drafts.num_accepted) / drafts.num_drafts
 
     outputs, random_share = answered("random", random_tensors(config), [*seen, *unseen])

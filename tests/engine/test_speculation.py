@@ -135,7 +135,7 @@ def test_random_requests(engine: LLMEngine, depth: int) -> None:
     engine._core.max_in_flight = depth
     assert_same(*in_turns(engine, random_requests(depth, 10)))
     drafts = engine.scheduler.drafts
-    assert drafts.num_rows > 20
+    assert drafts.num_verified > 20
     assert 0 < sum(drafts.num_accepted) < drafts.num_drafts
 
 
@@ -145,7 +145,7 @@ def test_a_small_pool(engine: LLMEngine, mode: str) -> None:
     expected, outputs = in_turns(engine, requests, num_blocks=60, num_swap_blocks=600, preemption_mode=mode)
     assert_same(expected, outputs)
     assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
-    assert engine.scheduler.drafts.num_rows > 10
+    assert engine.scheduler.drafts.num_verified > 10
 
 
 def test_what_unwritten_blocks_hold_does_not_matter(engine: LLMEngine) -> None:
@@ -164,7 +164,7 @@ def test_a_recording_replays(engine: LLMEngine) -> None:
     engine.record(lines.append)
     run(engine, random_requests(5, 6))
     engine.record(None)
-    assert engine.scheduler.drafts.num_rows == 0
+    assert engine.scheduler.drafts.num_verified == 0
     replay(lines)
 
 
@@ -254,7 +254,7 @@ def test_what_a_form_leaves_no_choice_about_is_drafted(checkpoint: Path, adaptiv
         assert_same(*in_turns(engine, requests))
         drafts = engine.scheduler.drafts
         assert 4 * 40 < sum(drafts.num_accepted) == drafts.num_drafts
-        assert drafts.num_rows < 4 * 30
+        assert drafts.num_verified < 4 * 30
         engine.record(None)
         replay(lines)
         replay(lines, num_blocks=800)

@@ -49,12 +49,12 @@ class BeamSearch:
         assert group.beam_params is not None, "the request is not a beam search"
         eos_token_ids = self._stop_conditions.eos_of(group)
         tops = [(seq, top.top_token_ids, top.top_logprobs) for seq, top in beams]
-        going, ending = select(group, tops, eos_token_ids)
+        continuing, ending = select(group, tops, eos_token_ids)
         ended = [_extended(c.parent.fork(0, 0), c, SequenceStatus.FINISHED_STOPPED) for c in ending]
         complete(group, ended, eos_token_ids)
         parents: set[Sequence] = set()
         continued: list[tuple[Sequence, Candidate]] = []
-        for candidate in going:
+        for candidate in continuing:
             seq = parent = candidate.parent
             if parent in parents:
                 seq = parent.fork(0, 0)
@@ -67,7 +67,7 @@ class BeamSearch:
         group.sequences = [_extended(seq, c, SequenceStatus.RUNNING) for seq, c in continued]
         prompt_len = len(beams[0][0].prompt_token_ids)
         max_len = min(self._stop_conditions.max_model_len, prompt_len + group.beam_params.max_tokens)
-        is_done = not going or len(group.sequences[0]) >= max_len
+        is_done = not continuing or len(group.sequences[0]) >= max_len
         return is_done or is_decided(group, max_len, eos_token_ids)
 
     def finish(self, group: SequenceGroup, seqs: list[Sequence]) -> None:
@@ -98,12 +98,12 @@ def select(
         for seq, token_ids, logprobs in beams
         for token_id, logprob in zip(token_ids, logprobs, strict=True)
     ]
-    complete = [c for c in every if c.token_id in eos_token_ids]
+    ending = [c for c in every if c.token_id in eos_token_ids]
     others = [c for c in every if c.token_id not in eos_token_ids]
     # All candidates have the same length, so the length penalty does not change their order. The sort is
     # stable: among equal candidates, the one of the earlier beam comes first.
     best = heapq.nsmallest(group.beam_params.beam_width, others, key=lambda c: -c.cumulative_logprob)
-    return best, complete
+    return best, ending
 
 
 def score(group: SequenceGroup, seq: Sequence, eos_token_ids: frozenset[int]) -> float:

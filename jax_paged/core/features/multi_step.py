@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jax_paged.core.batch_slots import BatchSlot, PlannedSequence, PlannedStep
+from jax_paged.core.batch_slots import BatchSlot, PlannedStep, StepEntry
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.model_runner_output import NO_TOKEN, ModelRunnerOutput
 from jax_paged.core.request import SequenceGroup, SequenceStatus
@@ -21,14 +21,14 @@ class Failure(NamedTuple):
 
     Args:
         num_steps: Number of decode steps before the one that fails.
-        num_samples: Samples of the step with a lower index still receive their token of the failing decode
-            step, because single steps would have processed them before the failure. -1 if the logits are not
-            finite: no sample of the request then receives a token of this decode step.
+        sample_index: Index of the sample that fails. Samples with a lower index still receive their token of
+            this decode step, because an ordinary step would have processed them before the failure. -1 if the
+            logits are not finite: no sample of the request then receives a token of this decode step.
         reason: Stop reason.
     """
 
     num_steps: int
-    num_samples: int
+    sample_index: int
     reason: str
 
 
@@ -72,7 +72,7 @@ class MultiStepPlanner:
         queues, stop_conditions, tables = self._queues, self._stop_conditions, self._manager.block_tables
         if queues.waiting or queues.swapped:
             return False
-        rows: list[PlannedSequence] = []
+        rows: list[StepEntry] = []
         for group in queues.running.values():
             for seq in group.unfinished:
                 num_left = stop_conditions.num_left(group, seq)
@@ -114,7 +114,7 @@ def sampled_tokens(
             slot = slots.get(sample.seq_id)
             failure = None if slot is None else failures.get(slot.group)
             if failure is not None:
-                token_ids[i] = token_ids[i][: failure.num_steps + (i < failure.num_samples)]
+                token_ids[i] = token_ids[i][: failure.num_steps + (i < failure.sample_index)]
         logprobs = [entries[: len(ids)] for ids, entries in zip(token_ids, logprobs, strict=True)]
     reasons = {group: failure.reason for group, failure in failures.items()}
     return StepTokens(token_ids, logprobs, num_tokens, num_tokens, reasons)

@@ -101,6 +101,7 @@ class PrefixCache:
         self.groups = groups
         self.block_size = block_size
         self._states = states
+        # Groups that hold the tokens of the sequence itself, not the input of an encoder.
         self._own = [g for g, group in enumerate(groups) if not group.is_cross]
         self._windows = [(g, group.window) for g, group in enumerate(groups) if group.window is not None]
         self._lookup: _Lookup | None = None

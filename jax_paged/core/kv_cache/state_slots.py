@@ -38,7 +38,7 @@ class StateSlots:
         self._positions: dict[Sequence, int] = {}
         # Checkpoints that steps in flight make: (number of tokens before the checkpoint, slot).
         self._pending: dict[Sequence, list[tuple[int, int]]] = {}
-        # The last checkpoint of a sequence after its prompt. The next checkpoint reuses its slot.
+        # The newest checkpoint in the output of a sequence. The next checkpoint reuses its slot.
         self._last: dict[Sequence, tuple[int, BlockContent]] = {}
         self._moves = StateMoves([], [], [])
 
@@ -155,10 +155,10 @@ class StateSlots:
             self._last[seq] = slot, content
 
     def revert_prepare(self, seq: Sequence, start: int) -> None:
-        """Records that a step, after `prepare`, was edited and does not compute a sequence.
+        """Reverts `prepare` for a sequence that was removed from the step before its execution.
 
         Resets the position of the sequence's state, and releases the checkpoints that the step would have
-        made. If `prepare` has given the sequence its own copy of a shared slot, the sequence keeps it.
+        made. A copy of a shared slot that `prepare` has made stays with the sequence.
 
         Args:
             seq: The sequence.

@@ -40,7 +40,7 @@ class ReplicaRouter:
         check_int("max_lag", max_lag, 0)
         self._max_lag = max_lag
         self._loads: dict[str, int] = {}
-        self._numbers: dict[str, int] = {}
+        self._hashes: dict[str, int] = {}
         for replica_id in replica_ids:
             self.add_replica(replica_id)
 
@@ -55,7 +55,7 @@ class ReplicaRouter:
 
     def home(self, prefix_key: str) -> str:
         """Returns the home replica of a prefix, regardless of its load."""
-        return self._first(self._numbers, prefix_key)
+        return self._preferred(self._hashes, prefix_key)
 
     def choose(self, prefix_key: str | None = None) -> str:
         """Returns the replica for a request, and counts the request as waiting there.
@@ -75,7 +75,7 @@ class ReplicaRouter:
         if chosen is None or self._loads[chosen] - least > self._max_lag:
             free = [replica_id for replica_id, load in self._loads.items() if load == least]
             # Among replicas with the lowest load, requests with the same prefix prefer the same replica.
-            chosen = free[0] if prefix_key is None else self._first(free, prefix_key)
+            chosen = free[0] if prefix_key is None else self._preferred(free, prefix_key)
         self._loads[chosen] += _WAITING_LOAD
         return chosen
 
@@ -105,7 +105,7 @@ class ReplicaRouter:
             ValueError: If a replica has this name.
         """
         check(replica_id not in self._loads, "replica_id", replica_id, "unique among replicas")
-        self._loads[replica_id], self._numbers[replica_id] = 0, _hash(replica_id)
+        self._loads[replica_id], self._hashes[replica_id] = 0, _hash(replica_id)
 
     def remove_replica(self, replica_id: str) -> None:
         """Removes a replica and its requests.
@@ -114,17 +114,17 @@ class ReplicaRouter:
             ValueError: If no replica has this name.
         """
         check(replica_id in self._loads, "replica_id", replica_id, f"one of {list(self._loads)}")
-        del self._loads[replica_id], self._numbers[replica_id]
+        del self._loads[replica_id], self._hashes[replica_id]
 
     def _add(self, replica_id: str, load: int) -> None:
         if replica_id in self._loads:
             self._loads[replica_id] += load
 
-    def _first(self, replica_ids: Iterable[str], prefix_key: str) -> str:
+    def _preferred(self, replica_ids: Iterable[str], prefix_key: str) -> str:
         """Returns the replica that a prefix prefers among the given ones."""
-        number, numbers = _hash(prefix_key), self._numbers
+        prefix_hash, hashes = _hash(prefix_key), self._hashes
         ids = list(replica_ids)
-        products = [number * numbers[replica_id] % _PRIME for replica_id in ids]
+        products = [prefix_hash * hashes[replica_id] % _PRIME for replica_id in ids]
         return ids[products.index(max(products))]
 
 

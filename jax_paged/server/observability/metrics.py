@@ -230,7 +230,7 @@ class _EngineCollector(Collector):
         if not drafts:
             return
         for name, text, value_of in (
-            ("num_drafts", "Number of verified drafts: one per sequence and step.", lambda d: d.num_rows),
+            ("num_drafts", "Number of verified drafts: one per sequence and step.", lambda d: d.num_verified),
             ("num_draft_tokens", "Number of verified draft tokens.", lambda d: d.num_drafts),
             ("num_accepted_tokens", "Number of accepted draft tokens.", lambda d: sum(d.num_accepted)),
         ):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from jax_paged.arguments.ignored import ANY, OFF, Ignored, refused
+from jax_paged.arguments.ignored import ANY, OFF, Ignored, refusal
 from jax_paged.arguments.shown_values import Text
 from jax_paged.config.ignored_args import UNSUPPORTED_BY_REQUESTS
 from jax_paged.errors import ArgumentError, check_int
@@ -136,7 +136,7 @@ class Body(BaseModel):
     def check_unsupported(self) -> None:
         """Raises ApiError if an unsupported field has a value that would change the response."""
         for name, value in (self.model_extra or {}).items():
-            choices = refused(value, self.unsupported.get(name, ANY))
+            choices = refusal(value, self.unsupported.get(name, ANY))
             if choices is not None and not self.is_neutral(name, value):
                 allowed = f"{choices} because other values are not supported"
                 raise ApiError(str(ArgumentError(name, value, allowed)), param=name)

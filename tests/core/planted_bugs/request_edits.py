@@ -23,8 +23,8 @@ REQUEST_EDITS = [
     ),
     Mutation(
         "core/features/interactive/request_edits.py",
-        "        has_left = manager.lacks_window_blocks(tables, seq.num_computed_tokens)\n",
-        "        has_left = False\n",
+        "        lacks_blocks = manager.lacks_window_blocks(tables, seq.num_computed_tokens)\n",
+        "        lacks_blocks = False\n",
         "a request goes on behind a window whose blocks are gone",
     ),
     Mutation(

@@ -231,7 +231,7 @@ SCHEDULING = [
     ),
     Mutation(
         "core/features/multi_step.py",
-        "failure.num_steps + (i < failure.num_samples)",
+        "failure.num_steps + (i < failure.sample_index)",
         "failure.num_steps",
         "the samples before one that allows no token lose theirs",
     ),

@@ -171,8 +171,8 @@ class RequestEditor:
         tables = manager.block_tables.get(seq) or manager.swapped_tables.get(seq)
         if tables is None:
             return
-        has_left = manager.lacks_window_blocks(tables, seq.num_computed_tokens)
-        if has_left or manager.states.has_states:  # recurrent states cannot be rolled back
+        lacks_blocks = manager.lacks_window_blocks(tables, seq.num_computed_tokens)
+        if lacks_blocks or manager.states.has_states:  # recurrent states cannot be rolled back
             manager.free(seq)
             self._preemption.requeue(group)
         else:

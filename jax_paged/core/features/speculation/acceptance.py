@@ -72,7 +72,7 @@ class DraftState:
         self._expected, self._num_matched = [], 0
 
     def compare(self, seq: Sequence, token_ids: list[int], *, is_eager: bool) -> None:
-        """Compares new tokens with expected tokens; proposes new ones once none is left to compare.
+        """Compares new tokens with expected tokens; proposes further expected tokens once none is left.
 
         Expected tokens are draft tokens that were not verified. Comparing them with sampled tokens shows at
         no cost whether drafts would be accepted, for example because the text begins to repeat.

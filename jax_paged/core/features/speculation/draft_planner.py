@@ -45,7 +45,7 @@ class DraftPlanner:
         max_num_batched_tokens: Token budget of a step.
 
     Attributes:
-        num_rows: Number of times that draft tokens of a sequence were verified.
+        num_verified: Number of times that draft tokens of a sequence were verified.
         num_drafts: Number of draft tokens that were verified.
         num_accepted: Number of draft tokens that were accepted, by their index among the draft tokens.
     """
@@ -59,7 +59,7 @@ class DraftPlanner:
         max_num_batched_tokens: int,
     ) -> None:
         self.speculation = speculation
-        self.num_rows = self.num_drafts = 0
+        self.num_verified = self.num_drafts = 0
         self.num_accepted = [0] * speculation.num_tokens
         self._manager = block_manager
         self._queues = queues
@@ -196,7 +196,7 @@ class DraftPlanner:
         return best_rate
 
     def _count(self, seq: Sequence, drafts: list[int], token_ids: list[int]) -> None:
-        self.num_rows += 1
+        self.num_verified += 1
         self.num_drafts += len(drafts)
         for i in range(num_equal(drafts, token_ids)):
             self.num_accepted[i] += 1

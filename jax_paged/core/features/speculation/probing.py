@@ -7,13 +7,13 @@ stay known.
 from jax_paged.core.request import Sequence
 
 # Examining sequences costs time. While steps verify no draft tokens, only some sequences are examined.
-# Each sequence is examined during this number of output tokens first.
+# Number of first output tokens of each sequence during which it is always examined.
 _FIRST_TOKENS = 32
-# Later, sequences take turns. One turn lasts this number of tokens.
+# Later, sequences are divided into parts that take turns. One turn lasts this number of tokens.
 _SPAN = 16
-# One in this number of sequences is examined at a time, if up to _TURNS * _FEW sequences decode.
+# Number of parts if up to _TURNS * _FEW sequences decode.
 _TURNS = 4
-# If more sequences decode, about this number of them is examined at a time.
+# Number of sequences per part if more sequences decode.
 _FEW = 4
 # Number of results between two decisions, with few sequences and with many.
 _DECISION_INTERVAL, _DECISION_INTERVAL_MANY = 2, 8
@@ -48,7 +48,7 @@ class ProbingPolicy:
         self._num_doublings = 0
 
     def num_turns(self, num_seqs: int) -> int:
-        """Returns the number of groups of decoding sequences. One group is examined at a time."""
+        """Returns the number of parts of the decoding sequences. One part is examined at a time."""
         if self.verifies_next or self.is_probe or not self._is_adaptive:
             return 1
         return max(_TURNS, -(-num_seqs // _FEW))
@@ -64,7 +64,7 @@ class ProbingPolicy:
         self.verifies_next = self.is_probe = False
 
     def begin_decision(self, num_seqs: int) -> bool:
-        """Counts a result and decides whether the next one is a probe.
+        """Counts a result and decides whether the next step is a probe.
 
         Returns:
             True if the planner has to decide now whether to verify draft tokens.
@@ -94,7 +94,7 @@ def can_examine_all(num_seqs: int) -> bool:
 
 
 def has_turn(seq: Sequence, num_turns: int) -> bool:
-    """Returns whether a sequence is examined now, if sequences are divided into `num_turns` groups."""
+    """Returns whether a sequence is examined now, if sequences are divided into `num_turns` parts."""
     is_new = len(seq.output_token_ids) <= _FIRST_TOKENS
     return is_new or (len(seq) // _SPAN + seq.seq_id) % num_turns == 0
 
