@@ -18,7 +18,8 @@ _HEADER = """\
     jax-paged serve MODEL [options]
 
 `jax-paged serve --help` prints the complete descriptions, and [server.md](server.md) explains how to use the
-options. A switch with the default `True` is turned off by `--no-...`, such as `--no-ui`.
+options. A switch with the default `True` is turned off by `--no-...`, such as `--no-ui`. The default `None`
+means that the option is not set; `none` is an empty list or text.
 """
 _TEXTS = {
     "server": "These options control the HTTP server.",

@@ -68,9 +68,9 @@ class EngineArgs:
         gpu_memory_utilization: Fraction of JAX's GPU memory that weights, activations and KV cache may use
             together. JAX reserves three quarters of the GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION
             is set.
-        kv_cache_memory_bytes: Size of the KV cache (bytes). None uses the remaining memory of a GPU. On a
-            CPU, None means 256 MiB, or the size of a sequence of max_model_len if that is larger, up to 4 GiB
-            and a quarter of the memory. If a cache of this default size can't hold a sequence of
+        kv_cache_memory_bytes: Size of the KV cache on each device (bytes); None means the remaining memory of
+            a GPU, or on a CPU 256 MiB, or the size of a sequence of max_model_len if that is larger, up to
+            4 GiB and a quarter of the memory. If a cache of this default size can't hold a sequence of
             max_model_len, max_model_len is reduced and a warning is logged.
         kv_cache_dtype: Data type of keys and values: "auto" is the dtype of the activations. "int8" and
             "fp8_e4m3" use one byte per number, plus one byte per token and KV head for a scale, so that the
@@ -81,7 +81,7 @@ class EngineArgs:
         swap_space: Host memory for swapped-out blocks (GiB), allocated when needed; 0 disables swapping.
         max_num_seqs: Maximum number of sequences in a step; None means 64 on a CPU and 256 on a GPU. A
             request with n samples or n beams counts as n sequences.
-        max_num_batched_tokens: Maximum number of tokens in a step (token budget). None means 2048 on a GPU
+        max_num_batched_tokens: Maximum number of tokens in a step (token budget); None means 2048 on a GPU
             and 512 on a CPU (2048 with oneDNN and bfloat16), and at least max_model_len if
             enable_chunked_prefill is False. With batch_invariant and XLA matrix products, None means
             max_num_seqs.
@@ -95,11 +95,11 @@ class EngineArgs:
         scheduling_policy: "fcfs" runs requests in order of arrival. "priority" runs requests with lower
             priority values first, and requests with equal values in order of arrival.
         preemption_mode: What happens to a request that is preempted because no KV cache block is free:
-            "recompute" computes its tokens again later, "swap" moves its blocks to host memory. None swaps
+            "recompute" computes its tokens again later, "swap" moves its blocks to host memory; None swaps
             requests with several sequences and recomputes the others.
-        scheduler_delay_factor: While other requests run, new requests wait until the first of them has waited
-            for this factor times the duration of the last step with a prompt, so that more prompts are
-            computed together.
+        scheduler_delay_factor: Maximum time for which new requests are held back while other requests run,
+            so that more prompts are computed together, as a multiple of the duration of the last step with a
+            prompt; 0 holds none back.
         tensor_parallel_size: Number of devices that the model is split across. Each device has a part of the
             attention heads, of the columns of other weights, and of the KV cache.
         pipeline_parallel_size: Number of pipeline stages. Each stage has some of the model's layers and its
@@ -133,11 +133,11 @@ class EngineArgs:
             together where that is faster, so sums are added in another order. It is only used on a CPU,
             without batch_invariant, and not in layers with a sliding window.
         max_compile_s: Time after which no further step shapes are compiled (seconds); steps are then padded
-            to a compiled shape. None compiles all shapes.
+            to a compiled shape; None compiles all shapes.
         seed: Seed from which the engine derives seeds for requests without a seed.
         runner: "pooling" lets a generating model pool, too; "generate" disables pooling. "auto" decides by
             the checkpoint's architecture and its sentence-transformers modules.
-        pooler_config: How to pool the hidden states of a text: a PoolerConfig or a dict of its fields. None
+        pooler_config: How to pool the hidden states of a text: a PoolerConfig or a dict of its fields; None
             uses the checkpoint's settings.
         hf_overrides: Fields that replace fields of config.json, and of text_config and vision_config in it.
         logprobs_mode: Distribution of reported log-probabilities: "raw_logprobs" is the model's distribution,
@@ -154,8 +154,8 @@ class EngineArgs:
         limit_mm_per_prompt: Maximum number of images in a prompt, such as {"image": 4}; None means 8 images.
         mm_processor_kwargs: Limits on the size that images are scaled to, such as {"max_pixels": 1048576};
             None uses preprocessor_config.json (docs/pictures.md).
-        allowed_media_domains: Hosts from which images with a URL in a chat may be fetched; none by default.
-            The command-line option is repeated for each host.
+        allowed_media_domains: Hosts from which images with a URL in a chat may be fetched, none by default;
+            the command-line option is repeated for each host.
         encoder_cache_gb: Host memory for the embedding vectors of images (GiB), in addition to the
             vectors of running requests.
         attention_backend: Attention kernels: "native" (C++, on a CPU), "pallas" (on a GPU),

@@ -59,7 +59,7 @@ class ServerOptions:
     Args:
         host: Address to listen on.
         port: Port to listen on; 0 selects a free port.
-        served_model_name: Name of the model in the API. None uses the value of --model.
+        served_model_name: Name of the model in the API; None uses the value of --model.
         chat_template: Jinja chat template that replaces the tokenizer's own template, or the path of a file
             with it.
         tool_call_parser: Format in which the model writes tool calls. Calls in this format are returned as
@@ -86,14 +86,14 @@ class ServerOptions:
             /weight_version exist. Clients of these routes can interrupt the service and make the server read
             folders of this machine.
         ui: Whether there is a page at / that shows the state of the server and has a chat.
-        api_key: Key that clients must send as "Authorization: Bearer KEY". The option can be repeated. Other
+        api_key: Key that clients must send as "Authorization: Bearer KEY"; the option can be repeated. Other
             users of the machine can see command lines, so prefer --api-key-file or the environment variable
             JAX_PAGED_API_KEY. Keys from all three sources are accepted.
         api_key_file: File with one API key per line.
         allow_unauthenticated: Whether the server may run without an API key on an address that is not a
             loopback address. Everyone who can reach the address can then use it.
         allowed_origins: Origin whose web pages may send requests, such as https://chat.example.org, or * for
-            all origins. The option can be repeated.
+            all origins; the option can be repeated.
         root_path: Path under which a proxy serves this server, such as /llm.
         ssl_keyfile: File with the private key of the TLS certificate: PEM, not encrypted.
         ssl_certfile: File with the TLS certificate in PEM. The server then accepts only HTTPS.
