@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from jax_paged.arguments.shown_values import shown
-from jax_paged.models.attention import AttentionMetadata, Backend, StateSpec, num_parts
+from jax_paged.models.attention import AttentionMetadata, Backend, StateSpec, vectors_per_head
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.kv_location import KVLocation
 
@@ -79,6 +79,6 @@ def paged_inputs(
         if isinstance(spec, StateSpec):
             kv_cache += [jnp.zeros((len(lens), *a.shape), a.dtype or dtype) for a in spec.arrays]
         else:
-            shape = (1 + tables.size, num_parts(spec), spec.num_kv_heads, block_size, spec.head_dim)
+            shape = (1 + tables.size, vectors_per_head(spec), spec.num_kv_heads, block_size, spec.head_dim)
             kv_cache.append(jnp.zeros(shape, dtype))
     return PagedInputs(jnp.asarray(np.concatenate(token_lists), jnp.int32), kv_cache, metadata)
