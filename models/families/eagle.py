@@ -119,8 +119,8 @@ class EagleAttention(LlamaAttention):
     def make_projections(self, make: Callable[..., Linear]) -> None:
         """Creates the projections to queries, keys and values."""
 
-        def project_pairs(in_features: int, out_features: int, **how: Any) -> Linear:
-            return make(2 * in_features, out_features, **how)
+        def project_pairs(in_features: int, out_features: int, **options: Any) -> Linear:
+            return make(2 * in_features, out_features, **options)
 
         super().make_projections(project_pairs)
 

@@ -258,7 +258,8 @@ class EncoderModel(LanguageModel):
         Args:
             tokens: int32, token ids.
             lens: int32, length of each text; tokens after it are not attended to.
-            second_texts: int32, index at which the second text of each pair begins.
+            second_texts: int32, index at which the second text of each pair begins; the length of a text that
+                is not a pair.
         """
         windows = self.config.windows
 

@@ -179,8 +179,8 @@ def _attend_to_first(num_keys: Int[Array, ""]) -> SelfAttention:
         assert v is not None, "a layer of the image encoder has no values"
 
         def part(q: Array) -> Array:
-            how = {"scale": scale, "key_value_seq_lengths": num_keys[None]}
-            return jax.nn.dot_product_attention(q[None], k[None], v[None], **how)[0]
+            options = {"scale": scale, "key_value_seq_lengths": num_keys[None]}
+            return jax.nn.dot_product_attention(q[None], k[None], v[None], **options)[0]
 
         num_parts = -(-len(q) // _NUM_QUERIES)
         size = -(-len(q) // num_parts)

@@ -35,9 +35,9 @@ class Hook:
         path: Path of the module, such as "layers.7.mlp" or "layers.7.self_attn.o_proj".
         fn: fn(params, activation, args) returns the new activation, or a pair of the new activation and the
             captured values. `activation` is [rows, ...] in the dtype of the module's output, `args` is
-            float32 [rows, num_args], and the captured values are [rows, ...]. The function is traced once and
-            compiled into the programs. The rows are tokens of many requests, and padding, so each row must be
-            computed independently of the others.
+            float32 [rows, num_args], and the captured values are [rows, ...]. The function is traced
+            into the compiled steps, so it must be a pure function of arrays. The rows are tokens of many
+            requests, and padding, so each row must be computed independently of the others.
         params: A pytree of arrays that is passed to `fn`.
         num_args: Number of floats that a request passes to `fn`.
         name: The name that requests use; by default the path.
@@ -67,7 +67,7 @@ def num_columns(hooks: Sequence[Hook]) -> int:
     return sum(1 + hook.num_args for hook in hooks)
 
 
-def at_paths(
+def functions_by_path(
     hooks: Sequence[Hook],
     params: Sequence[Any],
     columns: Float[Array, "rows columns"],
@@ -168,7 +168,7 @@ def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[
     def run(state: Any, params: Any) -> dict[str, Array]:
         captured: dict[str, Array] = {}
         merged, tokens = nnx.merge(graphdef, state), jnp.zeros((1, 2), jnp.int32)
-        functions = at_paths(hooks, params, columns, 2, captured)
+        functions = functions_by_path(hooks, params, columns, 2, captured)
         context = merged.dense_context(tokens)
         functions = recording_hooks([*functions], functions, ran)
         merged.hidden(tokens, dataclasses.replace(context, hooks=functions))
@@ -185,7 +185,7 @@ def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[
     return {name: kept.shape[1:] for name, kept in captured.items()}
 
 
-def dense(
+def dense_logits(
     model: CausalLM,
     tokens: Int[Array, "b t"],
     hooks: Sequence[Hook],
@@ -212,7 +212,7 @@ def dense(
         parts.append(jnp.broadcast_to(jnp.atleast_1d(args), (b, hook.num_args)))
     columns = jnp.repeat(jnp.concatenate(parts, axis=1), t, axis=0)
     captured: dict[str, Array] = {}
-    functions = at_paths(hooks, [hook.params for hook in hooks], columns, 2, captured)
+    functions = functions_by_path(hooks, [hook.params for hook in hooks], columns, 2, captured)
     context = dataclasses.replace(model.dense_context(tokens), hooks=functions)
     logits = model.logits(model.hidden(tokens, context))
     return logits, {name: kept.reshape(b, t, *kept.shape[1:]) for name, kept in captured.items()}

@@ -90,6 +90,7 @@ def ask_what(noun: str) -> list[str]:
     Args:
         noun: The noun with its article.
     """
+    # Words such as "bus" and "class" are singular, and so are names with capital letters.
     plural = noun.endswith("s") and noun[-2] not in "asu" and noun.islower()
     verbs = (
         {"is": "are", "does": "do", "works": "work"} if plural else {v: v for v in ("is", "does", "works")}
