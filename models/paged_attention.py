@@ -89,7 +89,7 @@ def paged_attention(
         if k is not None:
             # If some layers see a pool array in another shape, XLA would copy the array before a kernel that
             # writes it in place. XLA's own scatter avoids the copy.
-            writer = "xla" if any(place.view for place in metadata.kv_locations) else backend
+            writer = "xla" if any(location.view for location in metadata.kv_locations) else backend
             values = v if value_dim is None else None
             kv_pages = ops.write_kv(kv_pages, k, values, slots, backend=writer)
         written = kv_pages.reshape(shape)

@@ -51,7 +51,7 @@ def paged_inputs(
     Raises:
         ValueError: If a sequence is empty or longer than the model's maximum.
     """
-    lens, limit = [len(text) for text in token_lists], model.config.max_position_embeddings
+    lens, limit = [len(tokens) for tokens in token_lists], model.config.max_position_embeddings
     if not lens or min(lens) < 1 or max(lens) > limit:
         raise ValueError(f"the lengths of `token_lists` must be in [1, {limit}], got {shown(lens)}")
     width = -(-max(lens) // block_size)
@@ -61,7 +61,7 @@ def paged_inputs(
     slots = tables[owner, positions // block_size] * block_size + positions % block_size
     specs = model.kv_cache_specs()
     sizes = [len(spec.arrays) if isinstance(spec, StateSpec) else 1 for spec in specs]
-    places, row = np.cumsum([0, *sizes[:-1]]).tolist(), jnp.arange(len(lens))
+    indices, row = np.cumsum([0, *sizes[:-1]]).tolist(), jnp.arange(len(lens))
     metadata = AttentionMetadata(
         positions=jnp.asarray(positions, jnp.int32),
         slot_mapping=jnp.asarray([slots], jnp.int32),
@@ -70,7 +70,7 @@ def paged_inputs(
         query_start_loc=jnp.asarray(np.cumsum([0, *lens]), jnp.int32),
         is_decode=False,
         backend=backend,
-        kv_locations=tuple(KVLocation(array, 0) for array in places),
+        kv_locations=tuple(KVLocation(index, 0) for index in indices),
         state_slots=jnp.stack([row, jnp.full_like(row, len(lens)), jnp.zeros_like(row)]),
     )
     dtype = jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype

@@ -283,7 +283,7 @@ def random_checkpoint(
     save_model(random_model(hf_config, dtype, seed).model, folder, hf_config)
 
 
-def loaded_from(model: LanguageModel, folder: Path | None) -> LoadedModel:
+def as_loaded_model(model: LanguageModel, folder: Path | None) -> LoadedModel:
     """Returns a LoadedModel for a model that is already in memory.
 
     Args:

@@ -255,8 +255,8 @@ def latent_attention(
     config: DeepseekV2Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
 ) -> LatentAttention:
     """Returns the attention module of a layer."""
-    kind = LatentAttention if config.q_lora_rank is None else LowRankQueryAttention
-    return kind(config, layer, dtype=dtype, rngs=rngs)
+    attention_class = LatentAttention if config.q_lora_rank is None else LowRankQueryAttention
+    return attention_class(config, layer, dtype=dtype, rngs=rngs)
 
 
 class DeepseekMoE(Module):

@@ -108,8 +108,8 @@ class EagleConfig(LlamaConfig):
         Args:
             num_layers: Number of layers of the target model, n.
         """
-        usual = [min(max(1, i), num_layers) for i in (2, num_layers // 2, num_layers - 3)]
-        layers = self.feature_layers or usual
+        default_layers = [min(max(1, i), num_layers) for i in (2, num_layers // 2, num_layers - 3)]
+        layers = self.feature_layers or default_layers
         return tuple("embed_tokens" if i == 0 else f"layers.{i - 1}" for i in layers)
 
 

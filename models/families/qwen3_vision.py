@@ -207,9 +207,9 @@ class Qwen3VisionEncoder(Module):
             x: The patches, and their coordinates in the position table.
             context: Context of the forward pass.
         """
-        patches, places = x
+        patches, coordinates = x
         y = self.patch_embed(patches, context)
-        y = y + self.pos_embed(places, context).astype(y.dtype)
+        y = y + self.pos_embed(coordinates, context).astype(y.dtype)
         added = []
         for i, block in enumerate(self.blocks):
             y = block(y, context)

@@ -157,13 +157,13 @@ class Qwen3VLForConditionalGeneration(LlamaForCausalLM):
         row = jnp.minimum(square // num_columns, num_rows - 1) * merge + inside // merge
         at = jnp.stack([row, square % num_columns * merge + inside % merge])
         sizes = merge * grid[:, None]
-        places = at.astype(jnp.float32) * (vision.num_positions_per_side - 1) / jnp.maximum(sizes - 1, 1)
+        coordinates = at.astype(jnp.float32) * (vision.num_positions_per_side - 1) / jnp.maximum(sizes - 1, 1)
         num_pairs = len(vision.rope.frequencies) // 2
         rotation = vision.rope.at_pair_positions(jnp.repeat(at.T, num_pairs, axis=1)[:, None])
         attend, positions = _attend_to_first(sizes.prod()), jnp.arange(len(patches))
         context = ForwardContext(self, positions, attend, rotations={vision.rope: rotation})
         pixels = patches.reshape(len(patches), 3, -1) * scale[:, None] + offset[:, None]
-        return self.visual((pixels.astype(self.embed_tokens.embedding.dtype), places), context)
+        return self.visual((pixels.astype(self.embed_tokens.embedding.dtype), coordinates), context)
 
 
 def _attend_to_first(num_keys: Int[Array, ""]) -> SelfAttention:

@@ -103,11 +103,11 @@ def functions_by_path(
             y = before(y)
             rows = y.reshape(-1, *y.shape[num_leading:])
             result = hook.fn(own, rows, args)
-            new, kept = result if isinstance(result, tuple) else (result, None)
+            new, values = result if isinstance(result, tuple) else (result, None)
             _check_shape(hook, "activation", new, rows.shape)
-            if kept is not None:
-                _check_shape(hook, "captured values", kept, (len(rows), *kept.shape[1:]))
-                captured[hook.name] = jnp.where(_like(is_on, kept), kept.astype(jnp.float32), 0)
+            if values is not None:
+                _check_shape(hook, "captured values", values, (len(rows), *values.shape[1:]))
+                captured[hook.name] = jnp.where(_like(is_on, values), values.astype(jnp.float32), 0)
             return jnp.where(_like(is_on, rows), new.astype(rows.dtype), rows).reshape(y.shape)
 
         functions[hook.path] = after
@@ -182,7 +182,7 @@ def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[
                 f"`path` must be the path of a module whose inputs are token rows, such as "
                 f"{', '.join(map(repr, near or sorted(paths)[:4]))}, got {shown(hook.path)}"
             )
-    return {name: kept.shape[1:] for name, kept in captured.items()}
+    return {name: values.shape[1:] for name, values in captured.items()}
 
 
 def dense_logits(
@@ -215,7 +215,7 @@ def dense_logits(
     functions = functions_by_path(hooks, [hook.params for hook in hooks], columns, 2, captured)
     context = dataclasses.replace(model.dense_context(tokens), hooks=functions)
     logits = model.logits(model.hidden(tokens, context))
-    return logits, {name: kept.reshape(b, t, *kept.shape[1:]) for name, kept in captured.items()}
+    return logits, {name: values.reshape(b, t, *values.shape[1:]) for name, values in captured.items()}
 
 
 def check_names(hook_args: Mapping[str, Any], names: Sequence[str]) -> None:

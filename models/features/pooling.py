@@ -254,10 +254,10 @@ def _check_transformer(
     task = values.get("transformer_task", "feature-extraction")
     if task != "feature-extraction":
         problems.append(f"`transformer_task` must be 'feature-extraction', got {shown(task)}")
-    usual = {"method": "forward", "method_output_name": "last_hidden_state"}
-    modalities = values.get("modality_config") or {"text": usual}
-    if not usual.items() <= (modalities.get("text") or {}).items():
-        problems.append(f"`modality_config` must have {usual} for 'text', got {shown(modalities)}")
+    supported = {"method": "forward", "method_output_name": "last_hidden_state"}
+    modalities = values.get("modality_config") or {"text": supported}
+    if not supported.items() <= (modalities.get("text") or {}).items():
+        problems.append(f"`modality_config` must have {supported} for 'text', got {shown(modalities)}")
     for name, value in (values.get("config_kwargs") or values.get("config_args") or {}).items():
         if name in hf_config and hf_config[name] != value:
             allowed = f"{shown(hf_config[name])}, the value in config.json (hf_overrides can change it)"

@@ -25,7 +25,7 @@ WORD = ("I32",)
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 BYTES = {"F8_E4M3": "float8_e4m3fn", "I8": "int8"}
 # Position of each of eight columns among the 4-bit numbers of an AWQ word.
-_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+_AWQ_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]
 # Zero point of symmetric 4-bit numbers.
 _MIDDLE = 8
 
@@ -91,7 +91,7 @@ class AwqFormat:
 
     def arrays(self, tensors: dict[str, np.ndarray]) -> QuantizedArrays:
         """Returns the arrays of a quantized weight; see StoredMatrix."""
-        values, zeros = (_unpacked(tensors[name], _AWQ_PLACES) for name in ("qweight", "qzeros"))
+        values, zeros = (_unpacked(tensors[name], _AWQ_POSITIONS) for name in ("qweight", "qzeros"))
         return QuantizedArrays(pack_pairs(values), np.asarray(tensors["scales"]), zeros)
 
 
@@ -303,11 +303,11 @@ def _checked_groups(groups: Int[np.ndarray, " i"], num_groups: int) -> Int[np.nd
     return np.asarray(groups)
 
 
-def _unpacked(words: Int[np.ndarray, "n w"], places: list[int] | None = None) -> UInt8[np.ndarray, "n c"]:
+def _unpacked(words: Int[np.ndarray, "n w"], positions: list[int] | None = None) -> UInt8[np.ndarray, "n c"]:
     """Returns the eight 4-bit numbers of each word, uint8 [n, 8 * w].
 
-    The order within a word is from the lowest bits to the highest, unless `places` gives another order.
+    The order within a word is from the lowest bits to the highest, unless `positions` gives another order.
     """
     pairs = np.ascontiguousarray(words).view(np.uint8)
     numbers = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(words), -1, 8)
-    return (numbers if places is None else numbers[..., places]).reshape(len(words), -1)
+    return (numbers if positions is None else numbers[..., positions]).reshape(len(words), -1)

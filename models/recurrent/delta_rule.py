@@ -130,11 +130,11 @@ def _by_tiles(
 
     q, k, v, decay, rate = map(tiled, (q, k, v, decay, rate))
     total = jnp.cumsum(decay, axis=2)  # logarithm of the decay since the start of the tile
-    place = jnp.arange(size)
-    is_before = place[:, None] >= place
+    index = jnp.arange(size)
+    is_before = index[:, None] >= index
     fading = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
     system = jnp.einsum("nhik,nhjk->nhij", k * rate[..., None], k) * fading
-    system = jnp.where(place[:, None] > place, system, 0) + jnp.eye(size, dtype=jnp.float32)
+    system = jnp.where(index[:, None] > index, system, 0) + jnp.eye(size, dtype=jnp.float32)
     right = jnp.concatenate([v, k * jnp.exp(total)[..., None]], axis=-1) * rate[..., None]
     solved = jax.scipy.linalg.solve_triangular(system, right, lower=True, unit_diagonal=True)
     values, keys = jnp.split(solved, [v.shape[-1]], axis=-1)
@@ -145,7 +145,7 @@ def _by_tiles(
     has_checkpoint = (num_before > 0) & (num_before <= counts[0])
     # The decay up to the last token of the tile, and up to the last one that the checkpoint includes.
     last = jnp.take_along_axis(total[None], jnp.maximum(counts - 1, 0)[:, :, None, None], axis=3)
-    factors = jnp.exp(jnp.where(place < counts[:, :, None, None], last - total, -jnp.inf))
+    factors = jnp.exp(jnp.where(index < counts[:, :, None, None], last - total, -jnp.inf))
     written = k * factors[..., None]  # [2, N, H, C, K]: for all tokens, and for those in the checkpoint
     is_last = tiles.sequence != jnp.roll(tiles.sequence, -1).at[-1].set(-1)
     ends = jnp.where((tiles.sequence < num_seqs) & is_last, tiles.sequence, num_seqs)
