@@ -113,8 +113,8 @@ def paged_attention(
         keys = HEADS_SPEC if value_dim is None else PartitionSpec()
         specs = POOL_SPEC, HEADS_SPEC, keys, keys, PartitionSpec(TENSOR), PartitionSpec()
         attend = metadata.grid.shard_map(attend, specs, (POOL_SPEC, HEADS_SPEC))
-    given = {"sinks": sinks, "distance_bias": distance_bias}
-    by_head = {name: x for name, x in given.items() if x is not None}
+    optional = {"sinks": sinks, "distance_bias": distance_bias}
+    by_head = {name: x for name, x in optional.items() if x is not None}
     cache.pools[pool], out = attend(cache.pools[pool], q, k, v, by_head, metadata)
     return out
 

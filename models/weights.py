@@ -323,25 +323,25 @@ def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, Store
     "auto" is float32 if the checkpoint is in float32, else bfloat16.
     """
     if dtype == "auto":
-        own = _checkpoint_dtypes(hf_config, stored)
-        if not own or not own <= set(FLOAT_DTYPES.values()):
+        dtypes = _checkpoint_dtypes(hf_config, stored)
+        if not dtypes or not dtypes <= set(FLOAT_DTYPES.values()):
             raise ValueError(
                 "`dtype` must be 'bfloat16' or 'float32' because the dtype of the checkpoint is "
-                f"{' and '.join(sorted(own)) or 'unknown'}, got 'auto'"
+                f"{' and '.join(sorted(dtypes)) or 'unknown'}, got 'auto'"
             )
-        dtype = "float32" if own == {"float32"} else "bfloat16"
+        dtype = "float32" if dtypes == {"float32"} else "bfloat16"
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"`dtype` must be one of 'auto', 'float32', 'bfloat16', got {shown(dtype)}")
     return jnp.dtype(dtype)
 
 
-def _warn_of_dtype(folder: Path, own: set[str], model_dtype: str) -> None:
+def _warn_of_dtype(folder: Path, dtypes: set[str], model_dtype: str) -> None:
     """Logs a warning if a model and its checkpoint have different dtypes."""
-    if own != {model_dtype}:
+    if dtypes != {model_dtype}:
         message = (
             "the weights in %s are %s, and served in %s; dtype='float32' is exact and needs twice the memory"
         )
-        _LOGGER.warning(message, folder, " and ".join(sorted(own)), model_dtype)
+        _LOGGER.warning(message, folder, " and ".join(sorted(dtypes)), model_dtype)
 
 
 def _checkpoint_dtypes(hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> set[str]:

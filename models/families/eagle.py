@@ -244,11 +244,11 @@ class EagleHead(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t v"]:
         """Returns float32 logits of the target model's tokens; -inf for tokens that the head cannot draft."""
-        own = self.lm_head.logits(self.norm(hidden, context))
-        own = whole_logits(own, self.config.draft_vocab_size, context.grid)
+        logits = self.lm_head.logits(self.norm(hidden, context))
+        logits = whole_logits(logits, self.config.draft_vocab_size, context.grid)
         if self.config.draft_vocab_size == self.config.vocab_size:
-            return own
-        return own.at[..., self.columns[...]].get(mode="fill", fill_value=-jnp.inf)
+            return logits
+        return logits.at[..., self.columns[...]].get(mode="fill", fill_value=-jnp.inf)
 
     def kv_cache_spec(self, window: int | None) -> FullAttentionSpec | SlidingWindowSpec:
         """Returns what the head's layer caches.

@@ -131,9 +131,9 @@ class Qwen3VLForConditionalGeneration(LlamaForCausalLM):
         """Returns the context with the rotations of the tokens, by M-RoPE if it has such positions."""
         if context.mrope_positions is None:
             return super().with_rotations(context)
-        each = jnp.moveaxis(context.mrope_positions[jnp.array(self.config.axes)], 0, -1)
+        by_pair = jnp.moveaxis(context.mrope_positions[jnp.array(self.config.axes)], 0, -1)
         rope = self.config.rope
-        return dataclasses.replace(context, rotations={rope: rope.at_pair_positions(each[..., None, :])})
+        return dataclasses.replace(context, rotations={rope: rope.at_pair_positions(by_pair[..., None, :])})
 
     def encode_images(
         self,

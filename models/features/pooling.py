@@ -293,12 +293,12 @@ def _dimensions(hf_config: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _activation(hf_config: Mapping[str, Any], num: int) -> Literal["softmax", "sigmoid", "identity"]:
-    own = (hf_config.get("sentence_transformers") or {}).get("activation_fn")
-    own = own or hf_config.get("sbert_ce_default_activation_function") or ""
-    if own.endswith("Identity") or hf_config.get("problem_type") == "regression":
+    name = (hf_config.get("sentence_transformers") or {}).get("activation_fn")
+    name = name or hf_config.get("sbert_ce_default_activation_function") or ""
+    if name.endswith("Identity") or hf_config.get("problem_type") == "regression":
         return "identity"
     is_multiple = hf_config.get("problem_type") == "multi_label_classification"
-    return "sigmoid" if own.endswith("Sigmoid") or num == 1 or is_multiple else "softmax"
+    return "sigmoid" if name.endswith("Sigmoid") or num == 1 or is_multiple else "softmax"
 
 
 def _by_tokens(

@@ -90,7 +90,7 @@ METHODS: dict[str, Callable[[ConfigReader], WeightFormat | None]] = {
     "gptq": _gptq,
     "mxfp4": _mxfp4,
 }
-# Methods that every family supports. Their weights stay quantized on the device.
+# Methods that a family supports unless it lists others. Their weights stay quantized on the device.
 COMMON_METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
 
 

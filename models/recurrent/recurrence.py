@@ -191,7 +191,7 @@ class Convolution:
 
     @staticmethod
     def _state(step: StepTokens, state: Array, x: Array, num_tokens: Array) -> Array:
-        """Returns the K - 1 inputs of each sequence up to its first `num_tokens` tokens of this step."""
+        """Returns the last K - 1 inputs of each sequence after its first `num_tokens` tokens of this step."""
         # Indices in the concatenation of the sequence's old state and its tokens.
         i = num_tokens[:, None] + jnp.arange(state.shape[1])
         old = jnp.take_along_axis(state, jnp.clip(i, 0, state.shape[1] - 1)[..., None], axis=1)
