@@ -114,14 +114,15 @@ class AttentionMetadata:
         is_row_by_row: Static. Whether every token row attends as if it were a decode step of its own. Its
             result then depends neither on the other rows of the batch nor on how the prompt was divided into
             chunks.
-        attend: Static. Custom attention function; None for the backend.
+        attend: Static. Custom attention function; None if `backend` computes the attention.
         grid: Static. The devices that the heads are divided among; None for a single device.
         shared_blocks: int32 [B], number of leading blocks that sequences with one token row attend to
             together (cascade attention); see `ops.paged_decode`. Not used in groups with a window. None if
             sequences never share blocks in this way.
-        state_slots: int32 [3, B], for each sequence: the slot of its recurrent states, the slot of the state
-            checkpoint that this step writes, and the number of this step's tokens that the checkpoint
-            includes. Slots out of range are not written. None if no layer has a recurrent state.
+        state_slots: int32 [3, B], for each sequence: the slot of its recurrent states; the slot to which this
+            step copies these states for the prefix cache (the state checkpoint); and the number of this
+            step's tokens that the copy includes. Slots out of range are not written. None if no layer has a
+            recurrent state.
         mrope_positions: int32 [3, T], rotary positions along three axes; None if all three are `positions`.
     """
 
@@ -261,7 +262,7 @@ def value_dim_of(spec: KVCacheSpec) -> int | None:
     return spec.value_dim if isinstance(spec, LatentAttentionSpec) else None
 
 
-def num_parts(spec: KVCacheSpec) -> int:
+def vectors_per_head(spec: KVCacheSpec) -> int:
     """Returns the size N of a pool's second dimension: 2 for keys and values, 1 for latents."""
     return 2 if value_dim_of(spec) is None else 1
 
@@ -288,8 +289,8 @@ def dense_attention(
         scale: Factor of the scores.
         window: Number of tokens that a token attends to, including itself; None for all.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
-        sinks: float [H], one logit per head that is added to the denominator of the softmax; it has no value.
-            None for no sinks.
+        sinks: float [H], one logit per head that is added to the denominator of the softmax. There is no
+            value vector for it. None for no sinks.
         distance_bias: float [H, n], added to the score of query position i and key position j:
             distance_bias[head, min(i - j, n - 1)]. None for no bias. Cannot be combined with `soft_cap` or
             `sinks`.

@@ -278,12 +278,12 @@ class CausalLM(LanguageModel):
         Args:
             tokens: int32 [B, T], token ids.
         """
-        specs, given = self.kv_cache_specs(), dict[int, tuple[Array, Array]]()
+        specs, by_layer = self.kv_cache_specs(), dict[int, tuple[Array, Array]]()
 
         def attend(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
             if k is not None and v is not None:
-                given[layer] = k, v
-            out = dense_attention(q, *given[layer], window=window_of(specs[layer]), **options)
+                by_layer[layer] = k, v
+            out = dense_attention(q, *by_layer[layer], window=window_of(specs[layer]), **options)
             return out[..., : value_dim_of(specs[layer])]
 
         recur = functools.partial(recur_dense, specs, tokens.shape)

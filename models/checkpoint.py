@@ -158,19 +158,19 @@ def end_token_ids(
 def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
     """Returns the sampling parameters that a checkpoint recommends, by their names in SamplingParams.
 
-    If do_sample is false, the temperature is 0. max_new_tokens becomes max_tokens. It is ignored with a
-    warning if it is not a positive integer.
+    If do_sample is false, the temperature is 0, and top_k, top_p and min_p are left out. max_new_tokens
+    becomes max_tokens. It is ignored with a warning if it is not a positive integer.
 
     Args:
         generation_config: The parsed generation_config.json.
     """
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
-    most = generation_config.get("max_new_tokens")
-    if most is not None and (type(most) is not int or most < 1):
+    max_tokens = generation_config.get("max_new_tokens")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         message = "max_new_tokens of generation_config.json is ignored: it must be an integer above 0, got %r"
-        _LOGGER.warning(message, most)
-        most = None
-    values = {**generation_config, "max_tokens": most}
+        _LOGGER.warning(message, max_tokens)
+        max_tokens = None
+    values = {**generation_config, "max_tokens": max_tokens}
     if values.get("do_sample") is False:
         values |= {**dict.fromkeys(names[1:4]), "temperature": 0.0}
     return {name: values[name] for name in names if values.get(name) is not None}

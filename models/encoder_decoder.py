@@ -1,4 +1,8 @@
-"""Base class of encoder-decoder models: the dense call, and the paged call after the encoder has run."""
+"""Base class of encoder-decoder models.
+
+`write_encoded` runs the encoder once per request and writes the keys and values of cross attention to the KV
+cache. The inherited method `paged` then runs the decoder. A dense call runs both, without a KV cache.
+"""
 
 import abc
 import dataclasses

@@ -2,7 +2,7 @@
 
     model(tokens)        model.paged(tokens, kv_cache, metadata)
           |                         |
-    dense_context()          paged_context()       the two contexts differ only in how tokens attend
+    dense_context()          paged_context()       same modules, different `attend`, `recur`, ...
           |                         |
           +------- context ---------+
                       |
@@ -149,22 +149,23 @@ class ForwardContext:
     def run(self, module: "Module", x: Any) -> Array:
         """Returns the output of a module after `output_edits` and `hooks` have been applied to it.
 
-        All calls of modules go through this method, with one exception: `layers.gated` computes the gate and
-        up projections of an MLP in one operation if their weights are packed and neither has a hook or a
-        change.
+        All calls `module(x, context)` go through this method, with one exception: `layers.gated` computes the
+        gate and up projections of an MLP in one operation if their weights are packed and neither has a hook
+        or an output edit. The head is not called with a context, so hooks do not apply to it; see
+        `LanguageModel.logits`.
 
         Args:
             module: The module to call.
             x: Its input.
         """
         y = module.forward(x, self)
-        if self.output_edits and (change := self.output_edits.get(self.path(module))):
-            y = change(x, y)
+        if self.output_edits and (edit := self.output_edits.get(self.path(module))):
+            y = edit(x, y)
         hook = self.hooks.get(self.path(module)) if self.hooks else None
         return y if hook is None else hook(y)
 
     def is_edited(self, *modules: "Module") -> bool:
-        """Returns whether a hook or a change applies to any of the given modules."""
+        """Returns whether a hook or an output edit applies to any of the given modules."""
         if not self.hooks and not self.output_edits:
             return False
         paths = set(map(self.path, modules))

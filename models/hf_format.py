@@ -207,14 +207,15 @@ class WeightTable:
             expression, must match the whole NNX path; the template is the name in the checkpoint. The first
             match is used. If the name contains {}, the checkpoint has one tensor for each index of the
             weight's first dimension.
-        tied: Keys of weights that a tied model shares with others, each with the key of the weight that is
-            kept.
-        ignored: Regular expression that matches whole keys of older checkpoints which are not read.
+        tied: Keys of weights that a tied model does not have, each with the key of the weight that the model
+            uses instead.
+        ignored: Regular expression for whole keys. Tensors with such a key, mostly in older checkpoints, are
+            not read, and there is no warning.
         prefix: Prefix of all keys except those in `tied`. Older checkpoints leave it out.
         start: Prefix of the default name of a module; None for `prefix`.
         renamed: Prefixes of keys in older checkpoints, each with its replacement.
-        unused: Regular expression that matches whole keys of weights for other tasks. These weights are
-            ignored with a warning.
+        unused: Regular expression for whole keys of weights for other tasks. These weights are not read,
+            and a warning lists them.
         transposed: Regular expression that matches the whole NNX path of every weight that is stored
             transposed.
     """

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# Maximum number of patches of an image. Attention over this many patches takes about a second and several
-# gigabytes of memory.
+# Maximum number of patches of an image. The time of the encoder's attention grows with the square of this
+# number, and attention over this many patches takes several gigabytes of memory.
 MAX_PATCHES = 2**16
 
 

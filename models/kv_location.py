@@ -9,10 +9,10 @@ from jaxtyping import Array, Int
 class PageView(NamedTuple):
     """View of a pool array by a layer whose pages are smaller than the array's pages.
 
-    Layers with different numbers or sizes of heads can share an array. The pages of the array are as large as
-    the largest pages of these layers need to be. A layer with smaller pages sees each page of the array as
-    `num_parts` pages of its own size and uses one of them. The other parts belong to other layers of its
-    cache group. A view only reshapes the array; it does not move data:
+    Layers with different numbers or sizes of heads can share an array. The size of the array's pages is that
+    of the layer with the largest pages. A layer with smaller pages sees each page of the array as `num_parts`
+    pages of its own size and uses one of them. The other parts belong to other layers of its cache group. A
+    view only reshapes the array; it does not move data:
 
         array            page 0              page 1
         layers a, b      0: a    1: b        2: a    3: b

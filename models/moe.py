@@ -76,7 +76,7 @@ class RoutedTokens(NamedTuple):
 
     Args:
         tokens: float [*T, E], the token rows.
-        chosen: int32 [*T, K], indices of each token's K experts.
+        expert_ids: int32 [*T, K], indices of each token's K experts.
         weights: float32 [*T, K], factors of the outputs of these K experts.
     """
 
@@ -232,7 +232,7 @@ class FusedExperts(Experts):
     def make_weights(self, make: Callable[..., nnx.Param]) -> None:
         """Creates the stacked weights; see Experts.make_weights."""
         size, inner = self.config.hidden_size, self.config.moe_intermediate_size
-        self.gate_up_proj = make((size, 2 * inner), (None, 2 * even(inner)))
+        self.gate_up_proj = make((size, 2 * inner), (None, 2 * even(inner)))  # two lists of units
         self.down_proj = make((inner, size), (even(inner), None))
 
     def apply_experts(

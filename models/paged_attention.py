@@ -89,7 +89,7 @@ def paged_attention(
         if k is not None:
             # If some layers see a pool array in another shape, XLA would copy the array before a kernel that
             # writes it in place. XLA's own scatter avoids the copy.
-            writer = "xla" if any(place.view for place in metadata.kv_locations) else backend
+            writer = "xla" if any(location.view for location in metadata.kv_locations) else backend
             values = v if value_dim is None else None
             kv_pages = ops.write_kv(kv_pages, k, values, slots, backend=writer)
         written = kv_pages.reshape(shape)
@@ -113,8 +113,8 @@ def paged_attention(
         keys = HEADS_SPEC if value_dim is None else PartitionSpec()
         specs = POOL_SPEC, HEADS_SPEC, keys, keys, PartitionSpec(TENSOR), PartitionSpec()
         attend = metadata.grid.shard_map(attend, specs, (POOL_SPEC, HEADS_SPEC))
-    given = {"sinks": sinks, "distance_bias": distance_bias}
-    by_head = {name: x for name, x in given.items() if x is not None}
+    optional = {"sinks": sinks, "distance_bias": distance_bias}
+    by_head = {name: x for name, x in optional.items() if x is not None}
     cache.pools[pool], out = attend(cache.pools[pool], q, k, v, by_head, metadata)
     return out
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from jax_paged.arguments.shown_values import shown
-from jax_paged.models.attention import AttentionMetadata, Backend, StateSpec, num_parts
+from jax_paged.models.attention import AttentionMetadata, Backend, StateSpec, vectors_per_head
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.kv_location import KVLocation
 
@@ -51,7 +51,7 @@ def paged_inputs(
     Raises:
         ValueError: If a sequence is empty or longer than the model's maximum.
     """
-    lens, limit = [len(text) for text in token_lists], model.config.max_position_embeddings
+    lens, limit = [len(tokens) for tokens in token_lists], model.config.max_position_embeddings
     if not lens or min(lens) < 1 or max(lens) > limit:
         raise ValueError(f"the lengths of `token_lists` must be in [1, {limit}], got {shown(lens)}")
     width = -(-max(lens) // block_size)
@@ -61,7 +61,7 @@ def paged_inputs(
     slots = tables[owner, positions // block_size] * block_size + positions % block_size
     specs = model.kv_cache_specs()
     sizes = [len(spec.arrays) if isinstance(spec, StateSpec) else 1 for spec in specs]
-    places, row = np.cumsum([0, *sizes[:-1]]).tolist(), jnp.arange(len(lens))
+    indices, row = np.cumsum([0, *sizes[:-1]]).tolist(), jnp.arange(len(lens))
     metadata = AttentionMetadata(
         positions=jnp.asarray(positions, jnp.int32),
         slot_mapping=jnp.asarray([slots], jnp.int32),
@@ -70,7 +70,7 @@ def paged_inputs(
         query_start_loc=jnp.asarray(np.cumsum([0, *lens]), jnp.int32),
         is_decode=False,
         backend=backend,
-        kv_locations=tuple(KVLocation(array, 0) for array in places),
+        kv_locations=tuple(KVLocation(index, 0) for index in indices),
         state_slots=jnp.stack([row, jnp.full_like(row, len(lens)), jnp.zeros_like(row)]),
     )
     dtype = jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype
@@ -79,6 +79,6 @@ def paged_inputs(
         if isinstance(spec, StateSpec):
             kv_cache += [jnp.zeros((len(lens), *a.shape), a.dtype or dtype) for a in spec.arrays]
         else:
-            shape = (1 + tables.size, num_parts(spec), spec.num_kv_heads, block_size, spec.head_dim)
+            shape = (1 + tables.size, vectors_per_head(spec), spec.num_kv_heads, block_size, spec.head_dim)
             kv_cache.append(jnp.zeros(shape, dtype))
     return PagedInputs(jnp.asarray(np.concatenate(token_lists), jnp.int32), kv_cache, metadata)

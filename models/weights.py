@@ -22,7 +22,7 @@ from jax_paged.arguments.shown_values import one_of, shown
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import end_token_ids, read_config, read_generation_config, sampling_defaults
 from jax_paged.models.layers import Float32Param
-from jax_paged.models.loading.stored_tensors import STORED_DTYPES, StoredTensor, read_headers, with_prefix
+from jax_paged.models.loading.stored_tensors import FLOAT_DTYPES, StoredTensor, read_headers, with_prefix
 from jax_paged.models.loading.weight_reading import (
     check_stored,
     raise_problems,
@@ -144,19 +144,19 @@ def load_stages(
         ValueError: As in `load_model`, or if the model cannot be split into stages.
     """
     hf_config = read_config(folder, overrides)
-    whole, chosen, stored = _outline(folder, hf_config, dtype, max_model_len, quantization)
+    whole, model_dtype, stored = _outline(folder, hf_config, dtype, max_model_len, quantization)
     generation_config, architecture = read_generation_config(folder), get_architecture(hf_config)
     eos_token_ids = end_token_ids(generation_config, hf_config, whole.config.vocab_size)
     check = check_stored(stored, weights_of(whole), whole.weight_table)
     raise_problems(f"the weights in {folder} do not fit its config.json", check.problems)
     log_unused(folder, check.unused)
     if dtype == "auto":
-        _warn_of_dtype(folder, _checkpoint_dtypes(hf_config, stored), chosen.name)
+        _warn_of_dtype(folder, _checkpoint_dtypes(hf_config, stored), model_dtype.name)
     models = split_model(whole, len(grids)) if len(grids) > 1 else [whole]
     for stage in stage_indices:
-        read_weights(models[stage], stored, chosen, folder, grids[stage])
+        read_weights(models[stage], stored, model_dtype, folder, grids[stage])
     defaults = sampling_defaults(generation_config)
-    return [LoadedModel(m, architecture, chosen, num_bytes(m), eos_token_ids, defaults) for m in models]
+    return [LoadedModel(m, architecture, model_dtype, num_bytes(m), eos_token_ids, defaults) for m in models]
 
 
 def outline(
@@ -198,10 +198,10 @@ def _outline(
         raise ValueError(f"`quantization` must be {names}, got {shown(quantization)}")
     stored = with_prefix(read_headers(folder), model_class.weight_table)
     stored = with_decoded(stored) if method == "mxfp4" else stored
-    chosen = _choose_dtype(dtype, hf_config, stored)
-    model = nnx.eval_shape(lambda: model_class(config, dtype=chosen, rngs=nnx.Rngs(0)))
+    model_dtype = _choose_dtype(dtype, hf_config, stored)
+    model = nnx.eval_shape(lambda: model_class(config, dtype=model_dtype, rngs=nnx.Rngs(0)))
     if weight_format is None:
-        return quantize_outline(model, choose_online_dtype([model], quantization)), chosen, stored
+        return quantize_outline(model, choose_online_dtype([model], quantization)), model_dtype, stored
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for key, tensor in stored.items():
         stem, _, end = key.rpartition(".")
@@ -215,7 +215,7 @@ def _outline(
             raise ValueError(f"the weights of {stem} in {folder} can't be read: {error}") from error
 
     apply_schemes(model, scheme_of)
-    return model, chosen, stored
+    return model, model_dtype, stored
 
 
 def random_model(
@@ -233,10 +233,10 @@ def random_model(
     """
     architecture, model_class = get_model_class(hf_config)
     config = model_class.config_class.from_hf(hf_config)
-    chosen = _choose_dtype(dtype, hf_config, {})
-    model = model_class(config, dtype=chosen, rngs=nnx.Rngs(seed))
+    model_dtype = _choose_dtype(dtype, hf_config, {})
+    model = model_class(config, dtype=model_dtype, rngs=nnx.Rngs(seed))
     ends = end_token_ids({}, hf_config, config.vocab_size)
-    return LoadedModel(model, architecture, chosen, num_bytes(model), ends, {})
+    return LoadedModel(model, architecture, model_dtype, num_bytes(model), ends, {})
 
 
 def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) -> None:
@@ -283,7 +283,7 @@ def random_checkpoint(
     save_model(random_model(hf_config, dtype, seed).model, folder, hf_config)
 
 
-def loaded_from(model: LanguageModel, folder: Path | None) -> LoadedModel:
+def as_loaded_model(model: LanguageModel, folder: Path | None) -> LoadedModel:
     """Returns a LoadedModel for a model that is already in memory.
 
     Args:
@@ -323,25 +323,25 @@ def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, Store
     "auto" is float32 if the checkpoint is in float32, else bfloat16.
     """
     if dtype == "auto":
-        own = _checkpoint_dtypes(hf_config, stored)
-        if not own or not own <= set(STORED_DTYPES.values()):
+        dtypes = _checkpoint_dtypes(hf_config, stored)
+        if not dtypes or not dtypes <= set(FLOAT_DTYPES.values()):
             raise ValueError(
                 "`dtype` must be 'bfloat16' or 'float32' because the dtype of the checkpoint is "
-                f"{' and '.join(sorted(own)) or 'unknown'}, got 'auto'"
+                f"{' and '.join(sorted(dtypes)) or 'unknown'}, got 'auto'"
             )
-        dtype = "float32" if own == {"float32"} else "bfloat16"
+        dtype = "float32" if dtypes == {"float32"} else "bfloat16"
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"`dtype` must be one of 'auto', 'float32', 'bfloat16', got {shown(dtype)}")
     return jnp.dtype(dtype)
 
 
-def _warn_of_dtype(folder: Path, own: set[str], chosen: str) -> None:
+def _warn_of_dtype(folder: Path, dtypes: set[str], model_dtype: str) -> None:
     """Logs a warning if a model and its checkpoint have different dtypes."""
-    if own != {chosen}:
+    if dtypes != {model_dtype}:
         message = (
             "the weights in %s are %s, and served in %s; dtype='float32' is exact and needs twice the memory"
         )
-        _LOGGER.warning(message, folder, " and ".join(sorted(own)), chosen)
+        _LOGGER.warning(message, folder, " and ".join(sorted(dtypes)), model_dtype)
 
 
 def _checkpoint_dtypes(hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> set[str]:
@@ -354,4 +354,4 @@ def _checkpoint_dtypes(hf_config: dict[str, Any], stored: dict[str, StoredTensor
     declared = next(filter(None, (x.get(name) for x in both for name in ("dtype", "torch_dtype"))), None)
     if declared:
         return {str(declared)}
-    return {STORED_DTYPES[tensor.dtype] for tensor in stored.values() if tensor.dtype in STORED_DTYPES}
+    return {FLOAT_DTYPES[tensor.dtype] for tensor in stored.values() if tensor.dtype in FLOAT_DTYPES}

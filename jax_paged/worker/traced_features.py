@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.models.attention import AttentionMetadata
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.features.hooks import at_paths, recording_hooks
+from jax_paged.models.features.hooks import functions_by_path, recording_hooks
 from jax_paged.worker.compilation.programs import StepResult, StepState
 from jax_paged.worker.compilation.traced_values import ModuleEdits, TokenTargets, TracedStep
 from jax_paged.worker.features import prompt_embeds
@@ -38,7 +38,7 @@ def module_edits(step: TracedStep) -> ModuleEdits:
         params = step.weights[first : first + features.hook_structure.num_leaves]
         params = jax.tree.unflatten(features.hook_structure, params)
         columns = step.by_token(lax.bitcast_convert_type(step.fields["hook_args"], jnp.float32))
-        edits.hooks = at_paths(features.hooks, params, columns, 1, edits.captured)
+        edits.hooks = functions_by_path(features.hooks, params, columns, 1, edits.captured)
     if features.drafter is not None:
         edits.hooks = recording_hooks(features.drafter.paths, edits.hooks, edits.outputs)
     if features.lora is not None:

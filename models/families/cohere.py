@@ -34,7 +34,7 @@ class CohereConfig(LlamaConfig):
     defaults: ClassVar[dict[str, Any]] = {"layer_norm_eps": 1e-5, "tie_word_embeddings": True}
     epsilon_name: ClassVar[str] = "layer_norm_eps"
     is_interleaved: ClassVar[bool] = True
-    norms_queries: ClassVar[tuple[bool, ...]] = (False, True)
+    qk_norm_choices: ClassVar[tuple[bool, ...]] = (False, True)  # supported values of use_qk_norm
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class CohereConfig(LlamaConfig):
         return super().read(read) | {
             "mlp_bias": False,
             "logit_scale": read.number("logit_scale", 0.0625),
-            "qk_norm": read.choice("use_qk_norm", False, cls.norms_queries),
+            "qk_norm": read.choice("use_qk_norm", False, cls.qk_norm_choices),
         }
 
 
@@ -54,7 +54,7 @@ class Cohere2Config(CohereConfig):
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
     }
-    norms_queries: ClassVar[tuple[bool, ...]] = (False,)
+    qk_norm_choices: ClassVar[tuple[bool, ...]] = (False,)
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:

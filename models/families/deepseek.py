@@ -152,8 +152,8 @@ class DeepseekV2Config(MoeConfig):
 class LatentProjections(nnx.Module):
     """Projections from a latent to the keys (without rotary embedding) and values of each head: kv_b_proj.
 
-    This is not a Module with a context, because neither projection is applied to latents: see the module
-    docstring.
+    This is not a Module with a context, because it has two outputs: it projects queries before the attention
+    and weighted sums of latents after it (see the docstring of this file).
     """
 
     kernel_names: ClassVar[tuple[str, ...]] = ("kernel",)
@@ -255,8 +255,8 @@ def latent_attention(
     config: DeepseekV2Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
 ) -> LatentAttention:
     """Returns the attention module of a layer."""
-    kind = LatentAttention if config.q_lora_rank is None else LowRankQueryAttention
-    return kind(config, layer, dtype=dtype, rngs=rngs)
+    attention_class = LatentAttention if config.q_lora_rank is None else LowRankQueryAttention
+    return attention_class(config, layer, dtype=dtype, rngs=rngs)
 
 
 class DeepseekMoE(Module):

@@ -108,8 +108,8 @@ class EagleConfig(LlamaConfig):
         Args:
             num_layers: Number of layers of the target model, n.
         """
-        usual = [min(max(1, i), num_layers) for i in (2, num_layers // 2, num_layers - 3)]
-        layers = self.feature_layers or usual
+        default_layers = [min(max(1, i), num_layers) for i in (2, num_layers // 2, num_layers - 3)]
+        layers = self.feature_layers or default_layers
         return tuple("embed_tokens" if i == 0 else f"layers.{i - 1}" for i in layers)
 
 
@@ -119,8 +119,8 @@ class EagleAttention(LlamaAttention):
     def make_projections(self, make: Callable[..., Linear]) -> None:
         """Creates the projections to queries, keys and values."""
 
-        def project_pairs(in_features: int, out_features: int, **how: Any) -> Linear:
-            return make(2 * in_features, out_features, **how)
+        def project_pairs(in_features: int, out_features: int, **options: Any) -> Linear:
+            return make(2 * in_features, out_features, **options)
 
         super().make_projections(project_pairs)
 
@@ -244,11 +244,11 @@ class EagleHead(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t v"]:
         """Returns float32 logits of the target model's tokens; -inf for tokens that the head cannot draft."""
-        own = self.lm_head.logits(self.norm(hidden, context))
-        own = whole_logits(own, self.config.draft_vocab_size, context.grid)
+        logits = self.lm_head.logits(self.norm(hidden, context))
+        logits = whole_logits(logits, self.config.draft_vocab_size, context.grid)
         if self.config.draft_vocab_size == self.config.vocab_size:
-            return own
-        return own.at[..., self.columns[...]].get(mode="fill", fill_value=-jnp.inf)
+            return logits
+        return logits.at[..., self.columns[...]].get(mode="fill", fill_value=-jnp.inf)
 
     def kv_cache_spec(self, window: int | None) -> FullAttentionSpec | SlidingWindowSpec:
         """Returns what the head's layer caches.

@@ -129,12 +129,12 @@ class ModernBertConfig(EncoderConfig):
         windows = read.windows(num_layers, types, read.integer("local_attention", 128) // 2)
         head_dim = fields["hidden_size"] // fields["num_attention_heads"]
         given, ropes = read.table("rope_parameters"), {}
-        for kind, name, theta in (
+        for layer_type, name, theta in (
             ("full_attention", "global_rope_theta", 160000.0),
             ("sliding_attention", "local_rope_theta", 10000.0),
         ):
-            values = read.nested("rope_parameters", given.get(kind) or {})
-            ropes[kind] = read_rope(values, head_dim, limit, read.number(name, theta))
+            values = read.nested("rope_parameters", given.get(layer_type) or {})
+            ropes[layer_type] = read_rope(values, head_dim, limit, read.number(name, theta))
         return fields | {
             "type_vocab_size": 0,
             "windows": windows,
@@ -258,7 +258,8 @@ class EncoderModel(LanguageModel):
         Args:
             tokens: int32, token ids.
             lens: int32, length of each text; tokens after it are not attended to.
-            second_texts: int32, index at which the second text of each pair begins.
+            second_texts: int32, index at which the second text of each pair begins; the length of a text that
+                is not a pair.
         """
         windows = self.config.windows
 

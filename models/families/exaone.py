@@ -45,7 +45,7 @@ class Exaone4Config(LlamaConfig):
         return fields | no_bias | {"qk_norm": True, "windows": windows}
 
     def rope_of(self, layer: int) -> Rope:
-        """Returns the rotary embedding of a layer; none for layers with full attention beside windows."""
+        """Returns the rotary embedding of a layer; none for full attention in a model with windows."""
         return Rope(()) if self.windows and self.windows[layer] is None else self.rope
 
 

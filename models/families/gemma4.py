@@ -7,7 +7,7 @@ Differences from Gemma 3:
   values of the last non-sharing layer with the same window, and has no cache of its own:
 
       layer            0    1    2    3    4    5    6    7        num_kv_shared_layers = 4
-      window           -w-  -w-  -w-       -w-  -w-  -w-
+      window           w    w    w    full w    w    w    full
       attends to       0    1    2    3    2    2    2    3
 
 - Values are normalized, like queries and keys, and may be computed by the same projection as the keys.
@@ -217,6 +217,7 @@ class MoeGemma4DecoderLayer(Gemma4DecoderLayer):
     def feed_forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the sum of the outputs of MLP and experts, before the norm that follows."""
         by_mlp = self.post_feedforward_layernorm_1(super().feed_forward(x, context), context)
+        # The router's output is a single array, so that hooks can change it. The choice follows from it.
         factors = self.router(x, context)
         _, chosen = jax.lax.top_k(jnp.abs(factors), self.router.num_chosen)
         factors = jnp.take_along_axis(factors, chosen, axis=-1)
@@ -253,9 +254,9 @@ class PerLayerInputs(Module):
         """Returns the per-layer embeddings of all layers, concatenated."""
         table = self.embed_tokens_per_layer(x.tokens, context)
         table = table * jnp.asarray(self.size**0.5, table.dtype)
-        made = self.per_layer_model_projection(x.hidden, context) * x.hidden.shape[-1] ** -0.5
-        made = self.per_layer_projection_norm(made.reshape(*made.shape[:-1], -1, self.size), context)
-        return (made.reshape(table.shape) + table) * 2**-0.5
+        vectors = self.per_layer_model_projection(x.hidden, context) * x.hidden.shape[-1] ** -0.5
+        vectors = self.per_layer_projection_norm(vectors.reshape(*vectors.shape[:-1], -1, self.size), context)
+        return (vectors.reshape(table.shape) + table) * 2**-0.5
 
 
 def make_layer(config: Gemma4Config, layer: int, **options: Any) -> Gemma4DecoderLayer:

@@ -71,7 +71,7 @@ class Gemma4Config(GemmaConfig):
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
         """Returns the fields of the dataclass."""
-        fields = super(GemmaConfig, cls).read(read)
+        fields = super(GemmaConfig, cls).read(read)  # the fields that GemmaConfig adds are read below
         read.choice("use_bidirectional_attention", None, (None, "vision"))  # "vision" concerns images only
         num_layers, num_shared = fields["num_hidden_layers"], read.integer("num_kv_shared_layers", 0, low=0)
         types = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(num_layers)]

@@ -56,8 +56,8 @@ class HunYuanDenseV1Config(LlamaConfig):
     def _has_alpha(read: ConfigReader, max_position_embeddings: int) -> bool:
         """Returns whether the rope type is "dynamic" with a constant factor `alpha`."""
         values = rope_values(read, max_position_embeddings)
-        kind = values.get("rope_type", values.get("type", "default"))
-        return kind == "dynamic" and bool(values.get("alpha", None))
+        rope_type = values.get("rope_type", values.get("type", "default"))
+        return rope_type == "dynamic" and bool(values.get("alpha", None))
 
 
 class HunYuanAttention(LlamaAttention):

@@ -69,10 +69,10 @@ class Lfm2Config(LlamaConfig):
         """Returns the fields of the dataclass."""
         fields = super().read(read)
         num_layers = fields["num_hidden_layers"]
-        places = read.get("full_attn_idxs", list(range(num_layers)))
-        ok = isinstance(places, list) and all(isinstance(i, int) for i in places)
-        places = places if read.check(ok, "full_attn_idxs", places, "a list of layer indices") else []
-        types = ["full_attention" if i in places else "conv" for i in range(num_layers)]
+        indices = read.get("full_attn_idxs", list(range(num_layers)))
+        ok = isinstance(indices, list) and all(isinstance(i, int) for i in indices)
+        indices = indices if read.check(ok, "full_attn_idxs", indices, "a list of layer indices") else []
+        types = ["full_attention" if i in indices else "conv" for i in range(num_layers)]
         types = read.layer_types(num_layers, types, "conv")
         return fields | {
             "intermediate_size": cls._mlp_size(read, fields["intermediate_size"]),
@@ -83,7 +83,7 @@ class Lfm2Config(LlamaConfig):
             "mlp_bias": False,
             "hidden_act": "silu",
             "qk_norm": True,
-            "has_attention": tuple(kind == "full_attention" for kind in types),
+            "has_attention": tuple(layer_type == "full_attention" for layer_type in types),
             "kernel_size": read.integer("conv_L_cache", 3, low=2),
             "conv_bias": read.choice("conv_bias", False, (False, True)),
         }

@@ -22,7 +22,7 @@ from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, gated
 from jax_paged.models.parallel.sharding import Units, even, padded, repeated
-from jax_paged.models.quantization.config import STORED_METHODS, read_quantization
+from jax_paged.models.quantization.config import COMMON_METHODS, read_quantization
 from jax_paged.models.rope import Rope, max_positions, read_rope, rope_values
 
 WEIGHT_TABLE = WeightTable(
@@ -77,7 +77,7 @@ class LlamaConfig:
     activation_name: ClassVar[str] = "hidden_act"
     activations: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)
     epsilon_name: ClassVar[str] = "rms_norm_eps"
-    quantization_methods: ClassVar[tuple[str, ...]] = STORED_METHODS
+    quantization_methods: ClassVar[tuple[str, ...]] = COMMON_METHODS
     # Whether config.json may exclude dimensions of a head from the rotation (partial_rotary_factor), and
     # whether the rotation pairs adjacent dimensions (Rope.is_interleaved).
     is_partly_rotated: ClassVar[bool] = False

@@ -68,7 +68,7 @@ class Olmo3Config(Olmo2Config):
         return read_rope(values, head_dim, max_position_embeddings, 500000.0, read.max_model_len)
 
     @staticmethod
-    def _rope_values(read: ConfigReader, kind: str, max_position_embeddings: int) -> ConfigReader:
+    def _rope_values(read: ConfigReader, layer_type: str, max_position_embeddings: int) -> ConfigReader:
         """Returns a reader of the rope values of one layer type.
 
         config.json has them in `rope_parameters`, as an object per layer type, or in `rope_theta` and
@@ -79,11 +79,11 @@ class Olmo3Config(Olmo2Config):
         ok = table.keys() <= {"full_attention", "sliding_attention"}
         read.check(ok, name, table, "an object whose keys are full_attention and sliding_attention")
         values = {"original_max_position_embeddings": max_position_embeddings}
-        nested = read.nested(name, table).table(kind)
-        if kind == "full_attention":
+        nested = read.nested(name, table).table(layer_type)
+        if layer_type == "full_attention":
             values |= {"rope_theta": read.get("rope_theta", None)}
             nested |= read.table("rope_scaling")
-        return read.nested(f"{name}.{kind}", values | nested)
+        return read.nested(f"{name}.{layer_type}", values | nested)
 
     def rope_of(self, layer: int) -> Rope:
         """Returns the rotary embedding of a layer."""

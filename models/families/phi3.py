@@ -65,8 +65,8 @@ class Phi3Config(LlamaConfig):
         if not rope.check(ok, "short_factor", short, f"a list of {len(base)} numbers above 0"):
             return Rope(base)
         factor = rope.number("factor", max_position_embeddings / original)
-        usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        magnitude = rope.number("attention_factor", usual, low_open=False)
+        default_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        magnitude = rope.number("attention_factor", default_factor, low_open=False)
         return Rope(tuple(b / f for b, f in zip(base, short, strict=True)), magnitude)
 
 

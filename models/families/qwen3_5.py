@@ -80,7 +80,7 @@ class Qwen3_5Config(LlamaConfig):
         return fields | {
             "mlp_bias": False,
             "qk_norm": True,
-            "has_attention": tuple(kind == "full_attention" for kind in types),
+            "has_attention": tuple(layer_type == "full_attention" for layer_type in types),
             "num_key_heads": key_heads,
             "num_value_heads": value_heads,
             "key_dim": read.integer("linear_key_head_dim", 128),

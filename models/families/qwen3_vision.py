@@ -190,12 +190,12 @@ class Qwen3VisionEncoder(Module):
     """The whole encoder."""
 
     def __init__(self, config: Qwen3VisionConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.layers_kept = config.deepstack_visual_indexes
-        how: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        self.patch_embed, self.pos_embed = Qwen3PatchEmbedding(config, **how), GridPositions(config, **how)
-        self.blocks = nnx.List([Qwen3VisionBlock(config, i, **how) for i in range(config.depth)])
-        self.merger = Qwen3VisionMerger(config, norms_squares=False, **how)
-        mergers = [Qwen3VisionMerger(config, norms_squares=True, **how) for _ in self.layers_kept]
+        self.deepstack_layers = config.deepstack_visual_indexes
+        args: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        self.patch_embed, self.pos_embed = Qwen3PatchEmbedding(config, **args), GridPositions(config, **args)
+        self.blocks = nnx.List([Qwen3VisionBlock(config, i, **args) for i in range(config.depth)])
+        self.merger = Qwen3VisionMerger(config, norms_squares=False, **args)
+        mergers = [Qwen3VisionMerger(config, norms_squares=True, **args) for _ in self.deepstack_layers]
         self.deepstack_merger_list = nnx.List(mergers)
 
     def forward(
@@ -207,12 +207,12 @@ class Qwen3VisionEncoder(Module):
             x: The patches, and their coordinates in the position table.
             context: Context of the forward pass.
         """
-        patches, places = x
+        patches, coordinates = x
         y = self.patch_embed(patches, context)
-        y = y + self.pos_embed(places, context).astype(y.dtype)
+        y = y + self.pos_embed(coordinates, context).astype(y.dtype)
         added = []
         for i, block in enumerate(self.blocks):
             y = block(y, context)
-            if i in self.layers_kept:
+            if i in self.deepstack_layers:
                 added.append(self.deepstack_merger_list[len(added)](y, context))
         return jnp.concatenate([self.merger(y, context), *added], axis=-1)

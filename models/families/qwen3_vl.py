@@ -131,9 +131,9 @@ class Qwen3VLForConditionalGeneration(LlamaForCausalLM):
         """Returns the context with the rotations of the tokens, by M-RoPE if it has such positions."""
         if context.mrope_positions is None:
             return super().with_rotations(context)
-        each = jnp.moveaxis(context.mrope_positions[jnp.array(self.config.axes)], 0, -1)
+        by_pair = jnp.moveaxis(context.mrope_positions[jnp.array(self.config.axes)], 0, -1)
         rope = self.config.rope
-        return dataclasses.replace(context, rotations={rope: rope.at_pair_positions(each[..., None, :])})
+        return dataclasses.replace(context, rotations={rope: rope.at_pair_positions(by_pair[..., None, :])})
 
     def encode_images(
         self,
@@ -157,13 +157,13 @@ class Qwen3VLForConditionalGeneration(LlamaForCausalLM):
         row = jnp.minimum(square // num_columns, num_rows - 1) * merge + inside // merge
         at = jnp.stack([row, square % num_columns * merge + inside % merge])
         sizes = merge * grid[:, None]
-        places = at.astype(jnp.float32) * (vision.num_positions_per_side - 1) / jnp.maximum(sizes - 1, 1)
+        coordinates = at.astype(jnp.float32) * (vision.num_positions_per_side - 1) / jnp.maximum(sizes - 1, 1)
         num_pairs = len(vision.rope.frequencies) // 2
         rotation = vision.rope.at_pair_positions(jnp.repeat(at.T, num_pairs, axis=1)[:, None])
         attend, positions = _attend_to_first(sizes.prod()), jnp.arange(len(patches))
         context = ForwardContext(self, positions, attend, rotations={vision.rope: rotation})
         pixels = patches.reshape(len(patches), 3, -1) * scale[:, None] + offset[:, None]
-        return self.visual((pixels.astype(self.embed_tokens.embedding.dtype), places), context)
+        return self.visual((pixels.astype(self.embed_tokens.embedding.dtype), coordinates), context)
 
 
 def _attend_to_first(num_keys: Int[Array, ""]) -> SelfAttention:
@@ -179,8 +179,8 @@ def _attend_to_first(num_keys: Int[Array, ""]) -> SelfAttention:
         assert v is not None, "a layer of the image encoder has no values"
 
         def part(q: Array) -> Array:
-            how = {"scale": scale, "key_value_seq_lengths": num_keys[None]}
-            return jax.nn.dot_product_attention(q[None], k[None], v[None], **how)[0]
+            options = {"scale": scale, "key_value_seq_lengths": num_keys[None]}
+            return jax.nn.dot_product_attention(q[None], k[None], v[None], **options)[0]
 
         num_parts = -(-len(q) // _NUM_QUERIES)
         size = -(-len(q) // num_parts)

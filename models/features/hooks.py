@@ -35,9 +35,9 @@ class Hook:
         path: Path of the module, such as "layers.7.mlp" or "layers.7.self_attn.o_proj".
         fn: fn(params, activation, args) returns the new activation, or a pair of the new activation and the
             captured values. `activation` is [rows, ...] in the dtype of the module's output, `args` is
-            float32 [rows, num_args], and the captured values are [rows, ...]. The function is traced once and
-            compiled into the programs. The rows are tokens of many requests, and padding, so each row must be
-            computed independently of the others.
+            float32 [rows, num_args], and the captured values are [rows, ...]. The function is traced
+            into the compiled steps, so it must be a pure function of arrays. The rows are tokens of many
+            requests, and padding, so each row must be computed independently of the others.
         params: A pytree of arrays that is passed to `fn`.
         num_args: Number of floats that a request passes to `fn`.
         name: The name that requests use; by default the path.
@@ -67,7 +67,7 @@ def num_columns(hooks: Sequence[Hook]) -> int:
     return sum(1 + hook.num_args for hook in hooks)
 
 
-def at_paths(
+def functions_by_path(
     hooks: Sequence[Hook],
     params: Sequence[Any],
     columns: Float[Array, "rows columns"],
@@ -103,11 +103,11 @@ def at_paths(
             y = before(y)
             rows = y.reshape(-1, *y.shape[num_leading:])
             result = hook.fn(own, rows, args)
-            new, kept = result if isinstance(result, tuple) else (result, None)
+            new, values = result if isinstance(result, tuple) else (result, None)
             _check_shape(hook, "activation", new, rows.shape)
-            if kept is not None:
-                _check_shape(hook, "captured values", kept, (len(rows), *kept.shape[1:]))
-                captured[hook.name] = jnp.where(_like(is_on, kept), kept.astype(jnp.float32), 0)
+            if values is not None:
+                _check_shape(hook, "captured values", values, (len(rows), *values.shape[1:]))
+                captured[hook.name] = jnp.where(_like(is_on, values), values.astype(jnp.float32), 0)
             return jnp.where(_like(is_on, rows), new.astype(rows.dtype), rows).reshape(y.shape)
 
         functions[hook.path] = after
@@ -168,7 +168,7 @@ def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[
     def run(state: Any, params: Any) -> dict[str, Array]:
         captured: dict[str, Array] = {}
         merged, tokens = nnx.merge(graphdef, state), jnp.zeros((1, 2), jnp.int32)
-        functions = at_paths(hooks, params, columns, 2, captured)
+        functions = functions_by_path(hooks, params, columns, 2, captured)
         context = merged.dense_context(tokens)
         functions = recording_hooks([*functions], functions, ran)
         merged.hidden(tokens, dataclasses.replace(context, hooks=functions))
@@ -182,10 +182,10 @@ def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[
                 f"`path` must be the path of a module whose inputs are token rows, such as "
                 f"{', '.join(map(repr, near or sorted(paths)[:4]))}, got {shown(hook.path)}"
             )
-    return {name: kept.shape[1:] for name, kept in captured.items()}
+    return {name: values.shape[1:] for name, values in captured.items()}
 
 
-def dense(
+def dense_logits(
     model: CausalLM,
     tokens: Int[Array, "b t"],
     hooks: Sequence[Hook],
@@ -212,10 +212,10 @@ def dense(
         parts.append(jnp.broadcast_to(jnp.atleast_1d(args), (b, hook.num_args)))
     columns = jnp.repeat(jnp.concatenate(parts, axis=1), t, axis=0)
     captured: dict[str, Array] = {}
-    functions = at_paths(hooks, [hook.params for hook in hooks], columns, 2, captured)
+    functions = functions_by_path(hooks, [hook.params for hook in hooks], columns, 2, captured)
     context = dataclasses.replace(model.dense_context(tokens), hooks=functions)
     logits = model.logits(model.hidden(tokens, context))
-    return logits, {name: kept.reshape(b, t, *kept.shape[1:]) for name, kept in captured.items()}
+    return logits, {name: values.reshape(b, t, *values.shape[1:]) for name, values in captured.items()}
 
 
 def check_names(hook_args: Mapping[str, Any], names: Sequence[str]) -> None:

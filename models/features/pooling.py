@@ -148,7 +148,7 @@ def read_pooling(
 
 
 def num_labels(hf_config: Mapping[str, Any]) -> int:
-    """Returns the number of classes of a classifier. The default is 2, as in transformers.
+    """Returns the number of classes of a classifier. The default is the number of entries in id2label, or 2.
 
     Args:
         hf_config: The parsed config.json.
@@ -212,21 +212,21 @@ def _text_settings(folder: Path, transformer: str, hf_config: Mapping[str, Any])
     """
     file = next((f for n in _TRANSFORMER_FILES if (f := folder / transformer / n).is_file()), None)
     values = read_json(file) if file else {}
-    known = read_json(f) if (f := folder / "tokenizer_config.json").is_file() else {}
-    given = values.get("processor_kwargs") or values.get("tokenizer_args") or {}
+    tokenizer = read_json(f) if (f := folder / "tokenizer_config.json").is_file() else {}
+    init_args = values.get("processor_kwargs") or values.get("tokenizer_args") or {}
     processing = values.get("processing_kwargs") or {}
-    calls = {**(processing.get("common") or {}), **(processing.get("text") or {})}
-    lengths = calls.pop("max_length", None), given.get("model_max_length"), values.get("max_seq_length")
-    length = next((n for n in lengths if n is not None), known.get("model_max_length"))
-    if calls.pop("truncation", True) in (False, "do_not_truncate") or not isinstance(length, int | float):
+    call_args = {**(processing.get("common") or {}), **(processing.get("text") or {})}
+    lens = call_args.pop("max_length", None), init_args.get("model_max_length"), values.get("max_seq_length")
+    length = next((n for n in lens if n is not None), tokenizer.get("model_max_length"))
+    if call_args.pop("truncation", True) in (False, "do_not_truncate") or not isinstance(length, int | float):
         length = None
     if file is not None:
-        _check_transformer(file, values, calls, hf_config)
+        _check_transformer(file, values, call_args, hf_config)
     if length is not None and length < 1:
         raise ValueError(
             f"`max_seq_length` of {file} must be null or an integer of at least 1, got {shown(length)}"
         )
-    side = given.get("truncation_side") or known.get("truncation_side")
+    side = init_args.get("truncation_side") or tokenizer.get("truncation_side")
     if side is None and length is not None:
         side = _stored_side(folder)
     settings = TextSettings(
@@ -243,21 +243,21 @@ def _text_settings(folder: Path, transformer: str, hf_config: Mapping[str, Any])
 
 
 def _check_transformer(
-    file: Path, values: Mapping[str, Any], calls: Mapping[str, Any], hf_config: Mapping[str, Any]
+    file: Path, values: Mapping[str, Any], call_args: Mapping[str, Any], hf_config: Mapping[str, Any]
 ) -> None:
     """Raises a ValueError if the module Transformer does more than compute last hidden states."""
     problems = [
         f"each of `processing_kwargs` must be padding, truncation or max_length, got {name}={shown(value)}"
-        for name, value in calls.items()
+        for name, value in call_args.items()
         if name not in _PADDING_SETTINGS
     ]
     task = values.get("transformer_task", "feature-extraction")
     if task != "feature-extraction":
         problems.append(f"`transformer_task` must be 'feature-extraction', got {shown(task)}")
-    usual = {"method": "forward", "method_output_name": "last_hidden_state"}
-    modalities = values.get("modality_config") or {"text": usual}
-    if not usual.items() <= (modalities.get("text") or {}).items():
-        problems.append(f"`modality_config` must have {usual} for 'text', got {shown(modalities)}")
+    supported = {"method": "forward", "method_output_name": "last_hidden_state"}
+    modalities = values.get("modality_config") or {"text": supported}
+    if not supported.items() <= (modalities.get("text") or {}).items():
+        problems.append(f"`modality_config` must have {supported} for 'text', got {shown(modalities)}")
     for name, value in (values.get("config_kwargs") or values.get("config_args") or {}).items():
         if name in hf_config and hf_config[name] != value:
             allowed = f"{shown(hf_config[name])}, the value in config.json (hf_overrides can change it)"
@@ -293,12 +293,12 @@ def _dimensions(hf_config: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _activation(hf_config: Mapping[str, Any], num: int) -> Literal["softmax", "sigmoid", "identity"]:
-    own = (hf_config.get("sentence_transformers") or {}).get("activation_fn")
-    own = own or hf_config.get("sbert_ce_default_activation_function") or ""
-    if own.endswith("Identity") or hf_config.get("problem_type") == "regression":
+    name = (hf_config.get("sentence_transformers") or {}).get("activation_fn")
+    name = name or hf_config.get("sbert_ce_default_activation_function") or ""
+    if name.endswith("Identity") or hf_config.get("problem_type") == "regression":
         return "identity"
     is_multiple = hf_config.get("problem_type") == "multi_label_classification"
-    return "sigmoid" if own.endswith("Sigmoid") or num == 1 or is_multiple else "softmax"
+    return "sigmoid" if name.endswith("Sigmoid") or num == 1 or is_multiple else "softmax"
 
 
 def _by_tokens(

@@ -14,7 +14,8 @@ from jax_paged.models.loading.weight_reading import check_stored, raise_problems
 from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.models.weights import LoadedModel, log_unused
 
-_OFFSETS = {"I64": "<i8", "I32": "<i4"}
+# NumPy's names of the dtypes that d2t may have.
+_DTYPES = {"I64": "<i8", "I32": "<i4"}
 
 
 def load_head(folder: Path, target: LoadedModel, grid: DeviceGrid | None = None) -> EagleHead:
@@ -35,14 +36,14 @@ def load_head(folder: Path, target: LoadedModel, grid: DeviceGrid | None = None)
     config = EagleConfig.from_hf(read_json(folder / "config.json"))
     stored = {canonical_key(key): tensor for key, tensor in read_headers(folder).items()}
     has_embedding = "embed_tokens.weight" in stored
-    how = {"has_embedding": has_embedding, "dtype": target.dtype}
-    head = nnx.eval_shape(lambda: EagleHead(config, **how, rngs=nnx.Rngs(0)))
+    options = {"has_embedding": has_embedding, "dtype": target.dtype}
+    head = nnx.eval_shape(lambda: EagleHead(config, **options, rngs=nnx.Rngs(0)))
     offsets = stored.pop("d2t", None)
     check = check_stored(stored, weights_of(head), head.weight_table)
     log_unused(folder, check.unused)
     problems = check.problems
-    columns, found = _columns(config, offsets)
-    problems += [*found, *_misfits(config, target, has_embedding=has_embedding)]
+    columns, column_problems = _columns(config, offsets)
+    problems += [*column_problems, *_misfits(config, target, has_embedding=has_embedding)]
     misfit = f"the EAGLE-3 head in {folder} can't be used with the target model, {target.architecture}"
     raise_problems(misfit, problems)
     read_weights(head, stored, target.dtype, folder, grid)
@@ -92,9 +93,9 @@ def _columns(config: EagleConfig, offsets: StoredTensor | None) -> tuple[np.ndar
     columns = np.full(vocab_size, n, np.int32)
     if offsets is None:
         return columns, [f"d2t is missing; it is required if draft_vocab_size, {n}, is not vocab_size"]
-    if offsets.shape != (n,) or offsets.dtype not in _OFFSETS:
+    if offsets.shape != (n,) or offsets.dtype not in _DTYPES:
         return columns, [f"d2t must be I64 or I32 of shape {(n,)}, got {offsets.dtype} {offsets.shape}"]
-    ids = np.arange(n) + np.memmap(offsets.file, _OFFSETS[offsets.dtype], "r", offsets.offset, offsets.shape)
+    ids = np.arange(n) + np.memmap(offsets.file, _DTYPES[offsets.dtype], "r", offsets.offset, offsets.shape)
     is_token = (ids >= 0) & (ids < vocab_size)
     if not is_token.all():
         i = int(np.argmin(is_token))

@@ -18,9 +18,10 @@ from jax_paged.models.parallel.sharding import take_columns
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# The dtypes of float weights.
+FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # The dtypes of quantized weights of 8 or 4 bits, and of the arrays that belong to them.
-SMALL_DTYPES = {"I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8", "F8_E4M3": "float8_e4m3fn"}
+QUANTIZED_DTYPES = {"I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8", "F8_E4M3": "float8_e4m3fn"}
 # Name of a shard: its number, and the number of shards.
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 
@@ -47,7 +48,7 @@ class StoredTensor:
         """Returns the tensor as a memory-mapped array. Its data is read when it is accessed."""
         # The file is mapped again for each tensor because pages that were read count as memory of this
         # process until their mapping is closed.
-        dtype = (STORED_DTYPES | SMALL_DTYPES)[self.dtype]
+        dtype = (FLOAT_DTYPES | QUANTIZED_DTYPES)[self.dtype]
         return np.memmap(self.file, dtype, "r", self.offset, self.shape or (1,)).reshape(self.shape)
 
     def read_columns(self, columns: Sequence[Int[np.ndarray, " c"]]) -> np.ndarray:
@@ -136,11 +137,11 @@ def _shard_names(folder: Path) -> list[str]:
         if any(name.endswith(".gguf") for name in names):
             hint = GGUF_HINT
         elif tensors:
-            hint = f"Rename {tensors[0]} if it contains the whole model with the keys of transformers"
+            hint = f"Rename {tensors[0]} to {SINGLE_FILE} if it has the whole model with transformers' keys"
         raise ValueError(f"{start}, got the files {names}. {hint}")
     if len({match[2] for match in shards.values()}) > 1:
         raise ValueError(
-            f"{start}, and shards of several checkpoints: {list(shards)}; remove all but one of them"
+            f"{start}, and shards of several checkpoints: {list(shards)}; keep the shards of only one"
         )
     (first, *_) = shards.values()
     width, num_shards = len(first[2]), int(first[2])

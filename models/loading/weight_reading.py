@@ -20,7 +20,7 @@ from jaxtyping import Array
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.families.eagle import EagleHead
 from jax_paged.models.hf_format import WeightTable
-from jax_paged.models.loading.stored_tensors import STORED_DTYPES, StoredTensor
+from jax_paged.models.loading.stored_tensors import FLOAT_DTYPES, StoredTensor
 from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.models.quantization.quantize import kernel_places
 from jax_paged.models.quantization.quantized_linear import (
@@ -83,9 +83,12 @@ class Weight:
 
     @property
     def expected(self) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-        """The shape and the allowed dtypes of each of the checkpoint's tensors, by key."""
+        """The shape and the allowed dtypes of each of the checkpoint's tensors, by key.
+
+        The source of a scheme is a string if float tensors are quantized while they are read.
+        """
         if self._scheme is None or isinstance(self._scheme.source, str):
-            return {key: (self.stored_shape, tuple(STORED_DTYPES)) for key in self.keys}
+            return {key: (self.stored_shape, tuple(FLOAT_DTYPES)) for key in self.keys}
         tensors = self._scheme.source.tensors(*self.param.shape[-2:])
         return {key.removesuffix("weight") + end: x for key in self.keys for end, x in tensors.items()}
 
@@ -117,8 +120,8 @@ def read_weights(
     flat, num_read, num_values = [], 0, sum(w.param.size for w in weights)
     # Reading a quantized weight needs temporary arrays that are several times as large as the result, so only
     # one is read at a time.
-    is_small = any(isinstance(w.param, QuantizedWeight) for w in weights)
-    with ThreadPoolExecutor(1 if is_small else NUM_LOADING_THREADS) as pool:
+    has_quantized = any(isinstance(w.param, QuantizedWeight) for w in weights)
+    with ThreadPoolExecutor(1 if has_quantized else NUM_LOADING_THREADS) as pool:
         values = pool.map(lambda w: jax.block_until_ready(_load(w, stored, dtype, grid)), weights)
         for w, value in zip(weights, values, strict=True):
             flat += value
@@ -274,11 +277,11 @@ def check_stored(stored: dict[str, StoredTensor], weights: list[Weight], table: 
     for key in stored.keys() - expected.keys():
         tensor, kept = stored[key], table.tied.get(key)
         if kept in expected and kept in stored:
-            readable = {tensor.dtype, stored[kept].dtype} <= STORED_DTYPES.keys()
+            readable = {tensor.dtype, stored[kept].dtype} <= FLOAT_DTYPES.keys()
             if not readable or not np.array_equal(tensor.read(), stored[kept].read()):
                 problems.append(f"{key} differs from {kept}, although config.json ties them")
         elif not re.fullmatch(table.ignored, key):
-            adds_nothing = is_added_bias(key, expected) and tensor.dtype in STORED_DTYPES
+            adds_nothing = is_added_bias(key, expected) and tensor.dtype in FLOAT_DTYPES
             if is_unused(key, table, last_layers) or (adds_nothing and not tensor.read().any()):
                 unused.append(key)
             else:
@@ -331,7 +334,7 @@ def is_unused(key: str, table: WeightTable, last_layers: Mapping[str, int]) -> b
 def without_numbers(keys: Iterable[str]) -> str:
     """Returns a short list of keys for a message.
 
-    Keys that differ only in the indices of layers and experts are listed once, with their number.
+    Keys that differ only in the indices of layers and experts are listed once, with a count.
 
     Args:
         keys: The keys.

@@ -142,13 +142,13 @@ class Corpus:
         learned: list[bool] = []
         misses = 0
         for messages in dialogue.conversation():
-            fitting = len(ids)
+            num_before = len(ids)
             for message in messages:
                 text = [*self.bpe.encode(message["content"]).ids, self.ids[END]]
                 ids += [self.ids[f"<|{message['role']}|>"], *text]
                 learned += [False, *[message["role"] == "assistant"] * len(text)]
             if len(ids) > limit:
-                del ids[fitting:], learned[fitting:]
+                del ids[num_before:], learned[num_before:]
                 misses += 1
                 if misses == 4:
                     return ids, learned

@@ -90,6 +90,7 @@ def ask_what(noun: str) -> list[str]:
     Args:
         noun: The noun with its article.
     """
+    # Words such as "bus" and "class" are singular, and so are names with capital letters.
     plural = noun.endswith("s") and noun[-2] not in "asu" and noun.islower()
     verbs = (
         {"is": "are", "does": "do", "works": "work"} if plural else {v: v for v in ("is", "does", "works")}
@@ -156,15 +157,15 @@ class Dialogue:
 
     def turn(self) -> tuple[str, str]:
         """Returns a random question of any type, and its answer."""
-        kind = self.rng.random()
-        if kind < 0.76:
+        draw = self.rng.random()
+        if draw < 0.76:
             topic = self.rng.choice(self.topics)
             from_template = topic.templated and self.rng.random() < 0.5
             wording = self.rng.choice(topic.templated if from_template else topic.written)
             return self.say(wording), topic.answer
-        if kind < 0.9:
+        if draw < 0.9:
             return self.arithmetic()
-        if kind < 0.93:
+        if draw < 0.93:
             a, b = self.rng.sample(range(100), 2)
             c, d = self.rng.sample(range(100, 2000), 2)
             return self.style(self.pick("out_of_range").format(a=a, b=b, c=c, d=d)), OUT_OF_RANGE_ANSWER
@@ -208,10 +209,10 @@ class Dialogue:
         Args:
             text: The wording.
         """
-        kind = self.rng.random()
-        if kind < 0.6:
+        draw = self.rng.random()
+        if draw < 0.6:
             text = text[0].upper() + text[1:]
-        elif kind < 0.75:
+        elif draw < 0.75:
             text = text.lower()
         return text + self.rng.choice(["", "?", "?", "?", ".", "!", " ?"])
 

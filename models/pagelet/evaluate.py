@@ -145,19 +145,19 @@ def measure(model: CausalLM, tokenizer: Any, num_sums: int) -> dict[str, float]:
     held_out = [(topics[name], text) for name, texts in read_held_out().items() for text in texts]
     known = [(topic, rng.choice(topic.written)) for topic in topics.values()]
     chats = {"held-out wordings": held_out, "wordings of the training text": known}
-    kinds = {
+    groups = {
         name: ([text for _, text in chat], [topic.answer for topic, _ in chat])
         for name, chat in chats.items()
     }
-    kinds["random two-digit sums"] = sum_questions(TEMPLATES["sum"], pairs, 2)
-    kinds["random two-digit sums, held-out wordings"] = sum_questions(TEMPLATES["held_out_sum"], pairs, 3)
+    groups["random two-digit sums"] = sum_questions(TEMPLATES["sum"], pairs, 2)
+    groups["random two-digit sums, held-out wordings"] = sum_questions(TEMPLATES["held_out_sum"], pairs, 3)
     unseen = rng.sample(unseen, min(num_sums, len(unseen)))
-    kinds["two-digit sums never seen"] = sum_questions(TEMPLATES["sum"], unseen, 4)
+    groups["two-digit sums never seen"] = sum_questions(TEMPLATES["sum"], unseen, 4)
     shares = {}
-    for kind, (questions, wanted) in kinds.items():
+    for group, (questions, wanted) in groups.items():
         right = would_answer(model, tokenizer, questions, wanted)
-        shares[kind] = float(right.mean())
-        print(f"{kind}: {shares[kind]:.1%} of {len(questions)}")
+        shares[group] = float(right.mean())
+        print(f"{group}: {shares[group]:.1%} of {len(questions)}")
         wrong = [question for question, ok in zip(questions, right, strict=True) if not ok]
         for question, said in zip(
             wrong[:8], answer(model, tokenizer, wrong[:8], 40) if wrong else [], strict=True

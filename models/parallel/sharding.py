@@ -1,8 +1,9 @@
 """Division of weights and of the KV cache among devices, in whole heads, experts or columns.
 
-A dimension of a weight consists of one or several lists of units, side by side. Every device gets the same
-number of units of each list. For example, a projection to queries, keys and values with four query heads and
-one kv head is divided between two devices like this:
+A dimension of a weight consists of one or several lists of units, side by side. A unit consists of columns:
+this module calls the indices of every dimension columns, including the rows of a matrix. Every device gets
+the same number of units of each list. For example, a projection to queries, keys and values with four query
+heads and one kv head is divided between two devices like this:
 
     columns           q0 q1 q2 q3 k0 v0
     device 0          q0 q1 k0 v0

@@ -41,8 +41,9 @@ def split_model(model: LanguageModel, num_stages: int) -> list[CausalLM]:
     sizes = [num_bytes(layer) for layer in layers]
     if num_stages > len(layers):
         raise ValueError(f"at most {len(layers)}, the number of layers of the model")
-    alone = [num_bytes(stage(model, range(i, i))) for i in (0, len(layers))]
-    return [stage(model, part) for part in even_parts(sizes, num_stages, alone[0], alone[1])]
+    # A stage without layers has only the modules before the first layer, or after the last one.
+    before, after = (num_bytes(stage(model, range(i, i))) for i in (0, len(layers)))
+    return [stage(model, part) for part in even_parts(sizes, num_stages, before, after)]
 
 
 def even_parts(sizes: Sequence[int], num_parts: int, first: int, last: int) -> list[range]:

@@ -61,17 +61,17 @@ def _compressed(read: ConfigReader) -> WeightFormat:
     groups, blocks = read.table("config_groups"), set()
     read.check(bool(groups), "config_groups", groups, "an object with at least one group")
     for name, group in groups.items():
-        held = group if isinstance(group, dict) else {}
-        given = held.get("weights")
-        own = read.nested("config_groups", groups).nested(name, held).nested("weights", given or {})
-        own.check(isinstance(given, dict), "num_bits", None, "4 or 8")
+        settings = group if isinstance(group, dict) else {}
+        weights = settings.get("weights")
+        own = read.nested("config_groups", groups).nested(name, settings).nested("weights", weights or {})
+        own.check(isinstance(weights, dict), "num_bits", None, "4 or 8")
         bits = own.choice("num_bits", 8, (4, 8))
         own.choice("type", "int", ("int", "float") if bits == 8 else ("int",))
         own.choice("dynamic", False, (False,))
         strategy = own.choice("strategy", "tensor", ("tensor", "channel", "group", "block"))
         blocks.add(_block(own, "block_structure") if strategy == "block" else None)
-        for end in ("output_activations",):
-            read.check(not held.get(end), end, held.get(end), "null")
+        activations = settings.get("output_activations")
+        read.check(not activations, "output_activations", activations, "null")
     read.check(len(blocks) < 2, "config_groups", groups, "groups with the same block structure")
     return CompressedFormat(next(iter(blocks), None))
 
@@ -90,11 +90,11 @@ METHODS: dict[str, Callable[[ConfigReader], WeightFormat | None]] = {
     "gptq": _gptq,
     "mxfp4": _mxfp4,
 }
-# Methods whose weights stay quantized on the device. Every family supports them.
-STORED_METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
+# Methods that a family supports unless it lists others. Their weights stay quantized on the device.
+COMMON_METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
 
 
-def read_quantization(read: ConfigReader, methods: Collection[str] = STORED_METHODS) -> WeightFormat | None:
+def read_quantization(read: ConfigReader, methods: Collection[str] = COMMON_METHODS) -> WeightFormat | None:
     """Returns the format of a checkpoint's quantized weights; None if the weights are floats on the device.
 
     Problems are noted with the other problems of the config.

@@ -4,6 +4,9 @@ All formats divide the rows of a weight matrix, which are the inputs of a linear
 scales for each group. They differ in the order of the 4-bit numbers within 32-bit words, in which tensors are
 transposed, and in the names of tensors.
 
+A class here implements WeightFormat, the format of a checkpoint, or `quantized_linear.StoredMatrix`, the
+layout of one matrix. AwqFormat and GptqFormat implement both.
+
 Source: Lin et al., AWQ, 2024, and Frantar et al., GPTQ, 2023; the layouts are the ones that AutoAWQ (version
 "gemm"), AutoGPTQ and GPTQModel (checkpoint formats "gptq" and "gptq_v2"), compressed-tensors and
 transformers' FineGrainedFP8Config write.
@@ -22,7 +25,7 @@ WORD = ("I32",)
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 BYTES = {"F8_E4M3": "float8_e4m3fn", "I8": "int8"}
 # Position of each of eight columns among the 4-bit numbers of an AWQ word.
-_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+_AWQ_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]
 # Zero point of symmetric 4-bit numbers.
 _MIDDLE = 8
 
@@ -88,7 +91,7 @@ class AwqFormat:
 
     def arrays(self, tensors: dict[str, np.ndarray]) -> QuantizedArrays:
         """Returns the arrays of a quantized weight; see StoredMatrix."""
-        values, zeros = (_unpacked(tensors[name], _AWQ_PLACES) for name in ("qweight", "qzeros"))
+        values, zeros = (_unpacked(tensors[name], _AWQ_POSITIONS) for name in ("qweight", "qzeros"))
         return QuantizedArrays(pack_pairs(values), np.asarray(tensors["scales"]), zeros)
 
 
@@ -216,7 +219,7 @@ class EightBitMatrix:
         if self.block is not None:
             scale_shape = -(-columns // self.block[0]), -(-rows // self.block[1])
         elif scale_shape not in ((), (1,), (columns,), (columns, 1)) and scale_shape[:1] != (columns,):
-            scale_shape = (columns, 1)
+            scale_shape = (columns, 1)  # the message about the unsupported shape asks for this one
         found: dict[str, Expected] = {
             "weight": ((columns, rows), (self.dtype,)),
             self.scale: (scale_shape, tuple(FLOATS)),
@@ -253,14 +256,14 @@ class CompressedFormat:
 
     def scheme(self, found: Mapping[str, Header], rows: int, columns: int) -> QuantizationScheme | None:
         """Returns the quantization scheme of a weight matrix; see WeightFormat."""
-        zeros, ordered = "weight_zero_point" in found, "weight_g_idx" in found
+        has_zeros, is_ordered = "weight_zero_point" in found, "weight_g_idx" in found
         if "weight_packed" in found:
             scale = found.get("weight_scale")
             num_groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
-            source = PackedInt4Matrix(num_groups, zeros, ordered)
+            source = PackedInt4Matrix(num_groups, has_zeros, is_ordered)
             group_size = _group_size(rows, num_groups)
             return QuantizationScheme(
-                "uint8", group_size, source, _scales(found, "weight_scale"), True, ordered
+                "uint8", group_size, source, _scales(found, "weight_scale"), True, is_ordered
             )
         weight = found.get("weight")
         if weight is None or weight.dtype not in BYTES:
@@ -274,8 +277,8 @@ class CompressedFormat:
             for end in ("activation_scale", "input_scale", "input_zero_point")
             if end in found
         )
-        source = EightBitMatrix(weight.dtype, name, scale_shape, self.block, zeros, others)
-        return QuantizationScheme(BYTES[weight.dtype], group_size, source, _scales(found, name), zeros)
+        source = EightBitMatrix(weight.dtype, name, scale_shape, self.block, has_zeros, others)
+        return QuantizationScheme(BYTES[weight.dtype], group_size, source, _scales(found, name), has_zeros)
 
 
 def _scales(found: Mapping[str, Header], name: str) -> str:
@@ -300,11 +303,11 @@ def _checked_groups(groups: Int[np.ndarray, " i"], num_groups: int) -> Int[np.nd
     return np.asarray(groups)
 
 
-def _unpacked(words: Int[np.ndarray, "n w"], places: list[int] | None = None) -> UInt8[np.ndarray, "n c"]:
+def _unpacked(words: Int[np.ndarray, "n w"], positions: list[int] | None = None) -> UInt8[np.ndarray, "n c"]:
     """Returns the eight 4-bit numbers of each word, uint8 [n, 8 * w].
 
-    The order within a word is from the lowest bits to the highest, unless `places` gives another order.
+    The order within a word is from the lowest bits to the highest, unless `positions` gives another order.
     """
-    held = np.ascontiguousarray(words).view(np.uint8)
-    found = np.stack([held & 15, held >> 4], axis=-1).reshape(len(words), -1, 8)
-    return (found if places is None else found[..., places]).reshape(len(words), -1)
+    pairs = np.ascontiguousarray(words).view(np.uint8)
+    numbers = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(words), -1, 8)
+    return (numbers if positions is None else numbers[..., positions]).reshape(len(words), -1)

@@ -54,13 +54,13 @@ class Mxfp4Tensor(StoredTensor):
         Returns:
             bfloat16 [experts, rows, columns].
         """
-        experts, rows, outer = columns
+        experts, rows, outputs = columns
         assert min(part.min() for part in columns) >= 0, "MXFP4 weights have no padding"
         groups = np.arange(rows.min() // GROUP_SIZE, rows.max() // GROUP_SIZE + 1)
-        blocks = self.blocks.read_columns([experts, outer, groups, np.arange(GROUP_SIZE // 2)])
-        scales = self.scales.read_columns([experts, outer, groups])
+        blocks = self.blocks.read_columns([experts, outputs, groups, np.arange(GROUP_SIZE // 2)])
+        scales = self.scales.read_columns([experts, outputs, groups])
         own = rows - groups[0] * GROUP_SIZE
-        out = np.empty((len(experts), len(outer), len(own)), ml_dtypes.bfloat16)
+        out = np.empty((len(experts), len(outputs), len(own)), ml_dtypes.bfloat16)
         # One expert at a time, because the arrays of indices into the table are large.
         for expert, *parts in zip(out, blocks, scales, strict=True):
             expert[...] = decode(*parts)[:, own]
@@ -111,11 +111,11 @@ def with_decoded(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
                 f"{key}_blocks must be U8 [experts, outputs, groups, 16], got {blocks.dtype} {blocks.shape}"
             )
         elif scales is None or scales.shape != blocks.shape[:-1] or scales.dtype != "U8":
-            is_now = "nothing" if scales is None else f"{scales.dtype} {scales.shape}"
-            problems.append(f"{key}_scales must be U8 {blocks.shape[:-1]} to match the blocks, got {is_now}")
+            got = "nothing" if scales is None else f"{scales.dtype} {scales.shape}"
+            problems.append(f"{key}_scales must be U8 {blocks.shape[:-1]} to match the blocks, got {got}")
         else:
-            experts, outer, groups, _ = blocks.shape
-            shape = experts, groups * GROUP_SIZE, outer
+            experts, outputs, groups, _ = blocks.shape
+            shape = experts, groups * GROUP_SIZE, outputs
             stored[key] = Mxfp4Tensor(blocks.file, key, blocks.offset, shape, "BF16", blocks, scales)
     if problems:
         raise ValueError("\n  ".join(["the checkpoint's MXFP4 tensors can't be read:", *problems]))

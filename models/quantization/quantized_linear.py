@@ -87,18 +87,18 @@ class QuantizationScheme:
     """Layout of a quantized weight on the device, and its origin.
 
     Args:
-        values: Name of the dtype of the values. In "uint8", each value holds two 4-bit numbers.
+        value_dtype: Name of the dtype of the values. In "uint8", each value holds two 4-bit numbers.
         group_size: Number of rows in a group.
         source: The layout in the checkpoint, or the type that float weights are quantized to.
-        scales: Name of the dtype of the scales.
+        scale_dtype: Name of the dtype of the scales.
         has_zeros: Whether there are zero points.
         has_groups: Whether each row is assigned to a group by `QuantizedArrays.groups`.
     """
 
-    values: str
+    value_dtype: str
     group_size: int
     source: StoredMatrix | OnlineDtype
-    scales: str = "float32"
+    scale_dtype: str = "float32"
     has_zeros: bool = False
     has_groups: bool = False
 
@@ -119,12 +119,12 @@ class QuantizationScheme:
             shape: Shape of the matrix, [*e, I, O].
         """
         *stack, rows, columns = shape
-        held = rows // 2 if self.values == "uint8" else rows
+        num_values = rows // 2 if self.value_dtype == "uint8" else rows
         by_group = *stack, -(-rows // self.group_size), columns
-        zeros = jnp.uint8 if self.values == "uint8" else jnp.int8
+        zeros = jnp.uint8 if self.value_dtype == "uint8" else jnp.int8
         return QuantizedArrays(
-            jax.ShapeDtypeStruct((*stack, held, columns), jnp.dtype(self.values)),
-            jax.ShapeDtypeStruct(by_group, jnp.dtype(self.scales)),
+            jax.ShapeDtypeStruct((*stack, num_values, columns), jnp.dtype(self.value_dtype)),
+            jax.ShapeDtypeStruct(by_group, jnp.dtype(self.scale_dtype)),
             jax.ShapeDtypeStruct(by_group, zeros) if self.has_zeros else None,
             jax.ShapeDtypeStruct((*stack, rows), jnp.int32) if self.has_groups else None,
         )
@@ -140,7 +140,7 @@ class QuantizationScheme:
         num_rows = shape[-2]
         is_whole = self.has_groups or num_rows <= self.group_size
         by_group = *stack, None if is_whole else _grouped_units(rows, self.group_size), columns
-        values = *stack, _grouped_units(rows, 2 if self.values == "uint8" else 1), columns
+        values = *stack, _grouped_units(rows, 2 if self.value_dtype == "uint8" else 1), columns
         return QuantizedArrays(values, by_group, by_group, (*stack, rows))
 
 
@@ -289,10 +289,10 @@ def _multiply_whole(x: Array, arrays: QuantizedArrays, group_size: int, dtype: D
 
 
 def _multiply_blocks(x: Array, arrays: QuantizedArrays, group_size: int, block: int) -> Float[Array, "*t o"]:
-    """Dequantizes as many rows at a time as fit into the cache of a CPU core, and adds up their products."""
+    """Dequantizes `block` rows at a time, which fit into a CPU core's cache, and adds up the products."""
     *leading, rows = x.shape
     x = x.reshape(-1, rows // block, block).swapaxes(0, 1).astype(jnp.float32)
-    held = block // 2 if arrays.values.dtype == jnp.uint8 else block
+    num_values = block // 2 if arrays.values.dtype == jnp.uint8 else block
     is_fp8 = arrays.values.dtype == jnp.float8_e4m3fn
     # Sliced as bytes, because XLA would convert the whole fp8 array in order to slice it.
     all_values = jax.lax.bitcast_convert_type(arrays.values, jnp.uint8) if is_fp8 else arrays.values
@@ -301,7 +301,7 @@ def _multiply_blocks(x: Array, arrays: QuantizedArrays, group_size: int, block: 
         def cut(part: Any, size: int, first: Array) -> Any:
             return None if part is None else jax.lax.dynamic_slice_in_dim(part, first, size)
 
-        values, groups = cut(all_values, held, i * held), cut(arrays.groups, block, i * block)
+        values, groups = cut(all_values, num_values, i * num_values), cut(arrays.groups, block, i * block)
         scales, zeros = arrays.scales, arrays.zeros
         if groups is None:
             num, first = max(1, block // group_size), i * block // group_size
@@ -316,14 +316,14 @@ def _multiply_blocks(x: Array, arrays: QuantizedArrays, group_size: int, block: 
 
 def _from_fp8(values: UInt8[Array, "*n"]) -> Float[Array, "*n"]:
     """Returns bytes of float8_e4m3fn as float32. On a CPU this is many times faster than XLA's conversion."""
-    held = values.astype(jnp.int32)
-    size = held & 127
+    bits = values.astype(jnp.int32)
+    magnitude = bits & 127
     # The number has three fraction bits, and an exponent that is 120 less than the exponent in float32.
     # Subnormal numbers are multiples of 2^-9.
-    usual = jax.lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
-    found = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, usual)
-    found = jnp.where(size == 127, jnp.nan, found)
-    return jnp.where(held > 127, -found, found)
+    normal = jax.lax.bitcast_convert_type((magnitude << 20) + (120 << 23), jnp.float32)
+    number = jnp.where(magnitude < 8, magnitude.astype(jnp.float32) * 2.0**-9, normal)
+    number = jnp.where(magnitude == 127, jnp.nan, number)
+    return jnp.where(bits > 127, -number, number)
 
 
 def select_expert(arrays: QuantizedArrays, index: Int[Array, ""]) -> QuantizedArrays:

@@ -7,12 +7,12 @@ logarithm g of a decay, and a learning rate b. A token updates the state and rea
     S = S + k (b (v - k S))
     output = q S
 
-A decode step computes exactly this. Rows with several tokens are computed in tiles of C tokens, because then
-most of the work is in matrix products. Within a tile, the values that all tokens write follow from the state
-before the tile by solving a triangular system. The outputs and the state after the tile follow from these
-values. The tiles are processed one after the other. No tile has tokens of two rows:
+A decode step computes exactly this. Sequences with several tokens in the step are computed in tiles of C
+tokens, because then most of the work is in matrix products. Within a tile, the values that all tokens write
+follow from the state before the tile by solving a triangular system. The outputs and the state after the tile
+follow from these values. The tiles are processed one after the other. No tile has tokens of two sequences:
 
-    row a (5 tokens), row b (1 token), C = 4
+    sequence a (5 tokens), sequence b (1 token), C = 4
     tokens   a a a a | a - - - | b - - -
     state    from a's slot ->  | from b's slot
 
@@ -27,59 +27,62 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_paged.models.recurrent.recurrence import TokenRows
+from jax_paged.models.recurrent.recurrence import StepTokens
 
 _TILE_SIZES = 16, 64
 _EPSILON = 1e-6
 
 
 class Tiles(NamedTuple):
-    """Division of the tokens of a step into N tiles of C tokens. Each tile has tokens of one row only.
+    """Division of the tokens of a step into N tiles of C tokens. Each tile has tokens of one sequence only.
 
     Args:
-        row: int32 [N], row of each tile; B for an empty tile.
-        start: int32 [N], number of tokens of the row that precede the tile.
+        sequence: int32 [N], index of each tile's sequence; B for an empty tile.
+        start: int32 [N], number of tokens of the sequence that precede the tile in this step.
         tokens: int32 [N, C], indices of the tile's tokens.
         is_token: bool [N, C], False where the tile has fewer tokens.
     """
 
-    row: Int[Array, " n"]
+    sequence: Int[Array, " n"]
     start: Int[Array, " n"]
     tokens: Int[Array, "n c"]
     is_token: Bool[Array, "n c"]
 
 
-def tiles_of(rows: TokenRows) -> Tiles:
-    """Returns the tiles of a step. The tile size, 16 to 64 tokens, grows with the average row length.
+def tiles_of(step: StepTokens) -> Tiles:
+    """Returns the tiles of a step. The tile size, 16 to 64 tokens, grows with the average sequence length.
 
     Args:
-        rows: Assignment of tokens to rows.
+        step: Assignment of tokens to sequences.
     """
-    num_tokens, num_rows = len(rows.row), len(rows.row_start) - 1
+    num_tokens, num_seqs = len(step.sequence), len(step.start) - 1
     least, most = _TILE_SIZES
-    size = min(most, max(least, 1 << (num_tokens // num_rows).bit_length() - 1))
-    lens = rows.row_start[1:] - rows.row_start[:-1]
+    size = min(most, max(least, 1 << (num_tokens // num_seqs).bit_length() - 1))
+    lens = step.start[1:] - step.start[:-1]
     ends = jnp.cumsum(-(-lens // size))
-    tile = jnp.arange(num_tokens // size + min(num_rows, num_tokens))
-    row = jnp.sum(tile[:, None] >= ends, axis=1)
-    own = jnp.minimum(row, num_rows - 1)
-    start = (tile - (ends - -(-lens // size))[own]) * size
-    place = start[:, None] + jnp.arange(size)
-    is_token = (row < num_rows)[:, None] & (place < lens[own][:, None])
-    return Tiles(row, start, jnp.where(is_token, rows.row_start[own][:, None] + place, 0), is_token)
+    tile = jnp.arange(num_tokens // size + min(num_seqs, num_tokens))
+    sequence = jnp.sum(tile[:, None] >= ends, axis=1)
+    valid = jnp.minimum(sequence, num_seqs - 1)  # an index for empty tiles too
+    start = (tile - (ends - -(-lens // size))[valid]) * size
+    offset = start[:, None] + jnp.arange(size)
+    is_token = (sequence < num_seqs)[:, None] & (offset < lens[valid][:, None])
+    return Tiles(sequence, start, jnp.where(is_token, step.start[valid][:, None] + offset, 0), is_token)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class GatedDeltaRule:
-    """Rule (see recurrence.py) that advances states float32 [B, 1, H, K, V] by the gated delta rule."""
+    """Rule (see recurrence.py) that advances states float32 [B, 1, H, K, V] by the gated delta rule.
 
-    def __call__(self, rows: TokenRows, state: Array, *inputs: Array) -> tuple[Array, Array, Array]:
+    The dimension of size 1 makes H the second dimension of a sequence's state, the one that devices divide.
+    """
+
+    def __call__(self, step: StepTokens, state: Array, *inputs: Array) -> tuple[Array, Array, Array]:
         """Returns the outputs of the tokens and the new states; see Rule.
 
         Args:
-            rows: Assignment of tokens to rows.
-            state: float32 [B, 1, H, K, V], state of each row before the step.
+            step: Assignment of tokens to sequences.
+            state: float32 [B, 1, H, K, V], state of each sequence before the step.
             *inputs: Queries [T, G, K], keys [T, G, K], values [T, H, V], logarithms of decays [T, H] and
                 learning rates [T, H]. Each of the G query and key heads is used by H / G consecutive value
                 heads. Queries and keys are normalized here.
@@ -92,18 +95,18 @@ class GatedDeltaRule:
         q, k = (x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPSILON) for x in (q, k))
         q, k = (jnp.repeat(x, v.shape[1] // x.shape[1], axis=1) for x in (q * q.shape[-1] ** -0.5, k))
         state = state[:, 0]
-        if rows.is_decode:
+        if step.is_decode:
             state = state * jnp.exp(decay)[..., None, None]
             delta = (v - jnp.einsum("bhk,bhkv->bhv", k, state)) * rate[..., None]
             state = state + k[..., None] * delta[..., None, :]
-            out, kept = jnp.einsum("bhk,bhkv->bhv", q, state), state
+            out, checkpoint = jnp.einsum("bhk,bhkv->bhv", q, state), state
         else:
-            out, state, kept = _by_tiles(rows, state, q, k, v, decay, rate)
-        return out.astype(inputs[2].dtype), state[:, None], kept[:, None]
+            out, state, checkpoint = _by_tiles(step, state, q, k, v, decay, rate)
+        return out.astype(inputs[2].dtype), state[:, None], checkpoint[:, None]
 
 
 def _by_tiles(
-    rows: TokenRows,
+    step: StepTokens,
     state: Float[Array, "b h k v"],
     q: Float[Array, "t h k"],
     k: Float[Array, "t h k"],
@@ -111,13 +114,13 @@ def _by_tiles(
     decay: Float[Array, "t h"],
     rate: Float[Array, "t h"],
 ) -> tuple[Array, Array, Array]:
-    """Computes rows with several tokens tile by tile; see the module's docstring.
+    """Computes sequences with several tokens tile by tile; see the module's docstring.
 
     The inputs are float32; queries and keys are normalized, and their heads are repeated to H. Returns the
     outputs [T, H, V], the states [B, H, K, V] after all tokens, and the states after the first
     `checkpoint_len` tokens.
     """
-    tiles, num_rows = tiles_of(rows), len(state)
+    tiles, num_seqs = tiles_of(step), len(state)
     size = tiles.tokens.shape[1]
 
     def tiled(x: Array) -> Array:
@@ -127,48 +130,48 @@ def _by_tiles(
 
     q, k, v, decay, rate = map(tiled, (q, k, v, decay, rate))
     total = jnp.cumsum(decay, axis=2)  # logarithm of the decay since the start of the tile
-    place = jnp.arange(size)
-    is_before = place[:, None] >= place
+    index = jnp.arange(size)
+    is_before = index[:, None] >= index
     fading = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
     system = jnp.einsum("nhik,nhjk->nhij", k * rate[..., None], k) * fading
-    system = jnp.where(place[:, None] > place, system, 0) + jnp.eye(size, dtype=jnp.float32)
+    system = jnp.where(index[:, None] > index, system, 0) + jnp.eye(size, dtype=jnp.float32)
     right = jnp.concatenate([v, k * jnp.exp(total)[..., None]], axis=-1) * rate[..., None]
     solved = jax.scipy.linalg.solve_triangular(system, right, lower=True, unit_diagonal=True)
     values, keys = jnp.split(solved, [v.shape[-1]], axis=-1)
     scores = jnp.einsum("nhik,nhjk->nhij", q, k) * fading
-    # The number of tokens of the row that the checkpoint includes, counted from the start of the tile. The
-    # state before the tile decays up to the last of these tokens.
-    num_before = rows.checkpoint_len.at[tiles.row].get(mode="fill", fill_value=0) - tiles.start
+    # The number of tokens of the sequence that the checkpoint includes, counted from the start of the tile.
+    num_before = step.checkpoint_len.at[tiles.sequence].get(mode="fill", fill_value=0) - tiles.start
     counts = jnp.stack([jnp.sum(tiles.is_token, axis=1), jnp.clip(num_before, 0, size)])
-    is_kept = (num_before > 0) & (num_before <= counts[0])
+    has_checkpoint = (num_before > 0) & (num_before <= counts[0])
+    # The decay up to the last token of the tile, and up to the last one that the checkpoint includes.
     last = jnp.take_along_axis(total[None], jnp.maximum(counts - 1, 0)[:, :, None, None], axis=3)
-    factors = jnp.exp(jnp.where(place < counts[:, :, None, None], last - total, -jnp.inf))
+    factors = jnp.exp(jnp.where(index < counts[:, :, None, None], last - total, -jnp.inf))
     written = k * factors[..., None]  # [2, N, H, C, K]: for all tokens, and for those in the checkpoint
-    has_row = tiles.row < num_rows
-    ends = jnp.where(has_row & (tiles.row != jnp.roll(tiles.row, -1).at[-1].set(-1)), tiles.row, num_rows)
+    is_last = tiles.sequence != jnp.roll(tiles.sequence, -1).at[-1].set(-1)
+    ends = jnp.where((tiles.sequence < num_seqs) & is_last, tiles.sequence, num_seqs)
 
     def advance(
         carry: tuple[Array, Array, Array], tile: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array, Array], Array]:
-        now, ended, kept = carry
-        row, start, end, kept_row, q, values, keys, scores, written, fades = tile
-        now = jnp.where(start == 0, state.at[row].get(mode="clip"), now)
+        now, final, checkpoint = carry
+        sequence, start, end, checkpoint_index, q, values, keys, scores, written, fades = tile
+        now = jnp.where(start == 0, state.at[sequence].get(mode="clip"), now)
         delta = values - keys @ now
         out = q @ now + scores @ delta
         after = now * fades[..., None, None] + jnp.einsum("xhck,hcv->xhkv", written, delta)
-        ended = ended.at[end].set(after[0], mode="drop")
-        return (after[0], ended, kept.at[kept_row].set(after[1], mode="drop")), out
+        final = final.at[end].set(after[0], mode="drop")
+        return (after[0], final, checkpoint.at[checkpoint_index].set(after[1], mode="drop")), out
 
     fades = jnp.moveaxis(jnp.exp(last[..., 0]), 0, 1)
-    over = (
-        tiles.row,
+    per_tile = (
+        tiles.sequence,
         tiles.start,
         ends,
-        jnp.where(is_kept, tiles.row, num_rows),
+        jnp.where(has_checkpoint, tiles.sequence, num_seqs),
         q * jnp.exp(total)[..., None],
     )
-    over = *over, values, keys, scores, jnp.moveaxis(written, 0, 1), fades
-    (_, ended, kept), out = lax.scan(advance, (jnp.zeros_like(state[0]), state, state), over)
-    places = jnp.where(tiles.is_token, tiles.tokens, len(rows.row))
-    flat = jnp.zeros((len(rows.row), out.shape[1], out.shape[3]), out.dtype)
-    return flat.at[places].set(jnp.moveaxis(out, 1, 2), mode="drop"), ended, kept
+    per_tile = *per_tile, values, keys, scores, jnp.moveaxis(written, 0, 1), fades
+    (_, final, checkpoint), out = lax.scan(advance, (jnp.zeros_like(state[0]), state, state), per_tile)
+    indices = jnp.where(tiles.is_token, tiles.tokens, len(step.sequence))
+    flat = jnp.zeros((len(step.sequence), out.shape[1], out.shape[3]), out.dtype)
+    return flat.at[indices].set(jnp.moveaxis(out, 1, 2), mode="drop"), final, checkpoint

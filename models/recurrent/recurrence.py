@@ -32,44 +32,44 @@ from jax_paged.models.attention import HEADS_SPEC, POOL_SPEC, AttentionMetadata,
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["row", "offset", "row_start", "checkpoint_len"],
+    data_fields=["sequence", "offset", "start", "checkpoint_len"],
     meta_fields=["is_decode"],
 )
 @dataclasses.dataclass(frozen=True)
-class TokenRows:
-    """Assignment of a step's tokens to the rows of the batch, which are its B sequences.
+class StepTokens:
+    """Assignment of a step's tokens to its B sequences.
 
     Args:
-        row: int32 [T], row of each token; B in padding.
-        offset: int32 [T], number of tokens of the same row that precede the token in this step.
-        row_start: int32 [B + 1], index of each row's first token. An unused row has no tokens.
-        checkpoint_len: int32 [B], number of the row's tokens that the state checkpoint includes.
-        is_decode: Static. True if token b is the only one of row b.
+        sequence: int32 [T], index of each token's sequence; B in padding.
+        offset: int32 [T], number of tokens of the same sequence that precede the token in this step.
+        start: int32 [B + 1], index of each sequence's first token. An unused sequence has no tokens.
+        checkpoint_len: int32 [B], number of the sequence's tokens that the state checkpoint includes.
+        is_decode: Static. True if token b is the only one of sequence b.
     """
 
-    row: Int[Array, " t"]
+    sequence: Int[Array, " t"]
     offset: Int[Array, " t"]
-    row_start: Int[Array, " b1"]
+    start: Int[Array, " b1"]
     checkpoint_len: Int[Array, " b"]
     is_decode: bool
 
 
 class Rule(Protocol):
-    """Recurrence that advances the states of all rows and returns the outputs of their tokens.
+    """Recurrence that advances the states of all sequences and returns the outputs of their tokens.
 
     A rule is a pytree. If devices share a model, each device advances its own part of the state. The inputs,
-    the arrays of the rule and the state of a row are all divided along their second dimension, which counts
-    channels or heads.
+    the arrays of the rule and the state of a sequence are all divided along their second dimension, which
+    counts channels or heads.
     """
 
     def __call__(
-        self, rows: TokenRows, state: Float[Array, "b ..."], *inputs: Float[Array, "t ..."]
+        self, step: StepTokens, state: Float[Array, "b ..."], *inputs: Float[Array, "t ..."]
     ) -> tuple[Float[Array, "t ..."], Float[Array, "b ..."], Float[Array, "b ..."]]:
         """Advances the states by the tokens of the step.
 
         Args:
-            rows: Assignment of tokens to rows.
-            state: [B, ...], state of each row before the step.
+            step: Assignment of tokens to sequences.
+            state: [B, ...], state of each sequence before the step.
             *inputs: [T, ...] each, inputs of the rule for each token.
 
         Returns:
@@ -80,13 +80,13 @@ class Rule(Protocol):
 
 
 def recur_paged(
-    rule: Rule, place: int, inputs: tuple[Array, ...], kv_cache: list[Array], metadata: AttentionMetadata
+    rule: Rule, index: int, inputs: tuple[Array, ...], kv_cache: list[Array], metadata: AttentionMetadata
 ) -> Array:
     """Advances a recurrent state of every sequence of a paged batch.
 
     Args:
         rule: Defines how the state changes.
-        place: Index of the state's array in `kv_cache`. This list entry is replaced by the written array.
+        index: Index of the state's array in `kv_cache`. This list entry is replaced by the written array.
         inputs: [T, ...] each, the inputs of the rule.
         kv_cache: The pool arrays. The array of a state is [slots, ...].
         metadata: Positions, slots and token rows of the sequences.
@@ -99,21 +99,21 @@ def recur_paged(
         rule: Rule, states: Array, inputs: tuple[Array, ...], metadata: AttentionMetadata
     ) -> tuple[Array, Array]:
         assert metadata.state_slots is not None, "the metadata has no state_slots"
-        (slots, checkpoint_slots, checkpoint_len), row_start = metadata.state_slots, metadata.query_start_loc
+        (slots, checkpoint_slots, checkpoint_len), start = metadata.state_slots, metadata.query_start_loc
         tokens = jnp.arange(metadata.positions.shape[0])
-        row = tokens if metadata.is_decode else jnp.sum(tokens[:, None] >= row_start[1:], axis=1)
-        rows = TokenRows(row, tokens - row_start[row], row_start, checkpoint_len, metadata.is_decode)
-        is_new = metadata.positions.at[row_start[:-1]].get(mode="clip") == 0
+        sequence = tokens if metadata.is_decode else jnp.sum(tokens[:, None] >= start[1:], axis=1)
+        step = StepTokens(sequence, tokens - start[sequence], start, checkpoint_len, metadata.is_decode)
+        is_new = metadata.positions.at[start[:-1]].get(mode="clip") == 0
         state = states.at[slots].get(mode="fill", fill_value=0)
         state = jnp.where(is_new.reshape(-1, *[1] * (state.ndim - 1)), 0, state)
-        out, state, kept = rule(rows, state, *inputs)
+        out, state, checkpoint = rule(step, state, *inputs)
         states = states.at[slots].set(state.astype(states.dtype), mode="drop")
-        return states.at[checkpoint_slots].set(kept.astype(states.dtype), mode="drop"), out
+        return states.at[checkpoint_slots].set(checkpoint.astype(states.dtype), mode="drop"), out
 
     if metadata.grid is not None:
         specs = HEADS_SPEC, POOL_SPEC, HEADS_SPEC, PartitionSpec()
         recur = metadata.grid.shard_map(recur, specs, (POOL_SPEC, HEADS_SPEC))
-    kv_cache[place], out = recur(rule, kv_cache[place], inputs, metadata)
+    kv_cache[index], out = recur(rule, kv_cache[index], inputs, metadata)
     return out
 
 
@@ -135,15 +135,15 @@ def recur_dense(
     """
     spec = specs[layer]
     assert isinstance(spec, StateSpec), f"layer {layer} has no recurrent states"
-    own, (*_, length) = spec.arrays[index], shape
-    num_rows, num_tokens = math.prod(shape[:-1]), math.prod(shape)
-    tokens, first = jnp.arange(num_tokens), jnp.arange(num_rows + 1) * length
-    rows = TokenRows(
-        tokens // length, tokens % length, first, jnp.zeros(num_rows, jnp.int32), is_decode=False
+    array, (*_, length) = spec.arrays[index], shape
+    num_seqs, num_tokens = math.prod(shape[:-1]), math.prod(shape)
+    tokens, start = jnp.arange(num_tokens), jnp.arange(num_seqs + 1) * length
+    step = StepTokens(
+        tokens // length, tokens % length, start, jnp.zeros(num_seqs, jnp.int32), is_decode=False
     )
     flat = [x.reshape(num_tokens, *x.shape[len(shape) :]) for x in inputs]
-    state = jnp.zeros((num_rows, *own.shape), own.dtype or inputs[0].dtype)
-    out, _, _ = rule(rows, state, *flat)
+    state = jnp.zeros((num_seqs, *array.shape), array.dtype or inputs[0].dtype)
+    out, _, _ = rule(step, state, *flat)
     return out.reshape(*shape, *out.shape[1:])
 
 
@@ -160,11 +160,11 @@ class Convolution:
 
     kernel: Float[Array, "k c"]
 
-    def __call__(self, rows: TokenRows, state: Array, *inputs: Array) -> tuple[Array, Array, Array]:
+    def __call__(self, step: StepTokens, state: Array, *inputs: Array) -> tuple[Array, Array, Array]:
         """Returns the convolution at every token, and the last K - 1 inputs as states; see Rule.
 
         Args:
-            rows: Assignment of tokens to rows.
+            step: Assignment of tokens to sequences.
             state: [B, K - 1, C], the inputs before the step.
             *inputs: One array, float [T, C].
 
@@ -174,30 +174,30 @@ class Convolution:
         """
         (x,), num_before = inputs, len(self.kernel) - 1
         kernel = self.kernel.astype(jnp.float32)
-        if rows.is_decode:
+        if step.is_decode:
             window = jnp.concatenate([state, x[:, None].astype(state.dtype)], axis=1)
             out = jnp.einsum("bkc,kc->bc", window.astype(jnp.float32), kernel)
             return out.astype(x.dtype), window[:, 1:], window[:, 1:]
         out = x.astype(jnp.float32) * kernel[-1]
         for back in range(1, num_before + 1):
             earlier = jnp.pad(x, ((back, 0), (0, 0)))[: len(x)]
-            index = jnp.clip(num_before + rows.offset - back, 0, num_before - 1)
-            before = state.at[rows.row, index].get(mode="fill", fill_value=0)
-            earlier = jnp.where((rows.offset >= back)[:, None], earlier, before)
+            index = jnp.clip(num_before + step.offset - back, 0, num_before - 1)
+            before = state.at[step.sequence, index].get(mode="fill", fill_value=0)
+            earlier = jnp.where((step.offset >= back)[:, None], earlier, before)
             out += earlier.astype(jnp.float32) * kernel[-1 - back]
-        stop = rows.row_start[1:] - rows.row_start[:-1]
-        ended, kept = (self._state(rows, state, x, n) for n in (stop, rows.checkpoint_len))
-        return out.astype(x.dtype), ended, kept
+        lens = step.start[1:] - step.start[:-1]
+        final, checkpoint = (self._state(step, state, x, n) for n in (lens, step.checkpoint_len))
+        return out.astype(x.dtype), final, checkpoint
 
     @staticmethod
-    def _state(rows: TokenRows, state: Array, x: Array, num_tokens: Array) -> Array:
-        """Returns the K - 1 inputs of each row that end with its first `num_tokens` tokens of this step."""
-        # Indices in the concatenation of the row's old state and its tokens.
+    def _state(step: StepTokens, state: Array, x: Array, num_tokens: Array) -> Array:
+        """Returns the last K - 1 inputs of each sequence after its first `num_tokens` tokens of this step."""
+        # Indices in the concatenation of the sequence's old state and its tokens.
         i = num_tokens[:, None] + jnp.arange(state.shape[1])
         old = jnp.take_along_axis(state, jnp.clip(i, 0, state.shape[1] - 1)[..., None], axis=1)
-        place = i - state.shape[1]
-        new = x.at[rows.row_start[:-1, None] + jnp.maximum(place, 0)].get(mode="clip")
-        return jnp.where((place >= 0)[..., None], new.astype(state.dtype), old)
+        offset = i - state.shape[1]
+        new = x.at[step.start[:-1, None] + jnp.maximum(offset, 0)].get(mode="clip")
+        return jnp.where((offset >= 0)[..., None], new.astype(state.dtype), old)
 
 
 class Recur(Protocol):

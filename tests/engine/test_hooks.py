@@ -10,7 +10,7 @@ import pytest
 from helpers.real_model import log_softmax
 
 from jax_paged import LLM, Hook, SamplingParams
-from jax_paged.models.features.hooks import dense
+from jax_paged.models.features.hooks import dense_logits
 from jax_paged.models.weights import load_model
 
 pytestmark = pytest.mark.thorough
@@ -95,7 +95,7 @@ def test_what_is_generated_and_captured_is_what_the_dense_call_computes(llm: LLM
     args = {"steer": [2.0], "read": [], "up": [0.5, -0.1], "sum": []}
     for output in generate(llm, PROMPTS[1:3], params(hook_args=args)):
         whole = jnp.asarray([text(output)])
-        logits, captured = dense(model, whole, HOOKS, args)
+        logits, captured = dense_logits(model, whole, HOOKS, args)
         first = len(output.prompt_token_ids) - 1
         assert tokens(output) == [np.argmax(logits[0, first:-1], axis=-1).tolist()]
         got = output.outputs[0].captured
@@ -110,17 +110,17 @@ def test_what_is_generated_and_captured_is_what_the_dense_call_computes(llm: LLM
 def test_the_dense_call_computes_each_text_with_its_own_arguments(checkpoint: Path) -> None:
     model = load_model(checkpoint, "float32").model
     batch = jnp.asarray([PROMPTS[0], PROMPTS[0]])
-    logits, captured = dense(model, batch, HOOKS, {"steer": [[0.0], [2.0]]})
+    logits, captured = dense_logits(model, batch, HOOKS, {"steer": [[0.0], [2.0]]})
     assert captured.keys() == {"read", "sum"}
     assert not captured["read"].any()  # it is not on
-    np.testing.assert_array_equal(logits[0], dense(model, batch, HOOKS, {})[0][0])
-    np.testing.assert_array_equal(logits[1], dense(model, batch, HOOKS, {"steer": 2.0})[0][1])
+    np.testing.assert_array_equal(logits[0], dense_logits(model, batch, HOOKS, {})[0][0])
+    np.testing.assert_array_equal(logits[1], dense_logits(model, batch, HOOKS, {"steer": 2.0})[0][1])
     with pytest.raises(
         ValueError,
         match=r"each name in `hook_args` must be that of a hook .'steer', 'read', 'sum', 'up'.*"
         r"got 'other'",
     ):
-        dense(model, batch, HOOKS, {"other": 1.0})
+        dense_logits(model, batch, HOOKS, {"other": 1.0})
 
 
 def test_samples_share_what_was_captured_of_their_prompt(llm: LLM, checkpoint: Path) -> None:
@@ -129,7 +129,7 @@ def test_samples_share_what_was_captured_of_their_prompt(llm: LLM, checkpoint: P
     (output,) = generate(llm, [PROMPTS[1]], given)
     assert len({tuple(t) for t in tokens(output)}) == 3
     for i, sample in enumerate(output.outputs):
-        want = dense(model, jnp.asarray([text(output, i)]), HOOKS, {"read": []})[1]["read"]
+        want = dense_logits(model, jnp.asarray([text(output, i)]), HOOKS, {"read": []})[1]["read"]
         close(sample.captured["read"], want[0, :-1])
 
 
@@ -190,7 +190,7 @@ ALL_ON = {"steer": [1.5], "read": [], "up": [0.7, 0.1], "sum": []}
 def check_hooks(model: Any, output: Any, args: dict[str, Any] = ALL_ON) -> None:
     """Checks what was drawn greedily, and what was captured, against the dense call."""
     whole = text(output)
-    logits, captured = dense(model, jnp.asarray([whole]), HOOKS, args)
+    logits, captured = dense_logits(model, jnp.asarray([whole]), HOOKS, args)
     if not output.request_id.startswith("drawn"):
         first = len(output.prompt_token_ids) - 1
         assert tokens(output) == [np.argmax(logits[0, first:-1], axis=-1).tolist()], output.request_id
@@ -241,7 +241,7 @@ def test_drafts_are_checked_with_hooks_on(edited: LLM, checkpoint: Path) -> None
         draft = [*want[n : n + num_right], *[(want[n + num_right] + 1) % 300] * num_wrong]
         found = engine.verify("a", draft)
         assert found.token_ids == want[n : n + num_right + 1]
-        logits, _ = dense(model, jnp.asarray([PROMPTS[1] + want[:n] + draft]), HOOKS, ALL_ON)
+        logits, _ = dense_logits(model, jnp.asarray([PROMPTS[1] + want[:n] + draft]), HOOKS, ALL_ON)
         rows = np.asarray(logits[0, len(PROMPTS[1]) + n - 1 : -1], np.float64)
         close(found.logprobs, log_softmax(rows)[np.arange(len(draft)), draft])
         if num_wrong:  # what was captured of the wrong tokens is not left, even if nothing comes in its place

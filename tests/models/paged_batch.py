@@ -9,7 +9,7 @@ from jax_paged.models.attention import (
     CrossAttentionSpec,
     KVCacheSpec,
     StateSpec,
-    num_parts,
+    vectors_per_head,
 )
 from jax_paged.models.kv_location import KVLocation
 
@@ -54,6 +54,6 @@ def paged_batch(
         if isinstance(spec, StateSpec):
             arrays += [jnp.full((1 + len(lens), *array.shape), jnp.nan) for array in spec.arrays]
         else:
-            shape = (1 + tables.size, num_parts(spec), spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
+            shape = (1 + tables.size, vectors_per_head(spec), spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
             arrays.append(jnp.zeros(shape))
     return metadata, arrays

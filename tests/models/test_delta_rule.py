@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jax_paged.models.recurrent.delta_rule import GatedDeltaRule
-from jax_paged.models.recurrent.recurrence import TokenRows
+from jax_paged.models.recurrent.recurrence import StepTokens
 
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 8, 6
 
@@ -45,9 +45,9 @@ def test_rows_of_any_length(lens: list[int], kept: list[int], padding: int) -> N
     place = np.arange(total + padding) - first[row]
     for x in (q, k, v, decay, rate):
         x[total:] = np.nan  # nobody reads what padding holds, unless it is a row
-    rows = TokenRows(*map(jnp.asarray, (row, place, first, np.array(kept))), is_decode=is_decode)
+    step = StepTokens(*map(jnp.asarray, (row, place, first, np.array(kept))), is_decode=is_decode)
     inputs = map(jnp.asarray, (q, k, v, decay, rate))
-    out, ended, checkpoints = GatedDeltaRule()(rows, jnp.asarray(state), *inputs)
+    out, ended, checkpoints = GatedDeltaRule()(step, jnp.asarray(state), *inputs)
     # Decays are added up in float32 along a tile of up to 64 tokens, and differences of these sums are taken.
     tolerance = 2e-6 + np.finfo(np.float32).eps * 64 * np.abs(decay[:total]).mean()
     for b, (n, at) in enumerate(zip(lens, kept, strict=True)):

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.registry import MODELS
-from jax_paged.models.weights import load_model, loaded_from, save_model
+from jax_paged.models.weights import as_loaded_model, load_model, save_model
 from jax_paged.pallas_kernels.native import products
 from jax_paged.worker.loading.weights import packed
 
@@ -161,7 +161,7 @@ def test_gradient_and_bfloat16(architecture: str) -> None:
     rounded = load_model(folder, "bfloat16")
     kept = {p[-1]: x.dtype for p, x in nnx.to_flat_state(nnx.state(rounded.model)) if x.dtype != "bfloat16"}
     assert kept == ({"e_score_correction_bias": "float32"} if architecture.startswith("DeepseekV3") else {})
-    assert loaded_from(rounded.model, None).dtype == jnp.dtype("bfloat16")
+    assert as_loaded_model(rounded.model, None).dtype == jnp.dtype("bfloat16")
     # bfloat16 rounds by 2^-9; over two layers the errors stay within a few per cent of a log-probability.
     assert float(nnx.jit(logprob)(rounded.model)) == pytest.approx(float(value), rel=0.05)
 

@@ -26,7 +26,7 @@ from jax_paged.models.parallel.sharding import DeviceGrid, Split, take_columns, 
 from jax_paged.models.parallel.stages import num_bytes, split_model
 from jax_paged.models.quantization.quantize import choose_online_dtype, quantize_model, quantize_outline
 from jax_paged.models.quantization.quantized_linear import ONLINE_DTYPES, OnlineDtype, QuantizedWeight
-from jax_paged.models.weights import LoadedModel, load_stages, loaded_from, outline
+from jax_paged.models.weights import LoadedModel, as_loaded_model, load_stages, outline
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ def load(
     if isinstance(loaded, LanguageModel):
         name = args.tokenizer or ""
         is_folder = name == "pagelet" or (bool(name) and Path(name).expanduser().is_dir())
-        loaded = loaded_from(loaded, resolve_model_dir(name) if is_folder else None)
+        loaded = as_loaded_model(loaded, resolve_model_dir(name) if is_folder else None)
     check_choice("dtype", args.dtype, ("auto", str(loaded.dtype)))
     check_choice("quantization", args.quantization, (None, *ONLINE_DTYPES))
     served_outline = quantize_outline(

@@ -302,7 +302,7 @@ def _pair(
         b = half["B"].astype(np.float32).T * np.float32(scale)
         pair = LoraPair(*(np.ascontiguousarray(x.astype(limits.dtype)) for x in (a, b)))
     if not all(np.isfinite(x.astype(np.float32)).all() for x in pair):
-        # The rows of other requests are multiplied by these numbers as well, and the results are discarded.
+        # In the rows of other requests, zeros are multiplied by these numbers: 0 * infinity would be NaN.
         problems.append(f"{name} must have finite values in {limits.dtype}")
         return None
     return pair
