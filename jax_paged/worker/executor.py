@@ -51,7 +51,10 @@ class Executor(Protocol):
         ...
 
     def dispatch(self, output: SchedulerOutput, /) -> None:
-        """Starts a step. Returns as soon as its inputs have been handed to the device."""
+        """Starts a step and returns without waiting for its result.
+
+        Before some steps it waits for earlier results, for example to copy blocks to host memory.
+        """
         ...
 
     def result(self) -> ModelRunnerOutput:
@@ -95,10 +98,11 @@ class Executor(Protocol):
         ...
 
     def fingerprint(self) -> tuple[str, str]:
-        """Returns a hash of the served weights, and an identifier of their packing in this engine.
+        """Returns a hash of the served weights, and an identifier of their memory format.
 
-        A saved engine state without weights fits an engine with an equal hash, a state with weights an engine
-        with an equal packing.
+        oneDNN packs weights in a format that depends on the processor. An engine can load a saved engine
+        state that contains no weights if its own hash is equal, and a state that contains weights if its own
+        memory format is equal.
         """
         ...
 
@@ -130,7 +134,7 @@ class Executor(Protocol):
         ...
 
     def compile_plan(self) -> str:
-        """Returns a table of all programs with the time and the temporary memory of each."""
+        """Returns a table of all programs with the compilation time and temporary memory of each."""
         ...
 
     def compile_report(self) -> "list[CompileRecord]":
@@ -161,7 +165,7 @@ class Executor(Protocol):
         ...
 
     def check_weights(self) -> None:
-        """Raises RuntimeError if the engine serves the caller's model, and its weights were replaced."""
+        """Raises RuntimeError if the engine serves the caller's weights and they were replaced or deleted."""
         ...
 
     def free_memory(self, *, keeps_weights: bool) -> None:
@@ -205,8 +209,8 @@ class LocalExecutor:
         logits_processors: Logits processors that requests may select by name. They run before the sampler.
         first_device: Index of the first device to use, among the devices that JAX sees.
         group: The processes whose devices are used; None for this process alone.
-        shared_with: Another executor of the same pipeline, whose weights and programs this one shares; None
-            for the first.
+        shared_with: The first executor of a pipeline, whose weights and programs this one shares. A pipeline
+            has one executor per stage (see ServedModel). None for the first executor, or without a pipeline.
 
     Attributes:
         runner: The runner that does the work: a ModelRunner, or an EncoderRunner for an encoder-only model.
@@ -305,7 +309,7 @@ class LocalExecutor:
             self._source = None
 
     def fingerprint(self) -> tuple[str, str]:
-        """Returns a hash of the served weights and an identifier of their packing; see Executor."""
+        """Returns a hash of the served weights and an identifier of their memory format; see Executor."""
         self._check_single_stage("to save or load an engine state")
         from jax_paged.worker.composition import snapshot
 
@@ -326,7 +330,7 @@ class LocalExecutor:
         return self._inspector.inspect(self.runner.context, self.runner.arrays, query)
 
     def compile_plan(self) -> str:
-        """Returns a table of all programs with the time and the temporary memory of each, and the backend."""
+        """Returns a table of all programs, and the attention backend; see Executor."""
         plan, config = self.runner.compiled.plan(), self.config
         return f"{plan}\nbackend {config.attention_backend} ({config.backend_reason})"
 

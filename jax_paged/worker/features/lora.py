@@ -68,6 +68,7 @@ class LoadAdapterProgram(Program):
 
         def load(arrays: list[Array], slot: Array, new: list[Array]) -> list[Array]:
             first = slot * rank
+            # The arrays are A [in, slots * rank] and B [slots * rank, out] of each linear map in turn.
             starts = ((0, first) if i % 2 == 0 else (first, 0) for i in range(len(arrays)))
             return [lax.dynamic_update_slice(*each) for each in zip(arrays, new, starts, strict=True)]
 

@@ -122,7 +122,7 @@ class EncoderRunner:
         first_device: int,
     ) -> None:
         use_persistent_cache()
-        _check_arguments(args)
+        _check_single_device(args)
         (grid,) = device_grids(args, first_device, 1)
         owns_weights, (loaded,) = loaded is None, load(args, loaded, (grid,), (0,))
         allowed = "False because encoder-only models run different programs for different batch sizes"
@@ -206,7 +206,7 @@ class EncoderRunner:
         )
 
     def check_weights(self) -> None:
-        """Raises RuntimeError if the caller has replaced the weights of the model in memory."""
+        """Raises RuntimeError if the weights of a model in memory were replaced or deleted."""
         self.served.check()
 
     def forget_images(self) -> None:
@@ -249,7 +249,7 @@ class EncoderRunner:
         return _PendingBatch(rows, pooling_types, pooled, hidden)
 
 
-def _check_arguments(args: EngineArgs) -> None:
+def _check_single_device(args: EngineArgs) -> None:
     """Raises ValueError if the arguments ask for several devices."""
     allowed = "1 because encoder-only models run on one device"
     check(args.tensor_parallel_size == 1, "tensor_parallel_size", args.tensor_parallel_size, allowed)
