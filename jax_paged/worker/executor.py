@@ -98,11 +98,11 @@ class Executor(Protocol):
         ...
 
     def fingerprint(self) -> tuple[str, str]:
-        """Returns a hash of the served weights, and an identifier of their memory format.
+        """Returns a hash of the served weights, and an identifier of their packing.
 
-        oneDNN packs weights in a format that depends on the processor. An engine can load a saved engine
-        state that contains no weights if its own hash is equal, and a state that contains weights if its own
-        memory format is equal.
+        The packing is the memory format of weights; oneDNN chooses it for the processor. An engine can load a
+        saved engine state without weights if its own hash is equal, and a state with weights if its own
+        packing is equal.
         """
         ...
 
@@ -200,7 +200,7 @@ class LocalExecutor:
     """Executor that runs steps in this process, on the devices that JAX sees.
 
     Args:
-        args: Model and limits.
+        args: Arguments of the engine.
         loaded: A model in memory to serve instead of the checkpoint in args.model, for example a model in
             training. Its weights remain the caller's.
         hooks: Hooks that requests may select by name.
@@ -309,7 +309,7 @@ class LocalExecutor:
             self._source = None
 
     def fingerprint(self) -> tuple[str, str]:
-        """Returns a hash of the served weights and an identifier of their memory format; see Executor."""
+        """Returns a hash of the served weights and an identifier of their packing; see Executor."""
         self._check_single_stage("to save or load an engine state")
         from jax_paged.worker.composition import snapshot
 

@@ -1,7 +1,8 @@
 """Host-side state of every sequence that holds blocks on the device, by batch slot.
 
-A sequence takes a batch slot with its NewSequence and keeps it until it is released. In between, a step
-contains only changes of the sequence. The batch builder gathers the inputs of a step from the batch slots.
+A sequence takes a batch slot in the step that contains its NewSequence, and keeps it until it is released.
+Later steps contain only changes of the sequence. The batch builder gathers the inputs of a step from the
+batch slots.
 """
 
 from collections.abc import Iterable, Sequence

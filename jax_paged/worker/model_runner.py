@@ -47,7 +47,7 @@ class ModelRunner:
     """Runner for the steps of one scheduler, on one or several devices.
 
     Args:
-        args: Model and limits.
+        args: Arguments of the engine.
         custom: Model and functions that the caller provides.
         first_device: Index of the first device to use, among the devices that JAX sees.
         group: The processes whose devices are used; None for this process alone.

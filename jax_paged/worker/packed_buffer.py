@@ -62,8 +62,8 @@ from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.sampling.sampler import SamplingBatch
 
-# Options of SamplingParams that are packed unchanged. None of them may be None. SamplingBatch has fields of
-# the same names.
+# Options of SamplingParams that are packed unchanged. Each must be a number. SamplingBatch has fields of the
+# same names.
 OPTION_FLOATS = (
     "temperature",
     "top_p",

@@ -146,7 +146,7 @@ class FeaturePlan:
         targets: By index in SchedulerOutput.scheduled: prompt tokens or drafts that get log-probabilities,
             and the number of most likely tokens to report.
         pooling: The pooling to do after the step; None for none.
-        redraws: Whether tokens are drawn again because requests have logits processors on the host.
+        redraws: Whether tokens are drawn again, because requests have logits processors on the host.
     """
 
     variant: StepVariant

@@ -154,7 +154,7 @@ def _serve(
 
 
 def _follow(task: Task, fail: Callable[[Exception], NoReturn]) -> NoReturn:
-    """Runs another worker than worker 0: executes the programs that worker 0 announces."""
+    """Runs a worker other than worker 0: executes the programs that worker 0 announces."""
     channel, address = follow(task)
     try:
         _init_distributed(task, address)

@@ -95,8 +95,8 @@ def adapter_edits(lora: LoraLayout, step: TracedStep) -> Mapping[str, RowFunctio
     """Returns functions that add the effect of adapters to the outputs of linear layers, by module path."""
     if step.bucket.has_adapters:
         return row_functions(lora, step.inputs.adapters, step.by_token(step.fields["adapter_slots"]))
-    # Functions without effect, which make XLA compute the layers as in steps with adapters: a sequence
-    # without adapter then gets bitwise equal results in both.
+    # In float32, a sequence without an adapter gets bitwise equal results in steps with and without adapters.
+    # For that, functions without effect make XLA compute the layers in the same way. Other dtypes do without.
     return unchanged(lora) if step.context.dtype == jnp.float32 else {}
 
 

@@ -1,4 +1,4 @@
-"""Memory contents in an engine snapshot: KV blocks and weights."""
+"""Memory contents of a saved engine state: KV blocks and weights."""
 
 import functools
 import hashlib
@@ -85,7 +85,7 @@ def fingerprint(weights: list[Array]) -> str:
 
 
 def packing(matmul_backend: str, dtype: jnp.dtype) -> str:
-    """Returns an identifier of the weight packing. Packed weights only fit engines with an equal one."""
+    """Returns an identifier of the packing of weights. Saved weights fit engines with an equal packing."""
     if matmul_backend != "onednn":
         return matmul_backend
     # The format of packed weights depends on the processor. The packed form of a probe identifies it.

@@ -32,7 +32,7 @@ def lower_part(program: Program, context: TraceContext) -> Any:
 
     Args:
         program: The program.
-        context: Tracing context of the stage.
+        context: Trace context of the stage.
     """
     match program:
         case _ if context.stage.is_last:
@@ -51,7 +51,7 @@ class StageRunner:
     Args:
         engine: Index of the engine.
         links: Links to the other stages.
-        context: Tracing context of the stage.
+        context: Trace context of the stage.
         compiled: The compiled programs.
     """
 

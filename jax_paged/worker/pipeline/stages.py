@@ -112,7 +112,7 @@ class Pipeline:
     """Runner for programs on all stages of a model, shared by the threads of several engines.
 
     Args:
-        contexts: Tracing context of each stage. List arguments of programs contain the arrays of all stages,
+        contexts: Trace context of each stage. List arguments of programs contain the arrays of all stages,
             in order of the stages.
     """
 
@@ -189,7 +189,7 @@ def state_shapes(contexts: Sequence[TraceContext]) -> StepState[Any]:
     """Returns the shapes of the arrays that stay on the devices.
 
     Args:
-        contexts: Tracing context of each stage.
+        contexts: Trace context of each stage.
 
     Returns:
         The state of the last stage, with the pools and block tables of all stages.

@@ -177,6 +177,7 @@ class EncoderRunner:
         while order:
             longest = output.scheduled[order[-1]].num_tokens
             size = min(p.num_tokens for p in self.buckets if p.num_tokens >= longest)
+            # Texts of at most half the size use a smaller program.
             fitting = [i for i in order if 2 * output.scheduled[i].num_tokens > size or size == _MIN_LENGTH]
             sizes = [p.num_texts for p in self.buckets if p.num_tokens == size]
             num = max(n for n in sizes if n <= len(fitting))
