@@ -96,7 +96,8 @@ def adapter_edits(lora: LoraLayout, step: TracedStep) -> Mapping[str, RowFunctio
     if step.bucket.has_adapters:
         return row_functions(lora, step.inputs.adapters, step.by_token(step.fields["adapter_slots"]))
     # In float32, a sequence without an adapter gets bitwise equal results in steps with and without adapters.
-    # For that, functions without effect make XLA compute the layers in the same way. Other dtypes do without.
+    # For that, functions without effect make XLA compute the layers in the same way. In other dtypes, the
+    # results may differ.
     return unchanged(lora) if step.context.dtype == jnp.float32 else {}
 
 
