@@ -78,7 +78,8 @@ class BatchBuilder:
         groups: Cache groups. Each group has its own block tables.
         vocab_size: Size of the vocabulary. It is also the token id that pads biases.
         checks_inputs: Whether to assert all conditions that the kernels rely on.
-        options: Properties of the engine that determine the fields of the buffer; None if only `groups` does.
+        options: Properties of the engine that determine the fields of the buffer; None if only the number of
+            cache groups determines them.
         features: Fills the fields of features; None if no feature has a field.
         shared_prefixes: Finds the leading blocks for cascade attention; None if it is off.
     """
@@ -123,14 +124,14 @@ class BatchBuilder:
         view = views(packed, fields)
         self._fill_tokens(view, rows)
         self._fill_slots(view, rows)
-        changes, filled = batch.take_table_changes(), view["table_changes"]
-        num_before = max(0, changes.shape[1] - filled.shape[1])
-        filled[:, : changes.shape[1] - num_before] = changes[:, num_before:]
-        filled[:, changes.shape[1] - num_before :] = batch.block_tables.size
+        changes, field = batch.take_table_changes(), view["table_changes"]
+        num_before = max(0, changes.shape[1] - field.shape[1])
+        field[:, : changes.shape[1] - num_before] = changes[:, num_before:]
+        field[:, changes.shape[1] - num_before :] = batch.block_tables.size
         num_shared, shared = 0, self._shared_prefixes
         if shared is not None and len(rows.batch_slots) >= shared.min_rows:
-            filled = view["shared_blocks"][: len(rows.batch_slots)]
-            num_shared = shared.fill(filled, rows.batch_slots, rows.start, rows.num_tokens)
+            shared_blocks = view["shared_blocks"][: len(rows.batch_slots)]
+            num_shared = shared.fill(shared_blocks, rows.batch_slots, rows.start, rows.num_tokens)
         sample_slots = self._fill_sampling(view, rows, logits_rows, output)
         if len(logits_rows.samples) != len(output.samples):
             self._check_penalties(sample_slots, bucket)

@@ -45,14 +45,14 @@ class CopyProgram(Program):
             if context.grid is not None:
                 copy = context.grid.shard_map(copy, (POOL_SPEC, PartitionSpec(), PartitionSpec()), POOL_SPEC)
 
-        def copy_all(pool: list[Array], src: Array, dst: Array) -> list[Array]:
-            pool = list(pool)
-            pool[part] = [copy(x, src, dst) for x in pool[part]]
-            return pool
+        def copy_all(arrays: list[Array], src: Array, dst: Array) -> list[Array]:
+            arrays = list(arrays)
+            arrays[part] = [copy(x, src, dst) for x in arrays[part]]
+            return arrays
 
-        pool, ids = context.kv_cache(), context.shape((self.num_copies,), jnp.int32)
-        jitted = jax.jit(copy_all, donate_argnums=0, out_shardings=[context.pool_sharding] * len(pool))
-        return jitted.trace(pool, ids, ids)
+        kv_cache, ids = context.kv_cache(), context.shape((self.num_copies,), jnp.int32)
+        jitted = jax.jit(copy_all, donate_argnums=0, out_shardings=[context.pool_sharding] * len(kv_cache))
+        return jitted.trace(kv_cache, ids, ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +75,12 @@ class SwapOutProgram(Program):
 
         part = _moved_arrays(context, moves_states=self.moves_states)
 
-        def gather(pool: list[Array], src: Array) -> list[Array]:
-            return [x.at[src].get(mode="clip") for x in pool[part]]
+        def gather(arrays: list[Array], src: Array) -> list[Array]:
+            return [x.at[src].get(mode="clip") for x in arrays[part]]
 
-        pool = context.kv_cache()
+        kv_cache = context.kv_cache()
         ids = context.shape((SWAP_SLOTS if self.moves_states else SWAP_BLOCKS,), jnp.int32)
-        return jax.jit(gather, out_shardings=[on_host] * len(pool[part])).trace(pool, ids)
+        return jax.jit(gather, out_shardings=[on_host] * len(kv_cache[part])).trace(kv_cache, ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,16 +96,16 @@ class SwapInProgram(Program):
         """Traces the program; see Program."""
         part = _moved_arrays(context, moves_states=self.moves_states)
 
-        def scatter(pool: list[Array], blocks: list[Array], dst: Array) -> list[Array]:
-            pool = list(pool)
-            pool[part] = [x.at[dst].set(b, mode="drop") for x, b in zip(pool[part], blocks, strict=True)]
-            return pool
+        def scatter(arrays: list[Array], blocks: list[Array], dst: Array) -> list[Array]:
+            arrays = list(arrays)
+            arrays[part] = [x.at[dst].set(b, mode="drop") for x, b in zip(arrays[part], blocks, strict=True)]
+            return arrays
 
         num_moved = SWAP_SLOTS if self.moves_states else SWAP_BLOCKS
         moved = context.states(num_moved) if self.moves_states else context.pool(num_moved)
-        pool, ids = context.kv_cache(), context.shape((num_moved,), jnp.int32)
-        jitted = jax.jit(scatter, donate_argnums=0, out_shardings=[context.pool_sharding] * len(pool))
-        return jitted.trace(pool, moved, ids)
+        kv_cache, ids = context.kv_cache(), context.shape((num_moved,), jnp.int32)
+        jitted = jax.jit(scatter, donate_argnums=0, out_shardings=[context.pool_sharding] * len(kv_cache))
+        return jitted.trace(kv_cache, moved, ids)
 
 
 def _moved_arrays(context: TraceContext, *, moves_states: bool) -> slice:
@@ -154,8 +154,8 @@ class BlockMover:
             return [*self._copies]
         return [*self._copies, SwapOutProgram(self._moves_states), SwapInProgram(self._moves_states)]
 
-    def move(self, run: Callable[..., Any], pool: list[Array], step: SchedulerOutput) -> list[Array]:
-        """Swaps and copies the blocks of a step. The argument `pool` is donated. Returns the new KV cache.
+    def move(self, run: Callable[..., Any], kv_cache: list[Array], step: SchedulerOutput) -> list[Array]:
+        """Swaps and copies the blocks of a step. Donates `kv_cache` and returns the new KV cache.
 
         Blocks are swapped out first because the same step may reuse them. Then blocks are swapped in and
         copied.
@@ -164,19 +164,19 @@ class BlockMover:
         if self._moves_states:
             swap_out, swap_in, copies = map(tuple, step.state_moves)
         if swap_out:
-            self.swap_out(run, pool, swap_out)
+            self.swap_out(run, kv_cache, swap_out)
         if swap_in:
-            pool = self.swap_in(run, pool, swap_in)
-        return self.copy(run, pool, copies) if copies else pool
+            kv_cache = self.swap_in(run, kv_cache, swap_in)
+        return self.copy(run, kv_cache, copies) if copies else kv_cache
 
     def copy(
-        self, run: Callable[..., Any], pool: list[Array], pairs: tuple[tuple[int, int], ...]
+        self, run: Callable[..., Any], kv_cache: list[Array], pairs: tuple[tuple[int, int], ...]
     ) -> list[Array]:
         """Copies blocks inside the KV cache.
 
         Args:
             run: Runs a program with the given arguments.
-            pool: The arrays of the KV cache. Donated.
+            kv_cache: The arrays of the KV cache. Donated.
             pairs: (source, destination) block ids. No block may be both a source and a destination.
 
         Returns:
@@ -186,34 +186,34 @@ class BlockMover:
             program = next((p for p in self._copies if p.num_copies >= len(pairs)), self._copies[-1])
             size = program.num_copies
             src, dst = self._columns(pairs[:size], size, self._num_blocks, self._num_blocks)
-            pool = run(program, pool, src, dst)
+            kv_cache = run(program, kv_cache, src, dst)
             pairs = pairs[size:]
-        return pool
+        return kv_cache
 
     def swap_out(
-        self, run: Callable[..., Any], pool: list[Array], pairs: tuple[tuple[int, int], ...]
+        self, run: Callable[..., Any], kv_cache: list[Array], pairs: tuple[tuple[int, int], ...]
     ) -> None:
         """Copies (device block, host block) pairs to host memory and waits for the copies."""
         n, program = self._num_swapped, SwapOutProgram(self._moves_states)
         chunks = [pairs[i : i + n] for i in range(0, len(pairs), n)]
-        gathered = [run(program, pool, self._columns(c, n, 0, 0)[0]) for c in chunks]
+        gathered = [run(program, kv_cache, self._columns(c, n, 0, 0)[0]) for c in chunks]
         assert self._store is not None, "a step swaps out blocks, but the engine has no host blocks"
         for chunk, blocks in zip(chunks, gathered, strict=True):
             self._store(np.array([host for _, host in chunk], np.int32), blocks)
 
     def swap_in(
-        self, run: Callable[..., Any], pool: list[Array], pairs: tuple[tuple[int, int], ...]
+        self, run: Callable[..., Any], kv_cache: list[Array], pairs: tuple[tuple[int, int], ...]
     ) -> list[Array]:
         """Copies (host block, device block) pairs back to the device.
 
-        The argument `pool` is donated. Returns the new KV cache.
+        Donates `kv_cache` and returns the new KV cache.
         """
         assert self._load is not None, "a step swaps in blocks, but the engine has no host blocks"
         n, program = self._num_swapped, SwapInProgram(self._moves_states)
         for i in range(0, len(pairs), n):
             src, dst = self._columns(pairs[i : i + n], n, 0, self._num_blocks)
-            pool = run(program, pool, self._load(src), dst)
-        return pool
+            kv_cache = run(program, kv_cache, self._load(src), dst)
+        return kv_cache
 
     def _columns(
         self, pairs: tuple[tuple[int, int], ...], size: int, pad_from: int, pad_to: int

@@ -77,7 +77,7 @@ def load_features(
 
     Args:
         args: Arguments of the engine.
-        custom: Functions that the caller provides.
+        custom: Model and functions that the caller provides.
         loaded: The model, or its last stage. Its weights are not packed yet.
         layout: Layout of the KV cache.
         grid: The devices.

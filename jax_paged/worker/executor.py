@@ -51,7 +51,10 @@ class Executor(Protocol):
         ...
 
     def dispatch(self, output: SchedulerOutput, /) -> None:
-        """Starts a step. Returns as soon as its inputs have been handed to the device."""
+        """Starts a step and returns without waiting for its result.
+
+        Before some steps it waits for earlier results, for example to copy blocks to host memory.
+        """
         ...
 
     def result(self) -> ModelRunnerOutput:
@@ -95,10 +98,11 @@ class Executor(Protocol):
         ...
 
     def fingerprint(self) -> tuple[str, str]:
-        """Returns a hash of the served weights, and an identifier of their packing in this engine.
+        """Returns a hash of the served weights, and an identifier of their packing.
 
-        A saved engine state without weights fits an engine with an equal hash, a state with weights an engine
-        with an equal packing.
+        The packing is the memory format of weights; oneDNN chooses it for the processor. An engine can load a
+        saved engine state without weights if its own hash is equal, and a state with weights if its own
+        packing is equal.
         """
         ...
 
@@ -130,7 +134,7 @@ class Executor(Protocol):
         ...
 
     def compile_plan(self) -> str:
-        """Returns a table of all programs with the time and the temporary memory of each."""
+        """Returns a table of all programs with the compilation time and temporary memory of each."""
         ...
 
     def compile_report(self) -> "list[CompileRecord]":
@@ -161,7 +165,7 @@ class Executor(Protocol):
         ...
 
     def check_weights(self) -> None:
-        """Raises RuntimeError if the engine serves the caller's model, and its weights were replaced."""
+        """Raises RuntimeError if the engine serves the caller's weights and they were replaced or deleted."""
         ...
 
     def free_memory(self, *, keeps_weights: bool) -> None:
@@ -196,7 +200,7 @@ class LocalExecutor:
     """Executor that runs steps in this process, on the devices that JAX sees.
 
     Args:
-        args: Model and limits.
+        args: Arguments of the engine.
         loaded: A model in memory to serve instead of the checkpoint in args.model, for example a model in
             training. Its weights remain the caller's.
         hooks: Hooks that requests may select by name.
@@ -205,8 +209,8 @@ class LocalExecutor:
         logits_processors: Logits processors that requests may select by name. They run before the sampler.
         first_device: Index of the first device to use, among the devices that JAX sees.
         group: The processes whose devices are used; None for this process alone.
-        shared_with: Another executor of the same pipeline, whose weights and programs this one shares; None
-            for the first.
+        shared_with: The first executor of a pipeline, whose weights and programs this one shares. A pipeline
+            has one executor per stage (see ServedModel). None for the first executor, or without a pipeline.
 
     Attributes:
         runner: The runner that does the work: a ModelRunner, or an EncoderRunner for an encoder-only model.
@@ -326,7 +330,7 @@ class LocalExecutor:
         return self._inspector.inspect(self.runner.context, self.runner.arrays, query)
 
     def compile_plan(self) -> str:
-        """Returns a table of all programs with the time and the temporary memory of each, and the backend."""
+        """Returns a table of all programs, and the attention backend; see Executor."""
         plan, config = self.runner.compiled.plan(), self.config
         return f"{plan}\nbackend {config.attention_backend} ({config.backend_reason})"
 

@@ -1,7 +1,8 @@
 """Host-side state of every sequence that holds blocks on the device, by batch slot.
 
-A sequence takes a batch slot with its NewSequence and keeps it until it is released. In between, a step
-contains only changes of the sequence. The batch builder gathers the inputs of a step from the batch slots.
+A sequence takes a batch slot in the step that contains its NewSequence, and keeps it until it is released.
+Later steps contain only changes of the sequence. The batch builder gathers the inputs of a step from the
+batch slots.
 """
 
 from collections.abc import Iterable, Sequence
@@ -154,8 +155,8 @@ class InputBatch:
         assert not self.block_tables[is_padding].any(), "a block table contains a block after its end"
         assert (self.block_tables >= 0).all(), "a block id is negative"
         assert (self.block_tables < self._num_blocks).all(), "a block id is not below the number of blocks"
-        for batch_slots in self._by_slot:
-            assert batch_slots.keys() <= set(taken), "a free batch slot has request state"
+        for by_slot in self._by_slot:
+            assert by_slot.keys() <= set(taken), "a free batch slot has request state"
         self.features.check_integrity(set(taken))
 
     def _release(self, seq_id: int) -> None:
@@ -167,8 +168,8 @@ class InputBatch:
         self.count_slots[batch_slot] = self.num_batch_slots
         if seq_id in self.features.slots:
             self.features.release(seq_id)
-        for batch_slots in self._by_slot:
-            batch_slots.pop(batch_slot, None)
+        for by_slot in self._by_slot:
+            by_slot.pop(batch_slot, None)
         self._free.append(batch_slot)
 
     def _take_slot(self, new: NewSequence) -> TokenCountReset | None:

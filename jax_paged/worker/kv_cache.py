@@ -156,10 +156,11 @@ def plan_layout(
 ) -> KVCacheLayout:
     """Splits the layers of a model into cache groups.
 
-    Each layer type would need a number of arrays if its layers were one group. The smallest of these numbers
-    is the maximum number of arrays per group, and types that need more are divided into several groups. So no
-    array is used by only a few groups. If the largest number is less than 25% above the smallest, the largest
-    is used instead, and every type is one group.
+    Layers with equal specs are of the same type. As one group, the layers of a type would need a certain
+    number of arrays: one per layer, or fewer if several layers share an array. The smallest such number of
+    all types is the maximum number of arrays per group, and types that need more arrays are divided into
+    several groups. For example, 6 layers with full attention and 30 with a window become 1 + 5 groups that
+    use the same 6 arrays. If the largest number is less than 25% above the smallest, every type is one group.
 
     Args:
         specs: The cache spec of each layer.

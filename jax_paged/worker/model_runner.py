@@ -30,7 +30,7 @@ from jax_paged.worker.pipeline.stages import state_shapes
 from jax_paged.worker.sampling.token_counts import reset_token_counts
 from jax_paged.worker.served_model import ServedModel
 from jax_paged.worker.step_features import (
-    Device,
+    ProgramAccess,
     RunnerFeatures,
     StepFields,
     make_feature_rows,
@@ -47,7 +47,7 @@ class ModelRunner:
     """Runner for the steps of one scheduler, on one or several devices.
 
     Args:
-        args: Model and limits.
+        args: Arguments of the engine.
         custom: Model and functions that the caller provides.
         first_device: Index of the first device to use, among the devices that JAX sees.
         group: The processes whose devices are used; None for this process alone.
@@ -95,6 +95,7 @@ class ModelRunner:
         # Created near the end because it starts background threads. If the constructor failed after this
         # line, they would be left running.
         self.compiled = model.compiled([program for mover in self._movers for program in mover.programs])
+        # There are no mixed buckets if max_num_batched_tokens is 1.
         self._has_mixed = any(not b.is_decode and not b.num_drafts for b in self.compiled.buckets)
         run = self.compiled.run
         if group.links is not None:
@@ -110,7 +111,10 @@ class ModelRunner:
 
     @property
     def arrays(self) -> dict[str, list[Array]]:
-        """The arrays that stay on the device between steps, by name. The lists are the runner's own."""
+        """The arrays that stay on the device between steps, by name.
+
+        The runner itself uses the lists of weights and KV cache arrays. A caller may replace arrays in them.
+        """
         return {
             "weights": self._weights,
             "kv_cache": self._state.kv_cache,
@@ -119,11 +123,11 @@ class ModelRunner:
 
     @property
     def host_blocks(self) -> list[np.ndarray]:
-        """Host memory for swapped blocks, one array for each array of the KV cache."""
+        """Host memory for swapped blocks, one array for each KV cache array of blocks."""
         return self._host.arrays
 
     def dispatch(self, output: SchedulerOutput) -> None:
-        """Starts a step. Returns as soon as its inputs have been handed to the device.
+        """Starts a step and returns without waiting for its result.
 
         1. The batch slots are updated with the step.
         2. The programs that precede the step run: they move blocks, prepare features and reset token counts.
@@ -132,18 +136,19 @@ class ModelRunner:
         5. The step runs.
         6. The features that follow a step start their work, and the results are queued for `result`.
 
-        A plain step calls no feature. The device runs dispatched programs in order. Only swapping out waits
-        for the device.
+        A plain step calls no feature. The device runs dispatched programs in order, so a plain step waits for
+        earlier results only to copy blocks to host memory, or to get drawn tokens from a pipeline stage in
+        another process. Features may wait for results that they need on the host.
         """
         batch = self._input_batch
         resets = batch.update(output)
         uses_features = (
-            self.features.are_on or batch.prompts or batch.features.functions or output.scores_drafts
+            self.features.are_on or batch.prompts or batch.features.host_processors or output.scores_drafts
         )
-        device = Device(self._run, self.compiled, self._weights)
+        access = ProgramAccess(self._run, self.compiled, self._weights)
         self._move_blocks(output)
         if uses_features:
-            self._state = self.features.prepare(device, self._state, output)
+            self._state = self.features.prepare(access, self._state, output)
         self._reset_token_counts(resets)
         if not output.scheduled:
             return self._pending.append(PendingStep.empty(output.step_id))
@@ -159,7 +164,7 @@ class ModelRunner:
         pending = self._pending_step(output, logits_rows, inputs, result)
         if plan is not None:
             fields = inputs.fields
-            row_outputs = self.features.finish(device, output, plan, fields, device_inputs, result)
+            row_outputs = self.features.finish(access, output, plan, fields, device_inputs, result)
             pending = dataclasses.replace(pending, row_outputs=row_outputs)
         pending.begin_transfer()
         self._pending.append(pending)
@@ -170,7 +175,7 @@ class ModelRunner:
         return self._pending.popleft().read()
 
     def check_weights(self) -> None:
-        """Raises RuntimeError if the caller's model has other weights than the served ones."""
+        """Raises RuntimeError if the served weights are the caller's, and were replaced or deleted."""
         if not self.served.owns_weights:
             self.served.check()
 
@@ -226,19 +231,19 @@ class ModelRunner:
         if not num_slots:
             return [mover], host_blocks
         states = self.context.states(num_swapped_slots + 1) if num_swapped_slots else []
-        state_mover, _ = self._make_mover(num_slots, states, " states")
+        state_mover, _ = self._make_mover(num_slots, states, moves_states=True)
         return [mover, state_mover], host_blocks
 
     def _make_mover(
-        self, num_blocks: int, swapped: list[jax.ShapeDtypeStruct], suffix: str = ""
+        self, num_blocks: int, swapped: list[jax.ShapeDtypeStruct], *, moves_states: bool = False
     ) -> tuple[BlockMover, HostBlocks]:
         host, in_all_processes = HostBlocks(swapped), self._group.in_all_processes
         mover = BlockMover(
             num_blocks=num_blocks,
             max_copies=self.config.max_num_seqs,
-            store=in_all_processes("store" + suffix, host.store) if swapped else None,
-            load=in_all_processes("load" + suffix, host.load) if swapped else None,
-            moves_states=bool(suffix),
+            store=in_all_processes("store" + " states" * moves_states, host.store) if swapped else None,
+            load=in_all_processes("load" + " states" * moves_states, host.load) if swapped else None,
+            moves_states=moves_states,
         )
         return mover, host
 

@@ -39,8 +39,8 @@ row is S, which does not exist.
                       arguments (P columns in total)
     max_draws         the maximum number of tokens that a sequence draws in multi-step decoding
     end_tokens        E = MAX_END_TOKENS tokens after which a sequence draws no more, padded with -1
-    num_drafts        the number n of drafts that precede the token drawn from a logits row: the tokens of the
-                      logits row's token row and of the n - 1 token rows before it
+    num_drafts        the number n of drafts that precede the token drawn from a logits row; these drafts are
+                      the tokens of n consecutive token rows, the last of which is the logits row's token row
     adapter_slots     the slot of a sequence's adapter, 0 for none
     has_embeds        whether an embedding replaces the token of a token row
     state_slots       see AttentionMetadata; empty if no layer has a recurrent state
@@ -62,8 +62,8 @@ from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.sampling.sampler import SamplingBatch
 
-# Options of SamplingParams that are packed unchanged. None of them may be None. SamplingBatch has fields of
-# the same names.
+# Options of SamplingParams that are packed unchanged. Each must be a number. SamplingBatch has fields of the
+# same names.
 OPTION_FLOATS = (
     "temperature",
     "top_p",

@@ -154,7 +154,7 @@ class ServedModel:
     share one ServedModel. Without a pipeline, only one engine uses it.
 
     Args:
-        args: Model and limits.
+        args: Arguments of the engine.
         custom: Model and functions that the caller provides.
         first_device: Index of the first device to use, among the devices that JAX sees.
         group: The processes whose devices are used.

@@ -58,8 +58,7 @@ class StepFields:
         input_batch: The batch slots.
         block_size: Number of tokens per block.
         num_state_slots: Number of slots for recurrent states; 0 if no layer has such states.
-        total_embed_size: Size of an embedding that replaces a token, plus one vector of the same size for
-            each of FeatureSet.added_paths.
+        total_embed_size: Size of all embedding vectors of a token together, see FeatureSet.total_embed_size.
         has_mrope: Whether image tokens have M-RoPE positions.
     """
 
@@ -144,24 +143,24 @@ class FeaturePlan:
 
     Args:
         variant: The bucket variant that the step needs.
-        targets: By sequence index: prompt tokens or drafts that get log-probabilities, and the number of most
-            likely tokens to report.
+        targets: By index in SchedulerOutput.scheduled: prompt tokens or drafts that get log-probabilities,
+            and the number of most likely tokens to report.
         pooling: The pooling to do after the step; None for none.
-        has_functions: Whether requests have logits processors that run on the host.
+        redraws: Whether tokens are drawn again, because requests have logits processors on the host.
     """
 
     variant: StepVariant
     targets: dict[int, tuple[list[int], int]]
     pooling: PlannedPooling | None
-    has_functions: bool
+    redraws: bool
 
 
-class Device(NamedTuple):
-    """The device operations that features use.
+class ProgramAccess(NamedTuple):
+    """The objects with which features run programs.
 
     Args:
-        run: Runs a program with the given arguments.
-        compiled: Compiles further programs.
+        run: Runs a program with the given arguments, in all processes of the engine.
+        compiled: The compiled programs. Features may add further programs.
         weights: The weights of the model.
     """
 
@@ -212,7 +211,9 @@ class RunnerFeatures:
         """The adapter arrays."""
         return [] if self.adapters is None else self.adapters.arrays
 
-    def prepare(self, device: Device, state: StepState[Array], output: SchedulerOutput) -> StepState[Array]:
+    def prepare(
+        self, access: ProgramAccess, state: StepState[Array], output: SchedulerOutput
+    ) -> StepState[Array]:
         """Runs the programs of features that precede a step.
 
         It moves the states of logits processors, runs encoders, encodes images and loads adapters. Returns
@@ -222,12 +223,12 @@ class RunnerFeatures:
             states = self._processors.move(output, self._batch, state.processor_states, self._to_devices)
             state = dataclasses.replace(state, processor_states=states)
         if output.encoder_inputs:
-            pool = encode(device.run, self._encoders, output, self._config, device.weights, state.kv_cache)
+            pool = encode(access.run, self._encoders, output, self._config, access.weights, state.kv_cache)
             state = dataclasses.replace(state, kv_cache=pool)
         if self.image_encoder is not None:
-            self._image_errors = self.image_encoder.encode(device.run, device.weights, output, self._batch)
+            self._image_errors = self.image_encoder.encode(access.run, access.weights, output, self._batch)
         if self.adapters is not None:
-            self.adapters.load(device.run, output.adapter_loads)
+            self.adapters.load(access.run, output.adapter_loads)
         return state
 
     def plan(self, output: SchedulerOutput, *, has_mixed: bool) -> FeaturePlan:
@@ -240,11 +241,12 @@ class RunnerFeatures:
         """
         batch, rows, config = self._batch, self._batch.features, self._config
         targets, pooling = row_targets(output, batch), plan_pooling(output, batch, self._context)
-        has_functions, has_embeds = bool(rows.functions), rows.has_embeds(output)
-        reads_all_rows = bool(targets or pooling or has_functions or has_embeds)
+        redraws, has_embeds = bool(rows.host_processors), rows.has_embeds(output)
+        reads_all_rows = bool(targets or pooling or redraws or has_embeds)
         is_mixed = has_mixed and (reads_all_rows or output.num_batched_tokens > len(output.scheduled))
         if config.batch_invariant:  # all steps of a size use the same program
             has_embeds = self._context.features.embed_size > 0 and (is_mixed or not has_mixed)
+        # If the engine has adapters, the buckets with embeddings have them too (plan_variants).
         has_adapters = self.adapters is not None and (
             config.batch_invariant or has_embeds or rows.has_adapters(output)
         )
@@ -259,7 +261,7 @@ class RunnerFeatures:
             has_adapters=has_adapters,
             has_embeds=has_embeds,
         )
-        return FeaturePlan(variant=variant, targets=targets, pooling=pooling, has_functions=has_functions)
+        return FeaturePlan(variant=variant, targets=targets, pooling=pooling, redraws=redraws)
 
     def with_adapters(self, inputs: DeviceInputs[Any], plan: FeaturePlan) -> DeviceInputs[Any]:
         """Adds the adapter arrays to the inputs of a step if its bucket has adapters."""
@@ -267,7 +269,7 @@ class RunnerFeatures:
 
     def finish(
         self,
-        device: Device,
+        access: ProgramAccess,
         output: SchedulerOutput,
         plan: FeaturePlan,
         fields: dict[str, np.ndarray],
@@ -281,18 +283,18 @@ class RunnerFeatures:
         """
         hidden: Any = result.hidden  # None in multi-step decoding, where no feature reads it
         redrawn = {}
-        if plan.has_functions:
+        if plan.redraws:
             redrawn = host_processors.redraw(
-                device.compiled, device.weights, hidden, self._batch, fields, inputs
+                access.compiled, access.weights, hidden, self._batch, fields, inputs
             )
         scored: list[PendingPromptLogprobs] = []
         if plan.targets:
             program = PromptLogprobsProgram(self._context.features.hidden_size)
-            scored = begin_rows(device.run, program, device.weights, hidden, output, plan.targets)
+            scored = begin_rows(access.run, program, access.weights, hidden, output, plan.targets)
         return RowOutputs(
             prompt_logprobs=scored,
             captures=plan_captures(output, self._batch, self._config.capturing_hooks, result.captured),
-            pooled=plan.pooling and plan.pooling.begin(device.run, device.weights, hidden),
+            pooled=plan.pooling and plan.pooling.begin(access.run, access.weights, hidden),
             redrawn=redrawn,
             errors=self._errors_of_rows(output),
         )
@@ -339,7 +341,7 @@ class RowOutputs:
         pooled: Pooled hidden states.
         redrawn: By logits row: the column of StepResult.tokens and the row of StepResult.details that replace
             the step's.
-        errors: By sequence index: error messages of sequences that must end.
+        errors: By index in SchedulerOutput.scheduled: error messages of sequences that must end.
     """
 
     prompt_logprobs: list[PendingPromptLogprobs]

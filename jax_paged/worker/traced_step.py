@@ -99,6 +99,7 @@ def traced_step(
     drawn, targets, result, state = decode(step, tokens, state)
     if bucket.num_drafts:
         result = traced_features.with_drafts(step, tokens, result)
+    # The programs that read the hidden states of a mixed step expect max_num_batched_tokens rows.
     padding = 0 if bucket.is_decode else context.max_num_batched_tokens - bucket.num_tokens
     hidden: Any = result.hidden
     result = dataclasses.replace(result, hidden=jnp.pad(hidden, ((0, padding), (0, 0))))
@@ -151,11 +152,11 @@ def forward(
         modules.
     """
     num_arrays = step.context.layout.num_arrays
-    own, others = state.kv_cache[:num_arrays], state.kv_cache[num_arrays:]
+    model_arrays, other_arrays = state.kv_cache[:num_arrays], state.kv_cache[num_arrays:]
     edits = traced_features.module_edits(step)
     x = tokens if step.inputs.hidden is None else step.inputs.hidden
-    hidden, own = model.paged(x, own, metadata, edits.hooks, edits.changes)
-    return hidden, dataclasses.replace(state, kv_cache=[*own, *others]), edits
+    hidden, model_arrays = model.paged(x, model_arrays, metadata, edits.hooks, edits.changes)
+    return hidden, dataclasses.replace(state, kv_cache=[*model_arrays, *other_arrays]), edits
 
 
 def with_last_tokens(

@@ -80,16 +80,16 @@ def plan_buckets(
     """Returns the decode buckets and the mixed buckets, each in ascending order.
 
     The sizes of decode buckets double from 1 to max_num_seqs. Mixed buckets are for steps with prefill chunks
-    and decodes. Their numbers of tokens are max_num_batched_tokens, a half, a quarter, a 16th, a 64th and so
-    on of it, at least 16. The small buckets keep short prompts fast.
+    and decodes. Their numbers of tokens are max_num_batched_tokens, a half and a quarter of it, and a 16th, a
+    64th and so on, as long as the number is at least 16. The small buckets keep short prompts fast.
 
     Args:
         max_num_seqs: Maximum number of sequences in a step.
         max_num_batched_tokens: Maximum number of tokens in a step.
         minimizes_padding: Whether to plan more buckets, because a padded row costs as much as a used one, as
             on a CPU. Decode buckets then double only up to a quarter of max_num_seqs, and grow by an eighth
-            of it (at least 8) after that. Mixed buckets double up to a quarter of max_num_batched_tokens, and
-            grow by quarters after that.
+            of it (at least 8) after that. Mixed buckets double from 32 to a quarter of
+            max_num_batched_tokens, and grow by quarters after that.
         min_rows: Minimum size of a decode bucket, if max_num_batched_tokens is not smaller.
     """
     min_rows = min(min_rows, max_num_batched_tokens)

@@ -39,7 +39,7 @@ class CompiledProgram:
     """A compiled program and the cost of its compilation.
 
     Args:
-        execute: The compiled program: a jax.stages.Compiled, or a StagedProgram that calls several of them.
+        execute: The compiled program: a jax.stages.Compiled, or a ProgramChain that calls several of them.
         trace_s: Time for tracing and lowering in Python (seconds).
         compile_s: Time for XLA's compilation, or for reading the program from the cache (seconds).
         memory: XLA's memory analysis; None on devices without one.
@@ -152,7 +152,7 @@ class CompiledPrograms:
         self._num_compiled = 0
         self._start = self._logged = time.monotonic()
         self._threads = [
-            threading.Thread(target=_compile, args=([self],)) for _ in range(NUM_COMPILE_THREADS)
+            threading.Thread(target=_run_thread, args=([self],)) for _ in range(NUM_COMPILE_THREADS)
         ]
         for thread in self._threads:
             thread.start()
@@ -221,7 +221,11 @@ class CompiledPrograms:
                     raise
 
     def on_compiled(self, callback: Callable[[Program], None]) -> None:
-        """Registers a callback for compiled programs, which runs in the thread that compiled the program."""
+        """Registers a callback for compiled programs.
+
+        For programs that are already compiled, it runs at once. For the others, it runs in the thread that
+        compiles them, but not for programs that `add` compiles later.
+        """
 
         def call_back(program: Program) -> Callable[[concurrent.futures.Future[CompiledProgram]], None]:
             return lambda _: callback(program) if self._is_compiled(program) else None
@@ -307,7 +311,7 @@ class CompiledPrograms:
                 if self._stopped:  # the traced arguments may have been released
                     self._futures[program].cancel()
                     return
-                _LOGGER.error("compiling %s failed; steps use a larger bucket instead: %r", program, error)
+                _LOGGER.error("compiling %s failed; for a step, a larger bucket is used: %r", program, error)
                 self._futures[program].set_exception(error)
 
     def _count_compiled(self, program: Program) -> None:
@@ -336,14 +340,14 @@ class CompiledPrograms:
         return CompiledProgram(compiled, traced - start, compile_s, compiled.memory_analysis())
 
 
-def _compile(programs: list[CompiledPrograms]) -> None:
+def _run_thread(holder: list[CompiledPrograms]) -> None:
     """Compiles programs in a background thread, then limits the size of the cache and trims the heap.
 
     Args:
-        programs: A list that contains the CompiledPrograms object. The object is removed from the list, so
-            that the thread refers to it only while it compiles.
+        holder: A list that contains the CompiledPrograms object. The object is removed from the list, so that
+            the thread refers to it only while it compiles.
     """
-    programs.pop()._work()
+    holder.pop()._work()
     bound_persistent_cache()
     trim_heap()
 

@@ -50,7 +50,7 @@ class FeatureSet:
 
     @property
     def added_paths(self) -> tuple[str, ...]:
-        """Paths of modules. The image encoder returns one more vector per token for the output of each."""
+        """The paths of modules to whose outputs the image encoder's further vectors are added (DeepStack)."""
         return self.image_spec.added_paths if self.image_spec else ()
 
     @property

@@ -28,7 +28,7 @@ class StepState[T]:
     Programs receive the arrays in the order of the fields. S batch slots, G cache groups.
 
     Args:
-        kv_cache: The arrays of blocks, then the arrays of recurrent states.
+        kv_cache: The arrays of blocks (the model's, then the drafter's), then the arrays of recurrent states.
         token_counts: int32 [S, V], see token_counts.py.
         block_tables: int32 [G, S, M], see block_tables.py. In a pipeline, a tuple with one array per stage.
         last_tokens: int32 [S], the last token drawn for each sequence. A step reads it here if it is

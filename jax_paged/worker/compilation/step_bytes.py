@@ -42,6 +42,8 @@ def step_bytes(context: TraceContext, num_steps: int, verifying: list[Bucket]) -
     programs: list[Program] = [StepProgram(bucket) for bucket in largest.values()]
     programs += image_programs(context)[-1:]
     step = max(_program_bytes(program, context) for program in programs)
+    # For each token, multi-step decoding returns 5 numbers in StepResult.tokens. StepResult.details contains
+    # its rank, and the ids and log-probabilities of the most likely tokens.
     num_drawn = num_steps * context.max_num_seqs if num_steps > 1 else 0
     return step + sampling_inputs + state + 4 * num_drawn * (6 + 2 * context.sampling.max_logprobs)
 

@@ -40,8 +40,8 @@ def silence_limit_s(timeout_s: float) -> float:
 class Channel:
     """One end of a connection between two processes.
 
-    Any thread may send, but only one thread may receive. Received data is read as JSON and numbers and never
-    executed.
+    Any thread may send, but only one thread may receive. A channel parses received data as JSON and numbers
+    and executes none of it. Only a worker and its owner unpickle arrays that they receive from each other.
 
     Args:
         connection: A connected stream socket, which the channel owns.

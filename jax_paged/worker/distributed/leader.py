@@ -163,7 +163,8 @@ class Leader:
             fields = {name: self._encode(x, arrays) for name, x in values if x is not None}
             return {"state" if isinstance(arg, StepState) else "inputs": fields}
         if isinstance(arg, RemoteArray):
-            # The followers would wait for this array too, and delay messages for other engines.
+            # Without this wait, the followers would have to wait for the array, and messages for other
+            # engines would be delayed.
             arg.wait()
         first = arg[0] if isinstance(arg, list) and arg else arg
         if isinstance(first, jax.Array | RemoteArray):
@@ -176,7 +177,8 @@ class Leader:
     def _assign_ids[T](self, result: T) -> T:
         for value in arrays_with_ids(result):
             array = value[0] if isinstance(value, list) else value
-            if id(array) in self._ids:  # only other stages change this array
+            # Only other stages change this array, so this stage has returned the same object again.
+            if id(array) in self._ids:
                 self._dropped.append(self._ids[id(array)][0])
             self._ids[id(array)] = self._next, weakref.ref(array, self._forget(id(array)))
             self._next += 1

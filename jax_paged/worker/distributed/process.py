@@ -36,8 +36,8 @@ from jax_paged.worker.model_runner import ModelRunner
 from jax_paged.worker.pipeline.stage_links import StageLinks
 
 _LOGGER = logging.getLogger(__name__)
-# Delay before an error is reported, in which another thread may report the loss of a worker as the cause of
-# the error; and delay before worker 0 exits, in which the other workers exit (seconds).
+# _REPORT_DELAY_S: delay before an error is reported. Another thread may report the cause, the loss of a
+# worker, in this time. _EXIT_DELAY_S: delay before worker 0 exits, in which the other workers exit (seconds).
 _REPORT_DELAY_S, _EXIT_DELAY_S = 0.5, 0.2
 
 # Calls of an executor: name of the method, and an array with its pickled arguments.
@@ -154,7 +154,7 @@ def _serve(
 
 
 def _follow(task: Task, fail: Callable[[Exception], NoReturn]) -> NoReturn:
-    """Runs another worker than worker 0: executes the programs that worker 0 announces."""
+    """Runs a worker other than worker 0: executes the programs that worker 0 announces."""
     channel, address = follow(task)
     try:
         _init_distributed(task, address)

@@ -44,12 +44,16 @@ def shared_blocks(
     def group(sequences: np.ndarray, start: int, depth: int) -> int:
         """Groups sequences whose first `start` blocks are equal; returns the number of token reads saved."""
         stop = _num_common(tables, batch_slots[sequences], start, int(max_blocks[sequences].min()))
+        # All sequences share the first `stop` blocks. Sequences with more blocks may be split by their next
+        # block into parts with longer common prefixes.
         num_tokens, longer = stop * block_size, sequences[max_blocks[sequences] > stop]
         rest, num_saved = sequences, 0
         for part in _split_by_block(longer, tables[batch_slots[longer], stop]) if depth else []:
             saved = group(part, stop, depth - 1)
+            # In the undivided group, each sequence of the part saves num_tokens reads.
             if saved > len(part) * num_tokens:
                 rest, num_saved = np.setdiff1d(rest, part), num_saved + saved
+        # The remaining sequences may be too few for a group, so the split is undone unless it saves more.
         if _num_saved(len(sequences), num_tokens) >= num_saved + _num_saved(len(rest), num_tokens):
             rest, num_saved = sequences, 0
         saved = _num_saved(len(rest), num_tokens)

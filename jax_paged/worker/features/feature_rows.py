@@ -27,20 +27,20 @@ class FeatureRows:
     Attributes (indexed by batch slot; not to be changed from outside unless noted):
         slots: Batch slots of the sequences that use features, by sequence id.
         num_encoder_tokens: int32 [S], number of tokens in the cross-attention cache groups.
-        functions: Python logits processors of the sequences that have any.
+        host_processors: Python logits processors of the sequences that have any.
         hooks_on: Names of the hooks that are on for each sequence, by sequence id.
         hook_args: float32 [S, A], for each hook 1 or 0 (on or off) and its arguments.
         processor_args: float32 [S, P], for each logits processor 1 or 0 (on or off) and its arguments.
-        new_slots: Batch slots of sequences with logits processors that have not drawn a token yet. The owner
-            of the processor states removes them.
-        released_processors: Ids and former batch slots of released sequences with logits processors. The
-            owner of the processor states clears this list.
+        new_slots: Batch slots of sequences with logits processors that have not drawn a token yet.
+            fill_processor_args removes them.
+        released_processors: Ids and former batch slots of released sequences with logits processors.
+            SavedStates.move clears this list.
         adapter_slots: int32 [S], LoRA adapter slot of each sequence; 0 for no adapter.
         embeds: Embedding vectors of sequences with prompt embeddings or images: float32 [tokens, E] by start
             position, in ascending order. The image encoder adds the vectors of images.
         placeholder_data: Images of the sequences whose prompts have any.
-        mrope: For the same sequences of a model with M-RoPE, the rotary positions up to the end of the last
-            image.
+        mrope: For sequences with images, if the model has M-RoPE: the rotary positions up to the end of the
+            last image.
         mrope_stops: int32 [S], number of positions in `mrope`; 0 for other sequences.
         mrope_offsets: int32 [S], M-RoPE position minus text position for the tokens after the last image.
         pooling: SamplingParams.pooling and the prompt length of sequences whose prompt is pooled.
@@ -58,7 +58,7 @@ class FeatureRows:
         self._mrope_positions = mrope_positions
         self.slots: dict[int, int] = {}
         self.num_encoder_tokens = np.zeros(max_num_seqs, np.int32)
-        self.functions: dict[int, list[LogitsFunction]] = {}
+        self.host_processors: dict[int, list[LogitsFunction]] = {}
         self.hooks_on: dict[int, frozenset[str]] = {}
         self.hook_args = np.zeros((max_num_seqs, sum(1 + n for n in hooks.values())), np.float32)
         self.processor_args = np.zeros((max_num_seqs, sum(1 + n for n in processors.values())), np.float32)
@@ -71,7 +71,7 @@ class FeatureRows:
         self.mrope_stops, self.mrope_offsets = np.zeros((2, max_num_seqs), np.int32)
         self.pooling: dict[int, tuple[str, int]] = {}
         self._by_slot: tuple[dict[int, Any], ...] = (
-            *(self.functions, self.embeds, self.placeholder_data, self.mrope, self.pooling),
+            *(self.host_processors, self.embeds, self.placeholder_data, self.mrope, self.pooling),
         )
         self._arrays = (
             *(self.num_encoder_tokens, self.hook_args, self.processor_args),
@@ -86,7 +86,7 @@ class FeatureRows:
             self._add_features(batch_slot, request.features)
         self.adapter_slots[batch_slot] = new.adapter_slot
         if params.logits_processors:
-            self.functions[batch_slot] = params.logits_processors
+            self.host_processors[batch_slot] = params.logits_processors
         self.hooks_on[new.seq_id] = frozenset(params.hook_args or ())
         self.hook_args[batch_slot] = _row(self._hooks, params.hook_args or {})
         self.processor_args[batch_slot] = _row(self.processors, params.extra_args or {})
@@ -129,10 +129,11 @@ class FeatureRows:
             return False
         found = ((row, self.embeds.get(self.slots.get(row.seq_id, -1))) for row in output.scheduled)
         return any(
-            runs is not None
-            and row.start < (last := next(reversed(runs))) + len(runs[last])  # most sequences are past them
-            and any(i < row.start + row.num_tokens and row.start < i + len(x) for i, x in runs.items())
-            for row, runs in found
+            vectors is not None
+            # Most sequences are past their last vector.
+            and row.start < (last := next(reversed(vectors))) + len(vectors[last])
+            and any(i < row.start + row.num_tokens and row.start < i + len(x) for i, x in vectors.items())
+            for row, vectors in found
         )
 
     def missing_placeholder_data(self, output: SchedulerOutput) -> list[tuple[int, PlaceholderData]]:
@@ -141,7 +142,7 @@ class FeatureRows:
         for row in output.scheduled if self.placeholder_data else ():
             batch_slot = self.slots.get(row.seq_id, -1)
             own, known = self.placeholder_data.get(batch_slot, ()), self.embeds.get(batch_slot, {})
-            if own and row.start < own[-1].stop:  # most sequences are past them
+            if own and row.start < own[-1].stop:  # most sequences are past their last image
                 stop = row.start + row.num_tokens
                 needed = (s for s in own if s.start < stop and row.start < s.stop)
                 missing += [(batch_slot, s) for s in needed if s.start not in known]

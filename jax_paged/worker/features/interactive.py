@@ -25,7 +25,7 @@ class InspectProgram(Program):
 
     Its arguments are the weights, the KV cache, int32 [1 + G * M] (ids of the blocks to copy, the null block
     first), the tokens, and the AttentionMetadata of one sequence over the copy. It returns the logits after
-    the last token, float32 [V], and the attention probabilities by layer, float32 [H, T, M * S].
+    the last token, float32 [V], and the attention probabilities by layer, float32 [H, T, M * block_size].
 
     Args:
         num_tokens: Token rows, T.
@@ -171,11 +171,12 @@ class Inspector:
     ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         """Recomputes tokens from the KV cache; see Executor.inspect."""
         n, groups = len(query.token_ids), context.layout.groups
-        own = [i for i, place in enumerate(context.layout.locations) if not groups[place.group].is_cross]
+        # Layers with cross-attention are not counted in query.layers.
+        layers = [i for i, place in enumerate(context.layout.locations) if not groups[place.group].is_cross]
         ok = context.attend is None or not query.layers
         check(ok, "layers", query.layers, "empty with a custom `attend`, whose probabilities are unknown")
         for layer in query.layers:
-            check_int("layers", layer, 0, len(own) - 1)
+            check_int("layers", layer, 0, len(layers) - 1)
         size = context.block_size
         num_slots = query.start + n - query.num_dropped_tokens
         t = _power_of_two(n)
@@ -191,19 +192,19 @@ class Inspector:
         )
         lens = [query.num_encoder_tokens if group.is_cross else num_slots for group in groups]
         blocks = np.concatenate([[NULL_BLOCK], *(_padded(table[:m], m) for table in query.block_tables)])
-        program = InspectProgram(t, m, tuple(own[layer] for layer in query.layers))
-        row = (
+        program = InspectProgram(t, m, tuple(layers[layer] for layer in query.layers))
+        fields = (
             _padded(positions, t),
             np.stack([_padded(row, t, (1 + len(groups) * m) * size) for row in slots]),
             tables.astype(np.int32),
             np.array(lens, np.int32)[:, None],
             np.array([0, n], np.int32),
         )
-        inputs = blocks.astype(np.int32), _padded(query.token_ids, t), program.metadata(row, context)
+        inputs = blocks.astype(np.int32), _padded(query.token_ids, t), program.metadata(fields, context)
         if program not in self._compiled:
             self._compiled[program] = program.lower(context).compile()
         logits, found = self._compiled[program](arrays["weights"], arrays["kv_cache"], *inputs)
-        attention = {layer: np.asarray(found[own[layer]])[:, :n, :num_slots] for layer in query.layers}
+        attention = {layer: np.asarray(found[layers[layer]])[:, :n, :num_slots] for layer in query.layers}
         return np.asarray(logits), attention
 
 

@@ -68,6 +68,7 @@ class LoadAdapterProgram(Program):
 
         def load(arrays: list[Array], slot: Array, new: list[Array]) -> list[Array]:
             first = slot * rank
+            # The arrays are A [in, slots * rank] and B [slots * rank, out] of each linear map in turn.
             starts = ((0, first) if i % 2 == 0 else (first, 0) for i in range(len(arrays)))
             return [lax.dynamic_update_slice(*each) for each in zip(arrays, new, starts, strict=True)]
 
@@ -94,8 +95,9 @@ def adapter_edits(lora: LoraLayout, step: TracedStep) -> Mapping[str, RowFunctio
     """Returns functions that add the effect of adapters to the outputs of linear layers, by module path."""
     if step.bucket.has_adapters:
         return row_functions(lora, step.inputs.adapters, step.by_token(step.fields["adapter_slots"]))
-    # Functions without effect, which make XLA compute the layers as in steps with adapters: a sequence
-    # without adapter then gets bitwise equal results in both.
+    # In float32, a sequence without an adapter gets bitwise equal results in steps with and without adapters.
+    # For that, functions without effect make XLA compute the layers in the same way. In other dtypes, the
+    # results may differ.
     return unchanged(lora) if step.context.dtype == jnp.float32 else {}
 
 

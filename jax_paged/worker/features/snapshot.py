@@ -1,4 +1,4 @@
-"""Memory contents in an engine snapshot: KV blocks and weights."""
+"""Memory contents of a saved engine state: KV blocks and weights."""
 
 import functools
 import hashlib
@@ -12,22 +12,22 @@ from jax_paged.pallas_kernels.native import products
 
 
 def read_blocks(
-    pools: list[Array], host: list[np.ndarray], blocks: list[int], host_blocks: list[int]
+    kv_cache: list[Array], host: list[np.ndarray], blocks: list[int], host_blocks: list[int]
 ) -> dict[str, np.ndarray]:
     """Returns the contents of blocks. The names specify the array that each part comes from.
 
     Args:
-        pools: The KV cache arrays on the device, each [blocks, ...].
+        kv_cache: The KV cache arrays on the device, each [blocks, ...].
         host: The KV cache arrays in host memory.
         blocks: Ids of device blocks.
         host_blocks: Ids of host blocks.
     """
-    taken = {f"pool.{i}": np.asarray(pool[jnp.array(blocks, jnp.int32)]) for i, pool in enumerate(pools)}
+    taken = {f"pool.{i}": np.asarray(pool[jnp.array(blocks, jnp.int32)]) for i, pool in enumerate(kv_cache)}
     return taken | {f"host.{i}": memory[host_blocks] for i, memory in enumerate(host)}
 
 
 def write_blocks(
-    pools: list[Array],
+    kv_cache: list[Array],
     host: list[np.ndarray],
     blocks: list[int],
     host_blocks: list[int],
@@ -35,10 +35,10 @@ def write_blocks(
 ) -> None:
     """Writes the contents of blocks as returned by `read_blocks`.
 
-    The device arrays are donated and replaced in the list `pools`.
+    The device arrays are donated and replaced in the list `kv_cache`.
 
     Args:
-        pools: The KV cache arrays on the device.
+        kv_cache: The KV cache arrays on the device.
         host: The KV cache arrays in host memory.
         blocks: Ids of device blocks.
         host_blocks: Ids of host blocks.
@@ -48,11 +48,11 @@ def write_blocks(
         ValueError: If an array is missing, or has another shape or dtype.
     """
     check_array = functools.partial(_checked, arrays)
-    taken = [check_array(f"pool.{i}", (len(blocks), *x.shape[1:]), x.dtype) for i, x in enumerate(pools)]
+    taken = [check_array(f"pool.{i}", (len(blocks), *x.shape[1:]), x.dtype) for i, x in enumerate(kv_cache)]
     moved = [check_array(f"host.{i}", (len(host_blocks), *x.shape[1:]), x.dtype) for i, x in enumerate(host)]
     for i, values in enumerate(taken):
-        sharding = pools[i].sharding
-        pools[i] = jax.device_put(_write(pools[i], jnp.array(blocks, jnp.int32), values), sharding)
+        sharding = kv_cache[i].sharding
+        kv_cache[i] = jax.device_put(_write(kv_cache[i], jnp.array(blocks, jnp.int32), values), sharding)
     for memory, values in zip(host, moved, strict=True):
         memory[host_blocks] = values
 
@@ -85,9 +85,10 @@ def fingerprint(weights: list[Array]) -> str:
 
 
 def packing(matmul_backend: str, dtype: jnp.dtype) -> str:
-    """Returns an identifier of the weight packing. Packed weights only fit engines with an equal one."""
+    """Returns an identifier of the packing of weights. Saved weights fit engines with an equal packing."""
     if matmul_backend != "onednn":
         return matmul_backend
+    # The format of packed weights depends on the processor. The packed form of a probe identifies it.
     probe = jnp.arange(192 * 320, dtype=jnp.float32).reshape(192, 320).astype(dtype)
     return hashlib.sha256(np.asarray(products.pack(probe)).tobytes()).hexdigest()
 

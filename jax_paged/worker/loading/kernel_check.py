@@ -254,7 +254,7 @@ def check(
     Args:
         suite: The shapes to check.
         folder: Folder of stored verdicts; None for the default in `cache_dir`.
-        candidate: The backend to check, or a module with the four ops.
+        candidate: The backend to check, or the name of a module that defines the operations.
         baseline: The backend that the candidate must not be slower than.
         limit_s: Time after which the check is killed (seconds).
         ignores_stored: Whether to ignore a stored verdict.
@@ -280,7 +280,7 @@ def check(
 
 
 def _machine() -> dict[str, Any]:
-    """Returns everything except the shapes that a verdict depends on."""
+    """Returns the values that a verdict depends on in addition to the shapes."""
     device, sources = jax.devices()[0], hashlib.sha256()
     for source in sorted(Path(ops.__file__).parent.rglob("*.py")):
         sources.update(source.name.encode() + source.read_bytes())

@@ -101,6 +101,8 @@ def resolve_config(
     limits = _token_limits(
         args, model, on_cpu=on_cpu, is_slow=is_slow, multiplies_in_xla=matmul_backend == "xla"
     )
+    # These backends can compute each token row separately (AttentionMetadata.is_row_by_row). Cascade
+    # attention is used with the same backends.
     supports_row_by_row = on_cpu and backend in ("native", "xla")
     if args.batch_invariant:
         allowed = "False unless attention runs on a CPU with attention_backend 'native' or 'xla'"
@@ -282,6 +284,7 @@ def _default_cpu_bytes(args: EngineArgs, config: EngineConfig, model: ModelPrope
     )
     needed = num_blocks * num_engines * model.block_bytes
     max_slots = 1 + _STATE_SLOTS_PER_SEQ * config.max_num_seqs
+    # State slots get at most half of the memory, so with 2 * needed they can take as much as the blocks.
     needed += _num_state_slots(model, max(CPU_KV_CACHE_BYTES, 2 * needed), max_slots) * model.state_bytes
     share = int(host_memory_bytes() * _CPU_KV_CACHE_SHARE) // args.data_parallel_size
     return max(CPU_KV_CACHE_BYTES, min(needed, share, _MAX_CPU_KV_CACHE_BYTES))

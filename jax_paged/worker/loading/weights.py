@@ -87,6 +87,7 @@ def load(
     check(num_stages == 1, "pipeline_parallel_size", num_stages, allowed)
     if isinstance(loaded, LanguageModel):
         name = args.tokenizer or ""
+        # "pagelet" is the built-in model.
         is_folder = name == "pagelet" or (bool(name) and Path(name).expanduser().is_dir())
         loaded = as_loaded_model(loaded, resolve_model_dir(name) if is_folder else None)
     check_choice("dtype", args.dtype, ("auto", str(loaded.dtype)))
@@ -148,14 +149,14 @@ def packed[M: nnx.Module](model: M, *, in_place: bool) -> M:
     if not in_place:
         model = nnx.merge(*nnx.split(model))
     modules = [module for _, module in nnx.iter_modules(model)]
-    floats = {m: None for m in modules if isinstance(m, Linear) and not isinstance(m.kernel, QuantizedWeight)}
+    linear = {m: None for m in modules if isinstance(m, Linear) and not isinstance(m.kernel, QuantizedWeight)}
     for module in modules:
         names = module.same_input if isinstance(module, Module) else ()
-        if maps := [m for name in names if (m := getattr(module, name)) in floats]:
-            Linear.pack(maps)
-        for m in maps:
-            del floats[m]
-    for module in floats:
+        if same_input := [m for name in names if (m := getattr(module, name)) in linear]:
+            Linear.pack(same_input)
+        for m in same_input:
+            del linear[m]
+    for module in linear:
         Linear.pack([module])
     if isinstance(model, LanguageModel) and isinstance(model.head, Embedding) and model.is_last_stage:
         model.head.pack()
@@ -239,10 +240,10 @@ class ServedWeights:
         self._on_host: dict[int, np.ndarray] = {}  # weights in host memory, by index in `arrays`
         self._extra_on_host: dict[int, np.ndarray] = {}  # extra arrays in host memory, by index in `arrays`
         self.are_dropped = False
-        callers = [] if owns_weights else given
-        self.model, weights = self._flatten_and_place(model, callers, are_placed=owns_weights)
-        placed = jax.device_put([jnp.asarray(x) for x in extra], NamedSharding(grid.mesh, PartitionSpec()))
-        self.arrays += [*weights, *placed]
+        callers_arrays = [] if owns_weights else given
+        self.model, weights = self._flatten_and_place(model, callers_arrays, are_in_order=owns_weights)
+        copies = jax.device_put([jnp.asarray(x) for x in extra], NamedSharding(grid.mesh, PartitionSpec()))
+        self.arrays += [*weights, *copies]
 
     def replace(self, new: NewWeights, overrides: Mapping[str, Any]) -> None:
         """Serves new weights from the next step on. Arrays that are on a device are shared, not copied.
@@ -263,7 +264,7 @@ class ServedWeights:
         self.owns_weights = isinstance(new, str | Path)
         given = nnx.state(new) if isinstance(new, LanguageModel) else None if self.owns_weights else new
         old = [x for x, is_shared in zip(self.arrays, self._is_shared, strict=False) if not is_shared]
-        flat, weights = self._flatten_and_place(model, jax.tree.leaves(given), are_placed=self.owns_weights)
+        flat, weights = self._flatten_and_place(model, jax.tree.leaves(given), are_in_order=self.owns_weights)
         assert flat.treedef == self.model.treedef, "the new weights have another structure"
         self.arrays[: len(weights)] = weights
         for array in old:
@@ -341,24 +342,29 @@ class ServedWeights:
         self.arrays, self._watched, self._on_host = [], [], {}
 
     def _flatten_and_place(
-        self, model: LanguageModel, given: Collection[Any], *, are_placed: bool
+        self, model: LanguageModel, callers_arrays: Collection[Any], *, are_in_order: bool
     ) -> tuple[FlatModel[LanguageModel], list[Array]]:
-        """Returns a model without its weights, and the weights on the mesh.
+        """Returns a model without its weights, and the weights on the devices of the grid.
 
         It records which arrays are the caller's. Arrays that packing or quantization has replaced, and that
         are not the caller's, are deleted. Otherwise they would stay until the next garbage collection,
         because modules refer to each other.
+
+        Args:
+            model: The model.
+            callers_arrays: Arrays that belong to the caller and must not be deleted.
+            are_in_order: See `placed`.
         """
         before = jax.tree.leaves(nnx.state(model))
         model = quantize_model(model, self._quantized_dtype)
         model = packed(model, in_place=self.owns_weights) if self._uses_onednn else model
         flat, weights, splits = flatten(model)
-        callers, served = {id(array) for array in given}, {id(array) for array in weights}
-        self._is_shared = [id(array) in callers for array in weights]
+        callers_ids, served_ids = {id(array) for array in callers_arrays}, {id(array) for array in weights}
+        self._is_shared = [id(array) in callers_ids for array in weights]
         for array in before:
-            if id(array) not in callers | served:
+            if id(array) not in callers_ids | served_ids:
                 array.delete()
-        return flat, placed(weights, splits, self._grid, are_in_order=are_placed)
+        return flat, placed(weights, splits, self._grid, are_in_order=are_in_order)
 
 
 def _watch(model: LanguageModel | None) -> list[Callable[[], bool]]:

@@ -20,7 +20,7 @@ from jaxtyping import Array
 from jax_paged.worker.compilation.compiler import CompiledPrograms
 from jax_paged.worker.compilation.programs import DeviceInputs, Program, StepResult, StepState, TraceContext
 from jax_paged.worker.pipeline.stage_links import RemoteArray, StageLinks
-from jax_paged.worker.pipeline.stages import StagedProgram, StageProgram
+from jax_paged.worker.pipeline.stages import ProgramChain, StageStepProgram
 from jax_paged.worker.sampling.token_counts import ResetTokenCountsProgram
 from jax_paged.worker.traced_step import StepProgram
 
@@ -32,15 +32,15 @@ def lower_part(program: Program, context: TraceContext) -> Any:
 
     Args:
         program: The program.
-        context: Tracing context of the stage.
+        context: Trace context of the stage.
     """
     match program:
         case _ if context.stage.is_last:
             return program.lower(context)
         case StepProgram(bucket):
-            return StageProgram(bucket).lower(context)
+            return StageStepProgram(bucket).lower(context)
         case _ if program.reads_hidden or isinstance(program, ResetTokenCountsProgram):
-            return StagedProgram([], lambda *_: None)  # only runs in the last stage; see StageRunner.run
+            return ProgramChain([], lambda *_: None)  # only runs in the last stage; see StageRunner.run
         case _:
             return program.lower(context)
 
@@ -51,7 +51,7 @@ class StageRunner:
     Args:
         engine: Index of the engine.
         links: Links to the other stages.
-        context: Tracing context of the stage.
+        context: Trace context of the stage.
         compiled: The compiled programs.
     """
 
@@ -60,7 +60,7 @@ class StageRunner:
     ) -> None:
         self._engine, self._links, self._compiled = engine, links, compiled
         self._is_first, self._is_last = not context.stage.hidden_size, context.stage.is_last
-        self._pools = context.features.pooling is not None
+        self._has_pooling = context.features.pooling is not None
 
     def run(self, program: Program, *args: Any) -> Any:
         """Runs a program.
@@ -109,7 +109,7 @@ class StageRunner:
         inputs = dataclasses.replace(inputs, hidden=given)
         result, state = self._call(program, weights, state, inputs)
         arrays = [state.last_tokens, result.tokens, result.details]
-        links.send(engine, [*arrays, *([result.hidden] if self._pools else [])])
+        links.send(engine, [*arrays, *([result.hidden] if self._has_pooling else [])])
         return result, state
 
     def _last_stage_results(self) -> Any:

@@ -37,7 +37,7 @@ from jax_paged.worker.traced_step import StepProgram, input_shapes, open_step, w
 
 
 @dataclasses.dataclass(frozen=True)
-class StageProgram(Program):
+class StageStepProgram(Program):
     """The step of one bucket in any stage except the last.
 
     Arguments: weights, arrays of the KV cache, block tables (arrays and block tables are donated), the packed
@@ -61,6 +61,7 @@ class StageProgram(Program):
         def step(
             weights: list[Array], kv_cache: list[Array], block_tables: Array, packed: Array, given: Array
         ) -> tuple[Array, list[Array], Array]:
+            # Only the last stage reads biases and masks. `packed` takes the place of these arrays.
             inputs = DeviceInputs(packed=packed, bias_ids=packed, bias_values=packed, token_mask=packed)
             opened, block_tables = open_step(context, bucket, weights, block_tables, inputs)
             x = with_drawn_tokens(opened.fields, given) if is_first else given
@@ -76,7 +77,7 @@ class StageProgram(Program):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StagedProgram:
+class ProgramChain:
     """A program that consists of one program per stage, lowered or compiled.
 
     It has the methods of jax.stages.Lowered and jax.stages.Compiled that callers use.
@@ -90,9 +91,9 @@ class StagedProgram:
     parts: list[Any]
     call: Callable[..., Any]
 
-    def compile(self, compiler_options: dict[str, str | bool | int] | None) -> "StagedProgram":
+    def compile(self, compiler_options: dict[str, str | bool | int] | None) -> "ProgramChain":
         """Compiles all parts."""
-        return StagedProgram(
+        return ProgramChain(
             [part.compile(compiler_options=compiler_options) for part in self.parts], self.call
         )
 
@@ -111,7 +112,7 @@ class Pipeline:
     """Runner for programs on all stages of a model, shared by the threads of several engines.
 
     Args:
-        contexts: Tracing context of each stage. List arguments of programs contain the arrays of all stages,
+        contexts: Trace context of each stage. List arguments of programs contain the arrays of all stages,
             in order of the stages.
     """
 
@@ -123,19 +124,19 @@ class Pipeline:
         # for all of them.
         self._locks = [threading.Lock() for _ in contexts]
 
-    def lower(self, program: Program) -> StagedProgram:
+    def lower(self, program: Program) -> ProgramChain:
         """Traces and lowers the programs that the stages run in place of a program."""
         match program:
             case StepProgram(bucket):
-                programs: list[Program] = [StageProgram(bucket)] * (len(self._contexts) - 1)
+                programs: list[Program] = [StageStepProgram(bucket)] * (len(self._contexts) - 1)
                 pairs = zip([*programs, program], self._contexts, strict=True)
-                return StagedProgram([p.lower(context) for p, context in pairs], self._step)
+                return ProgramChain([p.lower(context) for p, context in pairs], self._step)
             case CopyProgram() | SwapOutProgram() | SwapInProgram():
-                return StagedProgram([program.lower(context) for context in self._contexts], self._on_pools)
+                return ProgramChain([program.lower(context) for context in self._contexts], self._on_pools)
             case WriteBlockTablesProgram():
-                return StagedProgram([program.lower(context) for context in self._contexts], self._on_tables)
+                return ProgramChain([program.lower(context) for context in self._contexts], self._on_tables)
             case _:
-                return StagedProgram([program.lower(self._contexts[-1])], self._in_last)
+                return ProgramChain([program.lower(self._contexts[-1])], self._in_last)
 
     def _step(
         self,
@@ -188,7 +189,7 @@ def state_shapes(contexts: Sequence[TraceContext]) -> StepState[Any]:
     """Returns the shapes of the arrays that stay on the devices.
 
     Args:
-        contexts: Tracing context of each stage.
+        contexts: Trace context of each stage.
 
     Returns:
         The state of the last stage, with the pools and block tables of all stages.

@@ -88,8 +88,9 @@ class SampledTokens:
         top_logprobs: [B, max_logprobs] float32, log-probabilities of top_token_ids; 0 if not requested.
         is_finite: [B] bool; False if the logits contain NaN or +inf, or only -inf. The token of such a row is
             0, and its other values are meaningless.
-        has_choice: [B] bool; False if the logits are finite, but mask and bias together forbid every token.
-            The token of such a row is 0 and must not be used, because it may be forbidden.
+        has_choice: [B] bool; False if the logits are finite, but logits processors, bias and mask together
+            forbid every token, or the token id of a custom sampler is out of range. The token of such a row
+            is 0 and must not be used, because it may be forbidden. Always True for a forced token.
     """
 
     token_ids: Int[Array, " b"]
@@ -370,10 +371,10 @@ def _gap_and_limit(
 def _weights(gap: Float[Array, "b v"], limit: Float[Array, " b"]) -> Int[Array, "b v"]:
     """Returns the probabilities of tokens with gap <= limit as integers.
 
-    The integers of a row sum to about 2**29 to 2**30. The sum of integers does not depend on the order of
-    summation, so results do not depend on how a reduction is split for some B. The scale is a power of two
-    for the same reason. The error of a probability is at most 2**-30. Probabilities below 2**-31 become 0, so
-    these tokens are never drawn.
+    The integers of a row sum to about 2**29 to 2**30. A sum of integers is the same in any order, so results
+    do not depend on how XLA divides the sum for some B. The sum of the float probabilities does depend on it,
+    but the scale is rounded to a power of two, which removes the difference. The error of a probability is at
+    most 2**-30. Probabilities below 2**-31 become 0, so these tokens are never drawn.
     """
     p = jnp.where(gap <= limit[:, None], jnp.exp(-gap), 0.0)
     _, exponent = jnp.frexp(jnp.sum(p, axis=-1, keepdims=True))

@@ -103,7 +103,7 @@ def plan_images(spec: ImageSpec | PatchSpec, max_model_len: int) -> list[Program
     square = spec.merge_size**2
     most = min(MAX_PATCHES, max_model_len * square)
     num_sizes = 1 + (-(-most // MIN_PATCHES) - 1).bit_length()
-    sizes = (_padded(MIN_PATCHES << i, square) for i in range(num_sizes))
+    sizes = (_padded_size(MIN_PATCHES << i, square) for i in range(num_sizes))
     return [EncodePatchesProgram(size) for size in dict.fromkeys(sizes)]
 
 
@@ -150,7 +150,7 @@ def check_images_can_be_encoded(spec: ImageSpec | PatchSpec, context: TraceConte
         ) from error
 
 
-def _padded(num_patches: int, square: int) -> int:
+def _padded_size(num_patches: int, square: int) -> int:
     """Returns the number of patches of the smallest program that can encode an image.
 
     Args:
@@ -166,7 +166,7 @@ def _encode_patches(
 ) -> Float[np.ndarray, "n e"]:
     """Encodes an image that is cut into patches; returns one vector per token."""
     n, num_tokens = len(image.pixels), image.grid[0] * image.grid[1]
-    pixels = np.pad(image.pixels, ((0, _padded(n, n // num_tokens) - n), (0, 0)))
+    pixels = np.pad(image.pixels, ((0, _padded_size(n, n // num_tokens) - n), (0, 0)))
     args = pixels, image.scale, image.offset, np.array(image.grid, np.int32)
     out = np.asarray(run(EncodePatchesProgram(len(pixels)), weights, *args))
     return out[:num_tokens].copy()
@@ -216,8 +216,7 @@ class ImageEncoder:
             return {}
         found = {s.digest: self._cache[s.digest] for _, s in needed if s.digest in self._cache}
         new = {s.digest: s.data for _, s in needed if s.digest not in found}
-        errors: dict[int, str] = {}
-        failed: dict[str, str] = {}
+        errors, failed = dict[int, str](), dict[str, str]()
         for digest, result in zip(new, self._encoded(run, weights, list(new.values())), strict=True):
             if isinstance(result, Exception):
                 _LOGGER.error("an image could not be encoded", exc_info=result)
@@ -228,9 +227,8 @@ class ImageEncoder:
             if placeholder.digest in failed:
                 errors[batch_slot] = failed[placeholder.digest]
             else:
-                batch.features.embeds.setdefault(batch_slot, {})[placeholder.start] = found[
-                    placeholder.digest
-                ]
+                vectors = found[placeholder.digest]
+                batch.features.embeds.setdefault(batch_slot, {})[placeholder.start] = vectors
         self._add_to_cache(found)
         return errors
 

@@ -122,7 +122,7 @@ class EncoderRunner:
         first_device: int,
     ) -> None:
         use_persistent_cache()
-        _check_arguments(args)
+        _check_single_device(args)
         (grid,) = device_grids(args, first_device, 1)
         owns_weights, (loaded,) = loaded is None, load(args, loaded, (grid,), (0,))
         allowed = "False because encoder-only models run different programs for different batch sizes"
@@ -177,6 +177,7 @@ class EncoderRunner:
         while order:
             longest = output.scheduled[order[-1]].num_tokens
             size = min(p.num_tokens for p in self.buckets if p.num_tokens >= longest)
+            # Texts of at most half the size use a smaller program.
             fitting = [i for i in order if 2 * output.scheduled[i].num_tokens > size or size == _MIN_LENGTH]
             sizes = [p.num_texts for p in self.buckets if p.num_tokens == size]
             num = max(n for n in sizes if n <= len(fitting))
@@ -206,7 +207,7 @@ class EncoderRunner:
         )
 
     def check_weights(self) -> None:
-        """Raises RuntimeError if the caller has replaced the weights of the model in memory."""
+        """Raises RuntimeError if the weights of a model in memory were replaced or deleted."""
         self.served.check()
 
     def forget_images(self) -> None:
@@ -249,7 +250,7 @@ class EncoderRunner:
         return _PendingBatch(rows, pooling_types, pooled, hidden)
 
 
-def _check_arguments(args: EngineArgs) -> None:
+def _check_single_device(args: EngineArgs) -> None:
     """Raises ValueError if the arguments ask for several devices."""
     allowed = "1 because encoder-only models run on one device"
     check(args.tensor_parallel_size == 1, "tensor_parallel_size", args.tensor_parallel_size, allowed)

@@ -54,7 +54,7 @@ class PoolProgram(Program):
 
     Its arguments are the weights, the hidden states of a mixed step, and int32 [2, T]: for each token row,
     the index of the sum that it belongs to (S for none) and the bits of its float32 weight. It returns
-    float32 [S, P].
+    float32 [S, P]: S is max_num_seqs, and P the size of an embedding or the number of classes.
 
     Args:
         hidden_size: Columns of the hidden states.

@@ -143,12 +143,15 @@ class EagleDrafter:
         features = _finite(head.features(outputs, context))
         first = metadata.query_start_loc[:-1]
         saved = self._saved_features(traced, states, rows.positions.at[first].get(mode="clip"))
+        # An entry needs the feature at the position before its token: the feature of the previous token row,
+        # or, for the first token row of a sequence, the saved feature.
         is_first = jnp.arange(tokens.shape[0]) == first.at[rows.seq].get(mode="clip")
         before = jnp.where(
             is_first[:, None], saved.at[rows.seq].get(mode="clip"), jnp.roll(features, 1, axis=0)
         )
         key, value = head.key_and_value(self._embed(head, traced, tokens, context), before, context)
         slots = self._slots(metadata, pool, rows.seq, rows.table_slots)
+        # Only the entries of first tokens may have equal slots, see _each_once.
         firsts = _each_once(slots.at[first].get(mode="clip"), pool)
         slots = jnp.where(is_first, firsts.at[rows.seq].get(mode="clip"), slots)
         pool = write_kv(pool, key, value, slots, backend=metadata.backend, grid=metadata.grid)

@@ -41,11 +41,11 @@ def accept(
     is_wrong = (num_before > 0) & (jnp.roll(drawn, 1) != drafts)
     num_wrong = jnp.cumsum(is_wrong.astype(jnp.int32))
     first = jnp.maximum(jnp.arange(len(num_before)) - num_before, 0)
-    counts = num_wrong == num_wrong[first]
-    has_successor = jnp.concatenate([((num_before > 0) & counts)[1:], jnp.zeros(1, bool)])
+    is_counted = num_wrong == num_wrong[first]
+    has_successor = jnp.concatenate([((num_before > 0) & is_counted)[1:], jnp.zeros(1, bool)])
     return TokenTargets(
-        sample_slots=jnp.where(counts & ~has_successor, fields["sample_slots"], num_batch_slots),
-        count_slots=jnp.where(counts, count_slots, num_batch_slots),
+        sample_slots=jnp.where(is_counted & ~has_successor, fields["sample_slots"], num_batch_slots),
+        count_slots=jnp.where(is_counted, count_slots, num_batch_slots),
     )
 
 

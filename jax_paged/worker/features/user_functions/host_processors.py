@@ -114,7 +114,7 @@ def redraw(
     for program in (row_logits, drawing):
         compiled.add(program)
     for j, batch_slot in enumerate(fields["sample_slots"].tolist()):
-        functions = batch.features.functions.get(batch_slot)
+        functions = batch.features.host_processors.get(batch_slot)
         if functions is None:
             continue
         row, position = fields["logits_rows"][j : j + 1], fields["sample_positions"][j : j + 1]
