@@ -73,7 +73,7 @@ class EngineCore:
         changed: Requests that have changed since `advance` or `run_planned` last returned, in order.
         is_closed: True if the engine is closed or about to be closed.
         failure: The error that interrupted a step; no step may run after it. None if there was none.
-        num_shared_tokens: Sum of num_shared_tokens of all ModelRunnerOutputs.
+        num_saved_reads: Sum of num_saved_reads of all ModelRunnerOutputs.
         weight_version: Name of the current weights.
         num_weight_updates: Number of weight updates so far.
         pause_reason: Why no step may run now (see sleeping.py); None if steps may run.
@@ -103,7 +103,7 @@ class EngineCore:
         self.changed: dict[RequestState, None] = {}
         self.is_closed = False
         self.failure: BaseException | None = None
-        self.num_shared_tokens = 0
+        self.num_saved_reads = 0
         self.weight_version, self.num_weight_updates = "0", 0
         self.pause_reason: str | None = None
         self.seeds = random.Random(seed)
@@ -381,7 +381,7 @@ class EngineCore:
         removed.
         """
         now = time.monotonic()
-        self.num_shared_tokens += result.num_shared_tokens
+        self.num_saved_reads += result.num_saved_reads
         update = self.scheduler.update(output, result, now)
         for group, start, logprobs in update.prompt_logprobs:
             self.requests[group.request_id].add_prompt_logprobs(start, logprobs)

@@ -402,6 +402,8 @@ class InputProcessor:
         is_soft = soft_prompt is not None
         if is_soft and decoder.embeds is not None:
             raise ArgumentError("prompt_embeds", Text("embeddings"), "None with an adapter's soft prompt")
+        if is_soft and decoder.placeholder_data:
+            raise ArgumentError("lora_request", Text("a soft prompt"), "a LoRA adapter or None with images")
         if not is_soft and decoder.embeds is None:
             return decoder
         problems, what = Problems(), "a soft prompt" if is_soft else "prompt_embeds"

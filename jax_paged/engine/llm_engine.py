@@ -118,12 +118,12 @@ class LLMEngine(composition.EngineFeatures):
         return self._core.seeds
 
     @property
-    def num_shared_tokens(self) -> int:
+    def num_saved_reads(self) -> int:
         """The number of KV cache reads (tokens) that cascade attention has saved so far.
 
         A token that a step reads once for n sequences counts n - 1 times.
         """
-        return self._core.num_shared_tokens
+        return self._core.num_saved_reads
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:

@@ -153,7 +153,7 @@ class KVAccess(EngineFeature):
         Positions and rotary embeddings of the remaining tokens do not change. (StreamingLLM, in contrast,
         uses positions within the cache.) Later blocks of the request are not added to the prefix cache. The
         request can't be recomputed, so it is swapped out if it has to be preempted. If host memory has no
-        room for it, it ends with an error.
+        room for it, it ends, with finish_reason "length".
 
         Args:
             request_id: A request whose prompt is computed. Every layer of the model must use full attention.
