@@ -19,8 +19,8 @@ from jax_paged.server.app import OpenAIServer
 from jax_paged.server.http.limits import BodyLimits
 from jax_paged.server.launch.cli import make_parser
 from jax_paged.server.launch.options import ServerOptions
+from jax_paged.server.preprocessing import ThrottledLock
 from jax_paged.server.protocol.responses import ApiError
-from jax_paged.server.text_reader import ThrottledLock
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 0.6

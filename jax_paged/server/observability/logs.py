@@ -18,8 +18,8 @@ from jax_paged.server.launch.options import LogFormat, LogLevel
 
 _LOGGER = logging.getLogger(__name__)
 _STATISTICS_INTERVAL_S = 10.0
-# Control characters are replaced, so that text from a client can neither start a line nor move the cursor of
-# a terminal.
+# Control characters are replaced, so that text from a client cannot move the cursor of a terminal. Tracebacks
+# need line breaks and tabs, so only `printable` replaces those.
 _UNPRINTABLE = {c: "?" for c in (*range(32), *range(127, 160), 0x2028, 0x2029) if chr(c) not in "\n\t"}
 
 
