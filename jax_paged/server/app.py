@@ -132,13 +132,11 @@ class OpenAIServer:
                 ("/rerank", "/v1/rerank", "/v2/rerank"), (self._pooling.rerank, schemas.RerankResponse)
             ),
         }
-        model_routes = generating | pooling
-        for path, (handler, model) in model_routes.items():
+        inference = generating | pooling
+        for path, (handler, model) in inference.items():
             app.post(path, **response_docs(model))(known(handler))
         app.add_middleware(BodyLimits, options=self.options, cpu_lock=self._cpu_lock)
-        app.add_middleware(
-            Gate, lifecycle=self.lifecycle, waiting_queue=self._waiting_queue, paths=model_routes
-        )  # pyright: ignore
+        app.add_middleware(Gate, lifecycle=self.lifecycle, waiting_queue=self._waiting_queue, paths=inference)  # pyright: ignore
         information = self._information
         app.post("/tokenize", **response_docs(schemas.TokenizeResponse))(known(information.tokenize))
         app.post("/detokenize", **response_docs(schemas.DetokenizeResponse))(known(information.detokenize))

@@ -114,7 +114,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if model is None:
         return args
     if not has_command:
-        parser.error(f"the command must be serve, run-batch, check-kernels or health, first, got {model!r}")
+        parser.error(f"the first argument must be serve, run-batch, check-kernels or health, got {model!r}")
     if getattr(args, "model", model) != model:
         parser.error(f"MODEL must be omitted or equal to --model ({args.model!r}), got {model!r}")
     args.model = model

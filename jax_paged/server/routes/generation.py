@@ -40,11 +40,7 @@ from jax_paged.server.protocol.responses import (
 from jax_paged.server.ray_serve.continuation import Journal, Progress
 from jax_paged.server.routes.models import ServedModels
 from jax_paged.server.streaming import RequestRunner
-from jax_paged.server.tools.chat_settings import (
-    ChatSettings,
-    ModelFormats,
-    grammar_errors_as_tool_errors,
-)
+from jax_paged.server.tools.chat_settings import ChatSettings, ModelFormats, grammar_errors_as_tool_errors
 
 
 class TextRoutes:

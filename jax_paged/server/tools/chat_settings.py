@@ -91,9 +91,9 @@ class ChatSettings:
             check(
                 form is None, "tool_choice", Text("a forced call"), "'none' or 'auto' with structured outputs"
             )
-            behind = self.reasoning.end if self.reasoning else None
+            end = self.reasoning.end if self.reasoning else None
             tag = self.reasoning.begin if self.reasoning and not self.reasoning.always else None
-            form = StructuredOutputsParams(grammar=self._grammar(ids), starts_after=behind, reasoning_tag=tag)
+            form = StructuredOutputsParams(grammar=self._grammar(ids), starts_after=end, reasoning_tag=tag)
             params = dataclasses.replace(params, structured_outputs=form)
         return constrain_after_reasoning(params, self.reasoning)
 
