@@ -26,7 +26,7 @@ _NUM_GRAMMAR_THREADS = 4
 _NUM_IMAGE_THREADS = 2
 # Threads that download images from other hosts, which may be slow. A download occupies neither the
 # ThrottledLock nor a thread that decodes images.
-_NUM_FETCHES = 8
+_NUM_FETCH_THREADS = 8
 # Duration of the rest after a turn of the ThrottledLock, as a multiple of the duration of the turn.
 _REST_FACTOR = 3
 
@@ -74,12 +74,12 @@ class Preprocessor:
     def __init__(self, cpu_lock: ThrottledLock) -> None:
         self._cpu_lock = cpu_lock
         self._grammar_threads = concurrent.futures.ThreadPoolExecutor(_NUM_GRAMMAR_THREADS, "grammars")
-        self._images = concurrent.futures.ThreadPoolExecutor(_NUM_IMAGE_THREADS, "images")
-        self._fetches = concurrent.futures.ThreadPoolExecutor(_NUM_FETCHES, "fetches")
+        self._image_threads = concurrent.futures.ThreadPoolExecutor(_NUM_IMAGE_THREADS, "images")
+        self._fetch_threads = concurrent.futures.ThreadPoolExecutor(_NUM_FETCH_THREADS, "fetches")
 
     async def fetch[T](self, function: Callable[[], T]) -> T:
         """Runs a function that waits for other hosts in a thread of its own pool, and returns its result."""
-        return await asyncio.get_running_loop().run_in_executor(self._fetches, _called, function)
+        return await asyncio.get_running_loop().run_in_executor(self._fetch_threads, _called, function)
 
     async def run[T](
         self,
@@ -105,7 +105,7 @@ class Preprocessor:
             return _called(function)
         is_long = sum(sizes) > _LONG_TEXT
         async with self._cpu_lock.turn() if is_long else contextlib.nullcontext():
-            threads = self._grammar_threads if with_grammar else self._images if has_images else None
+            threads = self._grammar_threads if with_grammar else self._image_threads if has_images else None
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(threads, _called, function)
 

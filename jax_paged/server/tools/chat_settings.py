@@ -182,15 +182,15 @@ def grammar_errors_as_tool_errors(settings: ChatSettings | None) -> Iterator[Non
 
 def constrain_after_reasoning(params: SamplingParams, reasoning: ReasoningFormat | None) -> SamplingParams:
     """Returns parameters whose grammar, if there is one, applies only after the reasoning."""
-    form = params.structured_outputs
-    if form is None or form.starts_after is not None or reasoning is None:
+    constraint = params.structured_outputs
+    if constraint is None or constraint.starts_after is not None or reasoning is None:
         return params
-    form = dataclasses.replace(
-        form,
+    constraint = dataclasses.replace(
+        constraint,
         starts_after=reasoning.answer or reasoning.end,
         reasoning_tag=None if reasoning.always else reasoning.header or reasoning.begin,
     )
-    return dataclasses.replace(params, structured_outputs=form)
+    return dataclasses.replace(params, structured_outputs=constraint)
 
 
 class ModelFormats:
