@@ -40,6 +40,7 @@ _HEALTH_TIMEOUT_S = 5.0
 # Ray Serve does not limit requests. They wait in the replicas, where clients take turns and excess requests
 # are rejected.
 _MAX_ONGOING = 1_000_000
+# Number of requests that a replica is assumed to run at once if max_num_seqs is not set.
 _NUM_SLOTS = 64
 
 

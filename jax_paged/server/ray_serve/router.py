@@ -73,6 +73,8 @@ class PrefixRouter(RequestRouter):
                 self._router.begin(name)
             self._counted.add((request_id, name))
         else:
+            # The replica has been tried. The request goes to another one and is not counted there, because
+            # ReplicaRouter counts a request only at the replica that it chooses.
             self._router.cancel(name)
             name = min(free, key=self._router.load)
         self._unaccepted.append((pending_request, name))

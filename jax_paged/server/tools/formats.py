@@ -25,7 +25,7 @@ BEFORE_ARGUMENTS = ('"arguments"', '"parameters"', "[TOOL_CALLS]", "｜>", "<|me
 
 # White space, with a bound so that an output with nothing else does not slow down the search for tags.
 _WS = r"\s{0,16}"
-_QUOTED = r'[^"\\<\[]{1,256}'  # excludes characters of tags, which may end the region
+_QUOTED = r'[^"\\<\[]{1,256}'  # excludes "<" and "[", the first characters of tags
 _STRING = r'"(?:[^"\\]|\\.)*+"'
 _KEY = rf'{_WS}\{{{_WS}"name"{_WS}:{_WS}"'
 _VALUE = rf'"{_WS},{_WS}"(?:arguments|parameters)"{_WS}:{_WS}'
