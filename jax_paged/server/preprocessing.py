@@ -98,9 +98,10 @@ class Preprocessor:
             has_images: Whether the function also decodes images.
         """
         sizes = [_num_characters(text) for text in texts]
-        # A list of token ids has no characters, so its length counts instead.
+        # A list of token ids has no characters, so its length counts as well.
         is_short = len(texts) == 1 and isinstance(texts[0], str | list)
-        is_short = is_short and sizes[0] + len(texts[0]) <= _SHORT_TEXT
+        num_items = sum(len(text) for text in texts if isinstance(text, list))
+        is_short = is_short and sizes[0] + num_items <= _SHORT_TEXT
         if is_short and not with_grammar and not has_images:
             return _called(function)
         is_long = sum(sizes) > _LONG_TEXT

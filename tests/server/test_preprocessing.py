@@ -116,3 +116,18 @@ def test_a_long_text_has_the_tokens_of_a_short_one(served):
     for _ in range(20):
         text = "".join(rng.choice(["block ", "table\n", "é", "<|end|>", "17", " "]) for _ in range(2000))
         assert tokenizer.encode(text) == tokenizer._backend.encode(text).ids
+
+
+@pytest.mark.parametrize("text", ["a" * 1024, [1] * 1024, ["a" * 1023]])
+def test_short_texts_are_tokenized_in_the_event_loop(text):
+    preprocessor = Preprocessor(ThrottledLock())
+    longer = text + text[-1:]
+
+    def is_own_thread():
+        return threading.current_thread() is threading.main_thread()
+
+    async def runs_here(text):
+        return await preprocessor.run([text], is_own_thread)
+
+    assert asyncio.run(runs_here(text))
+    assert not asyncio.run(runs_here(longer))

@@ -1,7 +1,7 @@
 """Pooling requests (embeddings, classification, scores): their checks, parameters and results."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -242,19 +242,25 @@ _SCORES: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
-def pairs_of(data_1: Any, data_2: Any) -> list[tuple[Any, Any]]:
+def pairs_of(data_1: Any, data_2: Any, names: Iterable[str] = ("data_1", "data_2")) -> list[tuple[Any, Any]]:
     """Returns pairs of texts from two arguments, each a text or a list of texts.
 
     A single first text is paired with every second text. Otherwise the lists are paired item by item.
+
+    Args:
+        data_1: The first argument.
+        data_2: The second argument.
+        names: Names of the two arguments, for error messages.
 
     Raises:
         ValueError: If an argument has no texts, or the lengths of the lists do not match.
     """
     first, second = as_prompts(data_1), as_prompts(data_2)
-    check(bool(first), "data_1", data_1, "at least one text")
-    check(bool(second), "data_2", data_2, "at least one text")
+    name, name_2 = names
+    check(bool(first), name, data_1, "at least one text")
+    check(bool(second), name_2, data_2, "at least one text")
     if len(first) == 1:
         first *= len(second)
     aspect = "the number of texts in"
-    check(len(first) == len(second), "data_1", len(first), f"1 or {len(second)}", aspect=aspect)
+    check(len(first) == len(second), name, len(first), f"1 or {len(second)}", aspect=aspect)
     return list(zip(first, second, strict=True))

@@ -184,7 +184,7 @@ class PoolingRoutes(TextRoutes):
                 each = texts if isinstance(texts, list) else [texts]
                 ok = bool(each) and all(isinstance(text, str) and text for text in each)
                 check(ok, name, texts, "a non-empty string or a list of non-empty strings")
-            pairs = pooling.pairs_of(*given.values())
+            pairs = pooling.pairs_of(*given.values(), names=given)
             check_int(body.prompt_field, len(pairs), 1, _MAX_TEXTS, aspect="the number of texts in")
         spec = self._config.pooling
         # A model with labels scores each pair itself. For an embedding model, the score is the similarity of
