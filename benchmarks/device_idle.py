@@ -33,7 +33,7 @@ from jax_paged.worker.step_rows import plan_logits_rows
 VOCAB_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, BLOCK_SIZE = 1000, 40_000, 2048, 16
 
 
-class StandIn:
+class SimulatedExecutor:
     """Executor with a simulated device, which records how long the device waits for steps.
 
     Attributes:
@@ -46,7 +46,7 @@ class StandIn:
         self, num_seqs: int, step_s: float, async_scheduling: bool, num_scheduler_steps: int
     ) -> None:
         self.config = EngineConfig(
-            model_name="stand-in",
+            model_name="simulated",
             architecture="none",
             dtype="float32",
             attention_backend="none",
@@ -143,7 +143,7 @@ def idle_share(
         num_scheduler_steps: Number of decode steps per dispatch.
         num_steps: Number of decode steps to measure.
     """
-    executor = StandIn(num_seqs, step_s, async_scheduling, num_scheduler_steps)
+    executor = SimulatedExecutor(num_seqs, step_s, async_scheduling, num_scheduler_steps)
     engine = LLMEngine(EngineArgs(), executor)
     params = SamplingParams(
         max_tokens=MAX_MODEL_LEN - 64, ignore_eos=True, seed=0, output_kind=RequestOutputKind.DELTA
