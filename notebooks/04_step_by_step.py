@@ -69,8 +69,8 @@ print(f"sequence {row.seq_id} computes {row.num_tokens} tokens from position {ro
 # %% [markdown]
 # ## Leaving someone out
 #
-# `without` takes a request out of a plan. The request keeps its blocks and its batch slot, and computes later
-# what it would have computed now. No request gets other tokens.
+# `without` takes a request out of a plan. The request keeps its blocks and its batch slot, and computes the
+# same tokens in a later step.
 
 # %%
 engine.run(plan)
@@ -120,9 +120,9 @@ for name in prompts:
     print(f"{name:4} got the same tokens as alone: {outputs[name].text!r}")
 
 # %% [markdown]
-# `record` writes down what is decided, and `timeline_of` draws it, once for the engine's own scheduler and
-# once for this one. Left to itself, the engine computes all three in each step. By hand, the one with the
-# fewest tokens goes first; the prompts take their turns, and from then on the three take turns.
+# `record` records the steps, and `timeline_of` draws them: the first picture is of the engine's own
+# scheduler, the second of this one. The engine's scheduler runs all three requests in each step. This one
+# runs one request per step: first the three prompts one after another, then the three requests in turn.
 
 # %%
 pictures = []

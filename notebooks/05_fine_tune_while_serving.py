@@ -15,10 +15,10 @@
 # # Fine-tune while serving
 #
 # One model in memory is trained and served at once: the engine draws answers, a reward judges them, a
-# gradient step changes the weights, and the engine goes on with these. No file is written and nothing is
-# compiled again.
+# gradient step changes the weights, and the engine continues with the new weights. No file is written and
+# nothing is compiled again.
 #
-# `pagelet` can add two numbers, but it was never taught to find them in a story. It will be.
+# `pagelet` can add two numbers, but it was not trained to find them in a story. Here it learns that.
 
 # %%
 import random
@@ -86,8 +86,8 @@ print(f"{examine():.0%} of the examination is right")
 # drawn. If nothing has been trained in between, this ratio has to be 1. In most systems it is not, because
 # the trainer adds its numbers up in another order than the engine does, and so a bias creeps in.
 #
-# `score` computes given tokens by the very program that has drawn them. With `batch_invariant=True` the sums
-# are the same in any batch, so every single ratio is 1, to the last bit.
+# `score` computes given tokens with the same program that has drawn them. With `batch_invariant=True` the
+# sums are the same in any batch, so every single ratio is 1, to the last bit.
 
 # %%
 stories, right = draw(random.Random(2), 16)

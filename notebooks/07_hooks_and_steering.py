@@ -14,10 +14,10 @@
 # %% [markdown]
 # # Hooks and steering
 #
-# A hook is a function of yours that runs after a module of the model. It can read what the module returns,
-# or change it, for each row of a step. Requests ask for it by name and hand it numbers of their own; those
-# that do not ask are computed as if it were not there. Here one hook reads the activations of `pagelet`
-# after half of its layers, and another one changes them.
+# A hook is a function of yours that runs after a module of the model. It can read what the module returns, or
+# change it, for each row of a step. Requests select it by name and pass it their own numbers. Other requests
+# are computed as if it did not exist. Here one hook reads the activations of `pagelet` after half of its
+# layers, and another one changes them.
 
 # %%
 import matplotlib.pyplot as plt
@@ -131,8 +131,8 @@ _ = axes.set_ylabel("0 is English, 1 is Python")
 # %% [markdown]
 # ## Steering
 #
-# The second hook adds the direction to what the layer returns. How much of it is added is a number that each
-# request brings with it, so requests of different strengths run in one batch.
+# The second hook adds the direction to what the layer returns, times a strength that each request passes. So
+# requests with different strengths run in one batch.
 
 
 # %%
@@ -162,9 +162,9 @@ for beginning in ("The", "Each", "In"):
 # `pagelet` is a very small model, and what it writes means little. But one sees what kind of text it tries to
 # write: words about caches and requests at one end, and calls and brackets at the other.
 #
-# The next picture says it in numbers. For each strength, eight texts are drawn with a temperature, and it
-# shows the share of their characters that are signs of code, such as brackets and underscores. The dots are
-# single texts and the line is their mean.
+# For the next picture, eight texts are sampled with each strength. It shows the share of their characters
+# that are signs of code, such as brackets and underscores. The dots are single texts and the line is their
+# mean.
 
 # %%
 SIGNS = set("()[]{}_=:'\"%*+<>#@\\")
@@ -208,8 +208,8 @@ print(f"{len(records)} programs: {', '.join(record.program for record in records
 print(f"{llm.llm_engine.executor.runner.compiled.num_traces - num_traces} traces since the first request")
 
 # %% [markdown]
-# A request that does not ask for the hook gets what it gets from an engine without it, even beside one that
-# is steered hard.
+# A request that does not select the hook gets the same tokens as from an engine without the hook, even in a
+# batch with a strongly steered request.
 
 # %%
 plain = SamplingParams(temperature=0, max_tokens=20)

@@ -98,7 +98,8 @@ plt.show()
 engine.abort_request(["a", "b"])
 
 # %% [markdown]
-# The bright first columns are attention sinks: many heads put what they do not need on the first tokens.
+# The bright first columns are attention sinks: many heads attend to the first tokens if no other ones are
+# relevant.
 #
 # ## Dropping blocks
 #
@@ -184,11 +185,11 @@ axes.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# pagelet gains nothing from the far past here: its loss is lower with few blocks, whichever they are. The
-# same lines measure another model, or another text.
+# pagelet gains nothing from distant tokens here: its loss is lower with few blocks, whichever they are.
+# Another model or another text can be measured in the same way.
 #
-# And token by token, with eight blocks: where the log-probability falls, the model has lost something that it
-# had read before, and where it rises, something that led it astray.
+# The next picture shows the same with eight blocks, token by token. Where the log-probability falls, the
+# dropped blocks were useful for the token; where it rises, they were misleading.
 
 # %%
 figure, axes = plt.subplots(3, 1, figsize=(10, 5), sharex=True, sharey=True)

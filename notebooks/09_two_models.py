@@ -155,9 +155,9 @@ for text, without, contrasted in changed[:4]:
     print(f"{text}\n    beta = 0: {without}\n    beta = 1: {contrasted}")
 
 # %% [markdown]
-# With `beta = 0` this is greedy decoding of the expert. What a contrast is worth depends on the amateur: it
-# has to make the expert's own mistakes, only more of them, as a smaller model of the same family does. Noise
-# makes mistakes of its own, and so its contrast says little about the expert's. Measure before you use it.
+# With `beta = 0` this is greedy decoding of the expert. The benefit of a contrast depends on the amateur: it
+# has to make the same mistakes as the expert, only more of them, like a smaller model of the same family.
+# Noise causes other mistakes, so this contrast says little about the expert's. Measure before you use it.
 #
 # ## Drafts
 #
@@ -165,8 +165,8 @@ for text, without, contrasted in changed[:4]:
 # all of them in one step of the expert: those that the expert would have chosen are accepted, and one more
 # token of the expert's own comes with them.
 #
-# The other drafter is no model at all. Prompt lookup searches the text for an earlier place with the same
-# last tokens, and proposes what followed there.
+# The other drafter is not a model. Prompt lookup searches the text for an earlier occurrence of its last
+# tokens, and proposes the tokens that followed there.
 
 
 # %%

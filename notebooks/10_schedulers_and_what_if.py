@@ -102,8 +102,8 @@ _ = axes.legend()
 # %% [markdown]
 # ## How many tokens per step
 #
-# Long prompts are computed in chunks of what a step has room for. More room brings first tokens sooner, and
-# makes each step longer for those that decode.
+# Long prompts are computed in chunks of at most `max_num_batched_tokens`. A larger budget gives first tokens
+# sooner, but makes each step longer for the requests that decode.
 
 # %%
 budgets = {f"{n} tokens per step": replay(lines, max_num_batched_tokens=n) for n in (16, 32, 64, 128, 256)}
