@@ -2,7 +2,7 @@
 
     make devices-compile                                in the environment of kernels-compile (4.5 GB)
     make devices-compile KERNELS_PYTHON=/path/python    in another environment with jax[cuda13]
-    make devices-check                                  four GPUs only, with a download of 200 MB; runs in CI
+    make devices-check                                  only one and four GPUs; downloads 200 MB; runs in CI
 
 XLA does the same work as on a machine with GPUs, except autotuning. Nothing is run, so no times are measured.
 The exit status is 1 if a step on several devices
@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 DOC = ROOT / "benchmarks" / "results" / "devices-compile.md"
 BEGIN, END = "<!-- devices-compile: begin -->", "<!-- devices-compile: end -->"
-MARK = "RESULT "
+MARK = "RESULT "  # prefix of the line with the result of a process
 NUM_BLOCKS = 4096
-MAX_RATIO = 1.1
+MAX_RATIO = 1.1  # of temporary memory, compared with one device
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 BYTES = {"bf16": 2, "f32": 4, "s32": 4}
 
@@ -113,8 +113,8 @@ def graphs(dump: Path) -> list[int]:
     """Returns the number of CUDA graphs of a step, and the number of operations outside of graphs."""
     for file in dump.glob("*thunk_sequence_after_thunk_passes.txt"):
         top = [line for line in file.read_text().splitlines() if re.match(r"\d+: ", line)]
-        inside = sum("kCommandBuffer" in line for line in top)
-    return [inside, len(top) - inside]
+        num_graphs = sum("kCommandBuffer" in line for line in top)
+    return [num_graphs, len(top) - num_graphs]
 
 
 def run_apart(check: Check) -> dict[str, Any]:
@@ -193,10 +193,10 @@ def main() -> int:
     for check in asked:
         results[check] = found = run_apart(check)
         alone = results[Check(1, 1, check.num_tokens)]
-        said = problems(check, found, alone, LLAMA_8B["num_hidden_layers"])
-        wrong += bool(said)
+        messages = problems(check, found, alone, LLAMA_8B["num_hidden_layers"])
+        wrong += bool(messages)
         name = f"{check.num_hosts} x {check.num_devices} GPUs, {check.num_tokens} rows"
-        print(f"{name}: {'; '.join(said) or 'ok'} {found.get('collectives', '')}", flush=True)
+        print(f"{name}: {'; '.join(messages) or 'ok'} {found.get('collectives', '')}", flush=True)
     if args.size is None:
         begin, rest = DOC.read_text(encoding="utf-8").split(BEGIN)
         end = rest.split(END)[1]

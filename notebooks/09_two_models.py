@@ -78,9 +78,10 @@ for name, llm in (("expert", expert), ("amateur", amateur)):
 # %% [markdown]
 # ## What each of them would say next
 #
-# `inspect` returns the logits of a request's next token. It needs a request with one token to compute, so the
-# last token of the text is forced as the first one of the output. Each text is a new request, but the prefix
-# cache holds the blocks of the text before it, and only what is new is computed.
+# `inspect` returns the logits of a request's next token, if the prompt is computed and the request decodes.
+# So the last token of the text is not a part of the prompt, but forced as the first output token. Each text
+# is a new request, but the prefix cache holds the blocks of the previous text, and only new tokens are
+# computed.
 
 
 # %%
@@ -154,9 +155,9 @@ for text, without, contrasted in changed[:4]:
     print(f"{text}\n    beta = 0: {without}\n    beta = 1: {contrasted}")
 
 # %% [markdown]
-# With `beta = 0` this is greedy decoding of the expert. What a contrast is worth depends on the amateur: it
-# has to make the expert's own mistakes, only more of them, as a smaller model of the same family does. Noise
-# makes mistakes of its own, and so its contrast says little about the expert's. Measure before you use it.
+# With `beta = 0` this is greedy decoding of the expert. The benefit of a contrast depends on the amateur: it
+# has to make the same mistakes as the expert, only more of them, like a smaller model of the same family.
+# Noise causes other mistakes, so this contrast says little about the expert's. Measure before you use it.
 #
 # ## Drafts
 #
@@ -164,8 +165,8 @@ for text, without, contrasted in changed[:4]:
 # all of them in one step of the expert: those that the expert would have chosen are accepted, and one more
 # token of the expert's own comes with them.
 #
-# The other drafter is no model at all. Prompt lookup searches the text for an earlier place with the same
-# last tokens, and proposes what followed there.
+# The other drafter is not a model. Prompt lookup searches the text for an earlier occurrence of its last
+# tokens, and proposes the tokens that followed there.
 
 
 # %%
@@ -199,7 +200,7 @@ def speculate(tokens, draft, max_tokens=40, num_draft=4):
                 output = list(result.outputs[0].token_ids)
             steps.append((0, 0))
     while engine.has_unfinished_requests():
-        engine.step()  # the end of the request is still to be told
+        engine.step()  # ends the request
     return output, steps
 
 
@@ -213,13 +214,13 @@ texts = {
     "code": tokenizer.encode(code, add_special_tokens=False),
 }
 drafters = {"the amateur": by_amateur, "prompt lookup": by_lookup}
-taken = {}
+steps_of = {}
 for text, tokens in texts.items():
     plain = list(greedy(expert, tokens, 40).token_ids)
     for name, draft in drafters.items():
         output, steps = speculate(tokens, draft)
         assert output == plain
-        taken[text, name] = steps
+        steps_of[text, name] = steps
         print(f"{text}, {name}: the same {len(plain)} tokens in {len(steps)} steps")
     print(repr(tokenizer.decode(plain)))
 
@@ -232,7 +233,7 @@ for text, tokens in texts.items():
 
 # %%
 figure, axes = plt.subplots(2, 2, figsize=(9, 4), sharex=True, sharey=True, layout="constrained")
-for axis, ((text, name), steps) in zip(axes.flat, taken.items(), strict=True):
+for axis, ((text, name), steps) in zip(axes.flat, steps_of.items(), strict=True):
     proposed, accepted = np.array(steps).T
     places = np.arange(len(steps))
     axis.bar(places, 1, color="#E69F00", label="the expert's own")

@@ -1,4 +1,4 @@
-"""The comparison of engines runs from end to end, and its figures are what they are called."""
+"""The comparison of engines runs from end to end, and its metrics are what they are called."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ import pytest
 from serving import picture, report
 from serving.compare import Run
 from serving.engines import KINDS, parse_engine
-from serving.figures import Figures, figures_of
+from serving.metrics import Metrics, metrics_of
 from serving.runner import Answer, drive
 from serving.workloads import SCENARIOS, Request
 
@@ -42,28 +42,28 @@ def test_the_smallest_scenario_from_end_to_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "found.json").read_text())
     (run,) = found["runs"]
-    (figures,) = run["rounds"]
+    (metrics,) = run["rounds"]
     assert run["engine"] == TINY
-    assert figures["output_tokens_per_s"] > 0
-    assert figures["all_tokens_per_s"] == pytest.approx(1.5 * figures["output_tokens_per_s"])
-    assert figures["peak_mib"] > 100
-    assert figures["cores"] > 0
+    assert metrics["output_tokens_per_s"] > 0
+    assert metrics["all_tokens_per_s"] == pytest.approx(1.5 * metrics["output_tokens_per_s"])
+    assert metrics["peak_mib"] > 100
+    assert metrics["cores"] > 0
     assert "1 alone, 64 in, 128 out" in (tmp_path / "found.md").read_text()
 
 
 def test_figures_of_answers_at_known_times() -> None:
     requests = [Request([5] * 10, 3), Request([5] * 20, 2, arrival_s=1.0)]
     answers = [Answer([1, 2, 3], 3, [0.5, 0.75, 1.5]), Answer([1, 2], 2, [3.0, 4.0])]
-    figures = figures_of(requests, answers, cores=1.5, other_cores=0.1, peak_mib=7.0)
-    assert figures.output_tokens_per_s == pytest.approx(5 / 4)
-    assert figures.all_tokens_per_s == pytest.approx(35 / 4)
-    assert figures.first_token_p50_s == pytest.approx((0.5 + 2.0) / 2)
-    assert figures.first_token_p99_s == pytest.approx(2.0), "from the arrival, not from the start"
-    assert figures.per_token_p50_ms == pytest.approx((500 + 1000) / 2)
-    assert figures.gap_p99_ms == pytest.approx(1000)
+    metrics = metrics_of(requests, answers, cores=1.5, other_cores=0.1, peak_mib=7.0)
+    assert metrics.output_tokens_per_s == pytest.approx(5 / 4)
+    assert metrics.all_tokens_per_s == pytest.approx(35 / 4)
+    assert metrics.first_token_p50_s == pytest.approx((0.5 + 2.0) / 2)
+    assert metrics.first_token_p99_s == pytest.approx(2.0), "from the arrival, not from the start"
+    assert metrics.per_token_p50_ms == pytest.approx((500 + 1000) / 2)
+    assert metrics.gap_p99_ms == pytest.approx(1000)
     short = [answers[0], Answer([1], 1, [3.0])]
     with pytest.raises(ValueError, match="request 1 got 1 tokens of 2"):
-        figures_of(requests, short, cores=0, other_cores=0, peak_mib=0)
+        metrics_of(requests, short, cores=0, other_cores=0, peak_mib=0)
 
 
 def test_requests_are_added_when_they_arrive() -> None:
@@ -81,27 +81,27 @@ def test_requests_are_added_when_they_arrive() -> None:
     assert answers[0].times[0] >= 0.05
 
 
-def figures_at(speed: float) -> Figures:
-    return Figures(speed, 2 * speed, 0.1, 0.2, 1000 / speed, 1000 / speed, 9.0, 1.9, 0.0, 500.0)
+def metrics_at(speed: float) -> Metrics:
+    return Metrics(speed, 2 * speed, 0.1, 0.2, 1000 / speed, 1000 / speed, 9.0, 1.9, 0.0, 500.0)
 
 
 @pytest.mark.parametrize("scenario", ["crowd", "bursts"])
 def test_ratios_are_of_the_first_engine_round_by_round(scenario: str) -> None:
-    ours = Run("ours", scenario, "float32", [figures_at(100), figures_at(300)], 64, 64)
-    peer = Run("vllm", scenario, "float32", [figures_at(200), figures_at(200)], 63, 64)
+    ours = Run("ours", scenario, "float32", [metrics_at(100), metrics_at(300)], 64, 64)
+    peer = Run("vllm", scenario, "float32", [metrics_at(200), metrics_at(200)], 63, 64)
     assert report.ratios(peer, ours) == pytest.approx([0.5, 1.5])
     table = report.markdown([ours, peer])
     assert "1.00 (0.50-1.50)" in table
     assert "63 of 64" in table
     assert "others" not in table
-    disturbed = dataclasses.replace(figures_at(200), other_cores=0.9)
+    disturbed = dataclasses.replace(metrics_at(200), other_cores=0.9)
     assert "1.90 (others 0.90)" in report.markdown([Run("ours", scenario, "float32", [disturbed])])
 
 
 def test_the_picture_shows_every_engine(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = [
-        Run(engine, scenario, "float32", [figures_at(speed), figures_at(1.1 * speed)])
+        Run(engine, scenario, "float32", [metrics_at(speed), metrics_at(1.1 * speed)])
         for scenario in ("crowd", "bursts")
         for engine, speed in (("ours", 100), ("openvino", 200))
     ]

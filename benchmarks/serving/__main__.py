@@ -12,7 +12,7 @@ from serving import picture, report
 from serving.checkpoint import write_checkpoint
 from serving.compare import Comparison, Plan
 from serving.engines import ROOT, Launcher, parse_engine
-from serving.process import Turn
+from serving.process import MachineLock
 from serving.workloads import SCENARIOS
 
 
@@ -74,7 +74,7 @@ def main() -> None:
             names = ", ".join(spec.label for spec in missing)
             print(f"skipped, because there is no environment for them (see make bench-peers): {names}")
             plan = replace(plan, engines=[spec for spec in specs if spec not in missing])
-        comparison = Comparison(plan, launcher, Turn(shlex.split(args.under)), _say)
+        comparison = Comparison(plan, launcher, MachineLock(shlex.split(args.under)), _say)
 
         def save() -> None:
             if args.out:

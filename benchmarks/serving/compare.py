@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from serving.engines import OF_A_TREE, EngineSpec, Launcher, commit_of
-from serving.figures import QUIET_CORES, Figures, figures_of
-from serving.process import EngineProcess, Turn
+from serving.engines import TREE_KINDS, EngineSpec, Launcher, commit_of
+from serving.metrics import QUIET_CORES, Metrics, metrics_of
+from serving.process import EngineProcess, MachineLock
 from serving.runner import Answer
 from serving.workloads import Request, Scenario
 
@@ -33,7 +33,7 @@ class Run:
     engine: str
     scenario: str
     dtype: str
-    rounds: list[Figures] = field(default_factory=list)
+    rounds: list[Metrics] = field(default_factory=list)
     num_equal: int | None = None
     num_requests: int = 0
     commit: str = ""
@@ -68,7 +68,7 @@ class Comparison:
     Args:
         plan: Settings of the comparison.
         launcher: Starts the processes.
-        turn: Lock that is held during measurements.
+        lock: Lock that is held during measurements.
         say: Receives a line of text when an engine starts, fails or finishes a round.
 
     Attributes:
@@ -80,10 +80,10 @@ class Comparison:
             without them.
     """
 
-    def __init__(self, plan: Plan, launcher: Launcher, turn: Turn, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, launcher: Launcher, lock: MachineLock, say: Callable[[str], None]) -> None:
         self._plan = plan
         self._launcher = launcher
-        self._turn = turn
+        self._lock = lock
         self._say = say
         self.runs: list[Run] = []
         self.versions: dict[str, str] = {}
@@ -111,7 +111,7 @@ class Comparison:
         try:
             for spec in specs:
                 self._say(f"{dtype}: starting {spec.label}{' as a server' if over_http else ''}")
-                self._commits[spec.label] = commit_of(spec.tree) if spec.kind in OF_A_TREE else ""
+                self._commits[spec.label] = commit_of(spec.tree) if spec.kind in TREE_KINDS else ""
                 try:
                     process = self._launcher.start(spec, dtype, server=over_http)
                 except RuntimeError as error:
@@ -126,7 +126,7 @@ class Comparison:
                 self._run_scenario(dtype, scenario, processes)
                 save()
         finally:
-            self._turn.end()
+            self._lock.release()
             for process in processes.values():
                 process.close()
 
@@ -136,32 +136,32 @@ class Comparison:
         for i in range(self._plan.num_rounds + 1):
             found = self._run_round(scenario, i, processes)
             expected = self._expected(dtype, scenario, [answers for answers, _ in found.values()])
-            for label, (answers, figures) in found.items():
+            for label, (answers, metrics) in found.items():
                 run = runs[label]
                 run.num_requests = len(answers)
                 if expected is not None:
                     num_equal = sum(a.output == b for a, b in zip(answers, expected, strict=True))
                     run.num_equal = num_equal if run.num_equal is None else min(run.num_equal, num_equal)
                 if i > 0:
-                    run.rounds.append(figures)
+                    run.rounds.append(metrics)
                     self._say(
-                        f"{dtype} {scenario.name}, round {i} of {self._plan.num_rounds}, {label}: {figures}"
+                        f"{dtype} {scenario.name}, round {i} of {self._plan.num_rounds}, {label}: {metrics}"
                     )
 
     def _run_round(
         self, scenario: Scenario, round_: int, processes: dict[str, EngineProcess]
-    ) -> dict[str, tuple[list[Answer], Figures]]:
+    ) -> dict[str, tuple[list[Answer], Metrics]]:
         """Measures every engine once, and repeats measurements that other processes disturbed.
 
         If the requests share prefixes, the whole round is repeated. The second attempt needs new prefixes,
         because the first ones are cached, and all engines must receive the same requests.
         """
-        found: dict[str, tuple[list[Answer], Figures]] = {}
+        found: dict[str, tuple[list[Answer], Metrics]] = {}
         labels = list(processes)
         for attempt in range(_MAX_TRIES):
             requests = scenario.make(self._plan.vocab_size, round_ * _MAX_TRIES + attempt)
             for label in labels:
-                self._turn.begin()
+                self._lock.acquire()
                 try:
                     found[label] = measure(processes[label], requests, scenario)
                 except (OSError, RuntimeError, ValueError) as error:
@@ -188,11 +188,11 @@ class Comparison:
 
 def measure(
     process: EngineProcess, requests: Sequence[Request], scenario: Scenario
-) -> tuple[list[Answer], Figures]:
+) -> tuple[list[Answer], Metrics]:
     """Runs requests on a stopped process, stops it again, and returns the answers and the metrics."""
-    process.go_on()
+    process.resume()
     try:
-        process.forget_peak()
+        process.reset_peak()
         own, everything, start = process.cpu_s(), _machine_cpu_s(), time.perf_counter()
         answers = process.ask(list(requests), prefix_caching=scenario.shares_prefixes)
         elapsed = time.perf_counter() - start
@@ -201,7 +201,7 @@ def measure(
     finally:
         process.stop()
     cores, other_cores = own / elapsed, max(0.0, everything - own) / elapsed
-    return answers, figures_of(requests, answers, cores=cores, other_cores=other_cores, peak_mib=peak_mib)
+    return answers, metrics_of(requests, answers, cores=cores, other_cores=other_cores, peak_mib=peak_mib)
 
 
 def _machine_cpu_s() -> float:

@@ -15,7 +15,7 @@ from serving.runner import MAX_MODEL_LEN, MAX_NUM_SEQS, OUR_POOL_BYTES, POOL_GIB
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 KINDS = ("ours", "llm", "vllm", "vllm-eager", "openvino")
-OF_A_TREE = ("ours", "llm")
+TREE_KINDS = ("ours", "llm")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class EngineSpec:
     Args:
         label: Name in tables: the text from the command line.
         kind: One of KINDS.
-        tree: Source tree whose jax_paged is used, for the kinds in OF_A_TREE.
+        tree: Source tree whose jax_paged is used; only for TREE_KINDS.
         arguments: Further arguments of the engine.
     """
 
@@ -50,9 +50,9 @@ def parse_engine(text: str) -> EngineSpec:
     kind, _, tree = head.partition("@")
     if kind not in KINDS:
         raise ValueError(f"the engine must be one of {', '.join(KINDS)}, got {kind!r}")
-    if tree and kind not in OF_A_TREE:
+    if tree and kind not in TREE_KINDS:
         raise ValueError(
-            f"the tree of {kind} must be unset, as only {' and '.join(OF_A_TREE)} have one, got {tree!r}"
+            f"the tree of {kind} must be unset, as only {' and '.join(TREE_KINDS)} have one, got {tree!r}"
         )
     if tree and not (Path(tree) / "jax_paged").is_dir():
         raise ValueError(f"the tree must be a folder that holds jax_paged, got {tree!r}")
@@ -87,7 +87,7 @@ class Launcher:
 
     def python(self, spec: EngineSpec) -> Path:
         """Returns the Python interpreter of an engine."""
-        environments = {**dict.fromkeys(OF_A_TREE, sys.prefix), "openvino": self._peers / "openvino"}
+        environments = {**dict.fromkeys(TREE_KINDS, sys.prefix), "openvino": self._peers / "openvino"}
         return Path(environments.get(spec.kind, self._peers / "vllm")) / "bin" / "python"
 
     def start(self, spec: EngineSpec, dtype: str, *, server: bool) -> EngineProcess:
@@ -148,7 +148,7 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
 def _environment(spec: EngineSpec) -> dict[str, str]:
     paths = [HERE.parent]
     environment = {"HF_HUB_OFFLINE": "1"}
-    if spec.kind in OF_A_TREE:
+    if spec.kind in TREE_KINDS:
         paths.append(spec.tree)
     elif spec.kind.startswith("vllm"):
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))

@@ -77,8 +77,8 @@ class EngineProcess:
         """Stops the processes, so that they do not use the processor."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
-    def go_on(self) -> None:
-        """Continues the stopped processes."""
+    def resume(self) -> None:
+        """Lets the stopped processes run again."""
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def close(self) -> None:
@@ -92,13 +92,13 @@ class EngineProcess:
         fields = (_stat(pid) for pid in self._pids())
         return sum(int(f[11]) + int(f[12]) for f in fields if f) / _TICKS
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         """Resets the peak memory of the processes."""
         for pid in self._pids():
             (Path("/proc") / str(pid) / "clear_refs").write_text("5")
 
     def peak_mib(self) -> float:
-        """Returns the peak resident memory since `forget_peak`, summed over the processes (MiB)."""
+        """Returns the peak resident memory since `reset_peak`, summed over the processes (MiB)."""
         total = 0
         for pid in self._pids():
             status = (Path("/proc") / str(pid) / "status").read_text()
@@ -139,7 +139,7 @@ def _stat(pid: int) -> list[str] | None:
         return None
 
 
-class Turn:
+class MachineLock:
     """Lock that keeps other work off the machine during measurements.
 
     Args:
@@ -152,14 +152,14 @@ class Turn:
         self._holder: subprocess.Popen[str] | None = None
         self._since = 0.0
 
-    def begin(self) -> None:
+    def acquire(self) -> None:
         """Acquires the lock, unless it is already held.
 
         If it has been held for 30 seconds, it is released and acquired again, so that others can get it.
         """
         if not self._command or (self._holder and time.monotonic() - self._since < 30):
             return
-        self.end()
+        self.release()
         self._holder = subprocess.Popen(
             [*self._command, "sh", "-c", "echo; exec cat"],
             stdin=subprocess.PIPE,
@@ -170,7 +170,7 @@ class Turn:
         self._holder.stdout.readline()
         self._since = time.monotonic()
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Releases the lock, if it is held."""
         if self._holder:
             self._holder.communicate()

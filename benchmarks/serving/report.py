@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.compare import Comparison, Run
-from serving.figures import QUIET_CORES, Figures
+from serving.metrics import QUIET_CORES, Metrics
 from serving.workloads import SCENARIOS
 
 _COLUMNS = (
@@ -83,8 +83,8 @@ def markdown(runs: Sequence[Run]) -> str:
 
 
 def _row(run: Run, first: Run) -> str:
-    def median(of: Callable[[Figures], float]) -> float:
-        return statistics.median(of(figures) for figures in run.rounds)
+    def median(of: Callable[[Metrics], float]) -> float:
+        return statistics.median(of(metrics) for metrics in run.rounds)
 
     others = median(lambda f: f.other_cores)
     disturbed = f" (others {others:.2f})" if others > QUIET_CORES else ""

@@ -11,7 +11,7 @@ from serving.runner import Answer, Settings
 from serving.workloads import Request
 
 
-class Script:
+class Engine:
     """`LLM` with its defaults for scripts, after it has compiled all its programs."""
 
     def __init__(self, settings: Settings) -> None:
@@ -55,4 +55,4 @@ class Script:
 
 
 if __name__ == "__main__":
-    runner.main(Script, f"jax {jax.__version__}")
+    runner.main(Engine, f"jax {jax.__version__}")

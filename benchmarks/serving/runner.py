@@ -80,8 +80,8 @@ def main(make: Callable[[Settings], Callable[[list[Request], bool], list[Answer]
     """Runs scenarios until standard input ends.
 
     Args:
-        make: Returns an engine that is ready: a function of the requests of a scenario, and of whether to
-            cache the prefixes that they have in common. A call must not use prefixes of an earlier call.
+        make: Returns the engine as a function. Its arguments are the requests of a scenario, and whether to
+            cache their common prefixes. It must not use prefixes that an earlier call has cached.
         version: Version of the engine.
     """
     # The output of the engine goes to standard error, because standard output is only for answers.

@@ -186,6 +186,11 @@ def _display() -> Callable[[list[Frame]], None] | None:
 
 
 def _movie_html(frames: list[Frame]) -> str:
+    """Returns the template movie.html with the drawing of the last frame and the data of all frames.
+
+    The data contains the distinct drawings of a cell ("boxes") and, for each frame, its caption, the cells
+    that differ from the frame before as pairs (cell, box), and the arrows of copied and swapped blocks.
+    """
     if not frames:
         return "<p>no steps yet</p>"
     on_device = _drawn(frame.pool.blocks for frame in frames)
@@ -232,7 +237,7 @@ def _movie_html(frames: list[Frame]) -> str:
 
 
 def _drawn(maps: Iterable[np.ndarray]) -> list[int]:
-    """Returns the ids of all blocks that ever held something, in ascending order, at most MAX_DRAWN."""
+    """Returns the ids of the blocks that any frame uses, in ascending order, at most MAX_DRAWN."""
     ids: set[int] = set()
     for blocks in maps:
         ids.update(blocks["block_id"][blocks["ref_count"] > 0].tolist())
