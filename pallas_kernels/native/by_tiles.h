@@ -19,7 +19,7 @@ INLINE bool is_by_tiles(const Attention& a, const Item& item) {
 
 #include TILES
 
-// The queries of TILE lanes from `lane` on as pairs [head_dim / 2, TILE]; those of unused lanes are 0.
+// Writes the queries of TILE lanes from `lane` on as pairs [head_dim / 2, TILE]; 0 for unused lanes.
 static void pair_queries(const Attention& a, const Item& item, int64_t head, int64_t lane, uint32_t* pairs) {
   for (int64_t d = 0; d < a.head_dim; d += PAIRS) {
     Vec query[WIDTH] = {};

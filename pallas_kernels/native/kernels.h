@@ -2,7 +2,7 @@
 // after defining WIDTH (floats per vector), VARIANT (its namespace) and, for bfloat16 products, TILES (a header).
 //
 // The linker must not replace a function by the same function of another variant. Everything here is therefore static,
-// and only types and built-in functions of the standard library are used.
+// and nothing of the standard library is used except types and functions that the compiler has built in.
 //
 // Template parameters: E is the type of queries and output, P that of the pool. In functions that read only the pool, E
 // is the type of the pool. The argument `which` is 0 for keys and 1 for values.
