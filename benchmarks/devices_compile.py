@@ -111,9 +111,9 @@ def compile_step(check: Check, dump: Path) -> dict[str, Any]:
 
 def graphs(dump: Path) -> list[int]:
     """Returns the number of CUDA graphs of a step, and the number of operations outside of graphs."""
-    for file in dump.glob("*thunk_sequence_after_thunk_passes.txt"):
-        top = [line for line in file.read_text().splitlines() if re.match(r"\d+: ", line)]
-        num_graphs = sum("kCommandBuffer" in line for line in top)
+    *_, file = sorted(dump.glob("*thunk_sequence_after_thunk_passes.txt"))
+    top = [line for line in file.read_text().splitlines() if re.match(r"\d+: ", line)]
+    num_graphs = sum("kCommandBuffer" in line for line in top)
     return [num_graphs, len(top) - num_graphs]
 
 

@@ -304,7 +304,8 @@ def lower_step(check: StepCheck, device: Any) -> tuple[Callable[[], Any], tuple[
 def read_kernels(dump: Path) -> dict[str, dict[str, Any]]:
     """Returns registers, spills, shared memory and instruction counts of each Mosaic kernel, by its name.
 
-    If a name occurs several times, the result describes the kernel with the most registers.
+    If a name occurs several times, the result describes the kernel with the most registers, with the largest
+    number of spilled bytes of all.
     """
     kernels: dict[str, dict[str, Any]] = {}
     for file in sorted(dump.glob("*.ptxas")):
@@ -320,10 +321,11 @@ def read_kernels(dump: Path) -> dict[str, dict[str, Any]]:
             "instructions": {k: n for k, n in counts.items() if n},
             "is_serialized": "instructions are serialized" in text,
         }
-        if name not in kernels or found["registers"] > kernels[name]["registers"]:
-            kernels[name] = found | {
-                "spill_bytes": max(found["spill_bytes"], kernels.get(name, found)["spill_bytes"])
-            }
+        known = kernels.get(name, found)
+        spill_bytes = max(found["spill_bytes"], known["spill_bytes"])
+        kernels[name] = max(known, found, key=lambda kernel: kernel["registers"]) | {
+            "spill_bytes": spill_bytes
+        }
     return kernels
 
 

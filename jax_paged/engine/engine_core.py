@@ -73,6 +73,7 @@ class EngineCore:
         changed: Requests that have changed since `advance` or `run_planned` last returned, in order.
         is_closed: True if the engine is closed or about to be closed.
         failure: The error that interrupted a step; no step may run after it. None if there was none.
+        num_generated_tokens: Number of output tokens of all requests so far.
         num_saved_reads: Sum of num_saved_reads of all ModelRunnerOutputs.
         weight_version: Name of the current weights.
         num_weight_updates: Number of weight updates so far.
@@ -103,7 +104,7 @@ class EngineCore:
         self.changed: dict[RequestState, None] = {}
         self.is_closed = False
         self.failure: BaseException | None = None
-        self.num_saved_reads = 0
+        self.num_generated_tokens = self.num_saved_reads = 0
         self.weight_version, self.num_weight_updates = "0", 0
         self.pause_reason: str | None = None
         self.seeds = random.Random(seed)
@@ -389,6 +390,7 @@ class EngineCore:
         for group, seq, start, arrays in update.captured:
             self.requests[group.request_id].add_captured(seq, start, arrays)
         for group, seq, token_ids, logprobs in update.new_tokens:
+            self.num_generated_tokens += len(token_ids)
             end = self.requests[group.request_id].add_tokens(seq, token_ids, logprobs)
             if end is not None:
                 stop, num_output_tokens = end

@@ -20,9 +20,7 @@ from jax_paged.outputs import RequestOutput
 # list takes as long as its slowest engine, so equal work matters more than cached prefixes.
 _MAX_LAG = 0
 
-# Result of a step: the number of requests that got tokens or ended, and the outputs of ended requests, by id.
-# The progress bar adds these numbers up as tokens. The rate that it shows is too low if steps produce several
-# tokens per request: with n > 1, multi-step decoding or accepted draft tokens.
+# Result of a step: the number of output tokens, and the outputs of ended requests, by id.
 _Step = tuple[int, dict[str, RequestOutput]]
 
 
@@ -60,9 +58,9 @@ class ListRunner:
             contextlib.closing(self._steps(dict(zip(ids, requests, strict=True)), interrupted)) as steps,
         ):
             num_tokens, start = 0, time.monotonic()
-            for num_changed, ended in steps:
+            for num_new_tokens, ended in steps:
                 outputs |= ended
-                num_tokens += num_changed
+                num_tokens += num_new_tokens
                 rate = num_tokens / (time.monotonic() - start)
                 bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                 bar.update(len(ended))
@@ -108,12 +106,13 @@ def _steps_of(
                 engine.add_request(request_id, request)
                 added.append(request_id)
             while left and not is_over():
+                num_before = engine.num_generated_tokens
                 changed = engine.advance()
                 # The engine may also run requests that the user has added with add_request.
                 finished = ((state.group.request_id, state) for state in changed if state.is_finished)
                 ended = {i: state.output() for i, state in finished if i in requests}
                 left -= len(ended)
-                yield len(changed), ended
+                yield engine.num_generated_tokens - num_before, ended
         finally:
             with contextlib.suppress(EngineDeadError):  # a closed engine has no requests
                 engine.end_requests(added)

@@ -118,6 +118,11 @@ class LLMEngine(composition.EngineFeatures):
         return self._core.seeds
 
     @property
+    def num_generated_tokens(self) -> int:
+        """The number of output tokens of all requests so far."""
+        return self._core.num_generated_tokens
+
+    @property
     def num_saved_reads(self) -> int:
         """The number of KV cache reads (tokens) that cascade attention has saved so far.
 

@@ -104,7 +104,11 @@ def pool_map(manager: BlockManager, requests: Iterable[SequenceGroup]) -> PoolMa
             for rows, tables in ((device, manager.block_tables), (host, manager.swapped_tables)):
                 for g, table in enumerate(tables.get(seq, ())):
                     is_cross = manager.groups[g].is_cross
-                    n = len(request.request.encoder_token_ids) if is_cross else seq.num_computed_tokens
+                    n = (
+                        len(request.request.encoder_token_ids)
+                        if is_cross
+                        else seq.num_computed_tokens - seq.num_dropped_tokens
+                    )
                     add_rows(rows, table, n, g, *owner, index)
     for name, prefix in manager.pinned.items():
         for g, table in enumerate(prefix.tables):
