@@ -5,7 +5,6 @@ import pytest
 from jax_paged import LLM, SamplingParams
 from jax_paged.engine.list_runner import _steps_of
 
-
 pytestmark = pytest.mark.thorough
 
 

@@ -189,6 +189,7 @@ def test_calls_that_are_up_to_the_model(chats_of, tools):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tools", [*CALLS, None])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_calls_that_are_forced(chats_of, tools, choice):
