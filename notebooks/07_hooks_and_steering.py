@@ -37,7 +37,7 @@ settings = {
 
 
 def read(params, activation, args):
-    """Leaves the activation as it is, and captures it."""
+    """Leaves the activation as it is, and captures it. This hook has no parameters."""
     return activation, activation
 
 

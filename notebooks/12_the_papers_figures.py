@@ -63,7 +63,7 @@ def picture_of(system):
     manager, slots = scheduler.block_manager, np.zeros(OPT_13B.num_slots // 16 * 16, int)
     for seq, (table,) in manager.block_tables.items():
         held = np.concatenate([np.arange(block * 16 - 16, block * 16) for block in table])
-        request = trace[-1 - seq.prompt_token_ids[0]]  # prompts consist of the token -1 - index
+        request = trace[-1 - seq.prompt_token_ids[0]]  # all prompt tokens of request i have the id -1 - i
         ends = [seq.num_computed_tokens, request.prompt_len + request.output_len]
         if isinstance(manager, BuddyManager):
             ends.append(manager.num_reserved_tokens(request.prompt_len, request.output_len))
