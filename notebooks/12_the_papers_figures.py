@@ -40,7 +40,7 @@ colors = {"token states": "#0072b2", "reserved": "#56b4e9", "internal": "#e69f00
 hatches = {"token states": "", "reserved": "///", "internal": "xx", "other": ".."}
 
 # %% [markdown]
-# ## What a memory looks like
+# ## Contents of the memory
 #
 # Two requests per second reach OPT-13B, whose keys and values fill 12 GB: 15,700 tokens. This is the memory
 # after two minutes, from its first slot to its last. Orca (Max) reserves for the longest possible output,
