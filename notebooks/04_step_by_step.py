@@ -101,6 +101,7 @@ from jax_paged.lab.timeline import timeline_of
 
 
 def finish(engine, edit=lambda plan: plan):
+    """Runs all requests to their end; returns their last outputs. Updates `num_tokens` after each step."""
     outputs = {}
     while engine.has_unfinished_requests():
         outputs |= {output.request_id: output.outputs[0] for output in engine.run(edit(engine.schedule()))}

@@ -61,8 +61,8 @@ def run(num_steps=None):
 # writes. The page table of a request shows how many sequences use each block.
 
 # %%
-drawn = SamplingParams(temperature=1.0, seed=1, max_tokens=24)
-engine.add_request("root", prompt("What is a block table?"), drawn)
+params = SamplingParams(temperature=1.0, seed=1, max_tokens=24)
+engine.add_request("root", prompt("What is a block table?"), params)
 run(6)
 for seed in (2, 3):
     engine.fork("root", f"branch {seed}", seed=seed)

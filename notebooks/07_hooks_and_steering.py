@@ -37,7 +37,7 @@ settings = {
 
 
 def read(params, activation, args):
-    """Leaves the activation as it is, and captures it."""
+    """Leaves the activation as it is, and captures it. This hook has no parameters."""
     return activation, activation
 
 
@@ -47,8 +47,8 @@ tokenizer = reader.get_tokenizer()
 # %% [markdown]
 # ## Looking inside
 #
-# What was captured comes with the finished answer: a row for each token that was computed, of the prompt and
-# of the answer. Only the last token of the answer has none, because nothing was computed from it.
+# The finished output contains the captured activations: a row for each token of the prompt and of the answer
+# that was computed. The last token of the answer has no row, because nothing was computed from it.
 
 # %%
 text = "A block table says which blocks belong to a request.\n\ndef read(self, name):\n    return self."
@@ -79,7 +79,7 @@ _ = figure.colorbar(image, label="standard deviations")
 # ## A direction from English to Python
 #
 # The direction is the mean activation of some beginnings of Python less that of some beginnings of English.
-# The first token of each text is left out, as the model treats it in a way of its own. Nothing is trained.
+# The first token of each text is left out, because its activation is unlike all others. Nothing is trained.
 
 # %%
 PYTHON = (

@@ -63,8 +63,8 @@ print(f"{recorded.num_steps} steps, {recorded.summary()['preemptions']} preempti
 
 # %% [markdown]
 # The timeline of a recording has a column per step: how many tokens it computed, how many requests waited,
-# and where one was preempted. Below, the preempted requests and the first other ones have a lane each. A lane
-# is broad where the request computes its prompt, or recomputes all of its tokens after a preemption, and
+# and where one was preempted. Below, the preempted requests and the first of the others have a lane each. A
+# lane is broad where the request computes its prompt, or recomputes all of its tokens after a preemption, and
 # narrow where it decodes.
 
 # %%

@@ -40,7 +40,7 @@ colors = {"token states": "#0072b2", "reserved": "#56b4e9", "internal": "#e69f00
 hatches = {"token states": "", "reserved": "///", "internal": "xx", "other": ".."}
 
 # %% [markdown]
-# ## What a memory looks like
+# ## Contents of the memory
 #
 # Two requests per second reach OPT-13B, whose keys and values fill 12 GB: 15,700 tokens. This is the memory
 # after two minutes, from its first slot to its last. Orca (Max) reserves for the longest possible output,
@@ -63,7 +63,7 @@ def picture_of(system):
     manager, slots = scheduler.block_manager, np.zeros(OPT_13B.num_slots // 16 * 16, int)
     for seq, (table,) in manager.block_tables.items():
         held = np.concatenate([np.arange(block * 16 - 16, block * 16) for block in table])
-        request = trace[-1 - seq.prompt_token_ids[0]]  # prompts consist of the token -1 - index
+        request = trace[-1 - seq.prompt_token_ids[0]]  # all prompt tokens of request i have the id -1 - i
         ends = [seq.num_computed_tokens, request.prompt_len + request.output_len]
         if isinstance(manager, BuddyManager):
             ends.append(manager.num_reserved_tokens(request.prompt_len, request.output_len))

@@ -119,8 +119,8 @@ class EngineArgs:
             step, so that the device does not wait for the host. Outputs are the same, but a finished sequence
             keeps its batch slot for one more step.
         num_scheduler_steps: Number of decode steps that run on the device without the host while no request
-            waits (multi-step decoding). Tokens then arrive in groups of this size, and a new request waits
-            for the end of a group. 1 disables multi-step decoding.
+            waits (multi-step decoding); LLM and run-batch use 8 by default. Tokens then arrive in groups of
+            this size, and a new request waits for the end of a group. 1 disables multi-step decoding.
         speculative_config: Settings of speculative decoding: a SpeculativeConfig or a dict of its fields,
             such as {"method": "ngram"}. Outputs are the same as without it. None disables it.
         batch_invariant: Whether the tokens and log-probabilities of a request are bitwise the same in any
@@ -148,7 +148,7 @@ class EngineArgs:
         max_loras: Maximum number of different adapters in a step.
         max_lora_rank: Maximum rank of an adapter. Every adapter uses device memory for this rank.
         max_cpu_loras: Number of adapters to keep in host memory, in addition to adapters that requests are
-            using. None means 16, or max_loras if that is larger.
+            using; None means 16, or max_loras if that is larger.
         enable_prompt_embeds: Whether prompts may be embedding vectors instead of tokens, and whether adapters
             may be soft prompts.
         limit_mm_per_prompt: Maximum number of images in a prompt, such as {"image": 4}; None means 8 images.
