@@ -67,7 +67,7 @@ class ListRunner:
                 bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                 bar.update(len(ended))
         if interrupted.is_set() and len(outputs) < len(ids):
-            raise KeyboardInterrupt  # the handler of Ctrl-C has raised no error; asyncio's does not
+            raise KeyboardInterrupt  # some handlers of Ctrl-C, such as asyncio's, raise no error
         return [outputs[request_id] for request_id in ids]
 
     def _steps(self, requests: dict[str, CheckedRequest], interrupted: threading.Event) -> Generator[_Step]:
