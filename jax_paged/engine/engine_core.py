@@ -74,7 +74,7 @@ class EngineCore:
         is_closed: True if the engine is closed or about to be closed.
         failure: The error that interrupted a step; no step may run after it. None if there was none.
         num_generated_tokens: Number of output tokens of all requests so far.
-        num_saved_reads: Sum of num_saved_reads of all ModelRunnerOutputs.
+        num_saved_reads: Number of KV cache reads (tokens) saved so far; see LLMEngine.num_saved_reads.
         weight_version: Name of the current weights.
         num_weight_updates: Number of weight updates so far.
         pause_reason: Why no step may run now (see sleeping.py); None if steps may run.
@@ -113,7 +113,7 @@ class EngineCore:
         self._in_flight: collections.deque[SchedulerOutput] = collections.deque()
 
     @property
-    def has_unfinished(self) -> bool:
+    def has_work(self) -> bool:
         """Whether a step has work to do: unfinished requests, steps in flight or requests to return."""
         return self.scheduler.has_unfinished or self._is_busy or bool(self.changed)
 
@@ -200,7 +200,7 @@ class EngineCore:
             for request_id, request in requests.items():
                 self.add(request_id, request)
                 states.append(self.requests[request_id])
-            while self.has_unfinished:
+            while self.has_work:
                 self.check_can_run()
                 self.advance()
         finally:
@@ -329,12 +329,12 @@ class EngineCore:
             if self.planned is not None:
                 self._dispatch(self.planned)
             self.wait_for_steps()
-        return not self.has_unfinished
+        return not self.has_work
 
     def run_all_to_end(self) -> None:
         """Runs all requests to their end. The next step returns the changed requests."""
         changed: dict[RequestState, None] = {}
-        while self.has_unfinished:
+        while self.has_work:
             changed |= dict.fromkeys(self.advance())
         self.changed |= changed
 

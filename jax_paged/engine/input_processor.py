@@ -90,7 +90,8 @@ class _Inputs:
     adapter: "Adapter | None"
 
 
-# Text in front of a word that tokenizers encode separately from the word.
+# Texts after which a word may have other tokens than at the start of a text. Each is used only if the
+# tokenizer encodes it separately from the word.
 _WORD_CONTEXTS = (" ", "\n", "(")
 
 

@@ -65,13 +65,13 @@ class ListRunner:
                 bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                 bar.update(len(ended))
         if interrupted.is_set() and len(outputs) < len(ids):
-            raise KeyboardInterrupt  # the handler of Ctrl-C did not raise, as with asyncio
+            raise KeyboardInterrupt  # some handlers of Ctrl-C, such as asyncio's, raise no error
         return [outputs[request_id] for request_id in ids]
 
     def _steps(self, requests: dict[str, CheckedRequest], interrupted: threading.Event) -> Generator[_Step]:
         if len(self._engines) == 1:
             return _steps_of(self._engines[0], requests, interrupted.is_set)
-        # A list usually begins when all engines are idle.
+        # A list usually begins when the engines are idle, with no waiting and no running requests.
         placed = self._placement.place(list(requests.values()), [(0, 0)] * len(self._engines))
         shares: list[dict[str, CheckedRequest]] = [{} for _ in self._engines]
         for request_id, (replica, request) in zip(requests, placed, strict=True):

@@ -1,8 +1,8 @@
 """Registration of the worker's features: their arguments, settings, weights and programs.
 
-Apart from type annotations, only four modules import feature modules: this one, feature_set.py (the values of
-features), traced_features.py (their parts of the traced step) and step_features.py (their work on the host
-before and after a step).
+Only four of the worker's modules outside features/ import feature modules, apart from type annotations: this
+one, feature_set.py (the values of features), traced_features.py (their parts of the traced step) and
+step_features.py (their work on the host before and after a step).
 """
 
 import functools

@@ -65,13 +65,13 @@ class PoolingRequests:
         check(wanted in tasks, "task", wanted, allowed)
         check(params.task in (None, wanted), "pooling_params.task", params.task, f"None or {wanted!r}")
         if params.dimensions is not None:
-            known = spec.dimensions
-            sizes = " or ".join(map(str, known or ())) or "None"
-            most = f"at most {spec.embedding_size}" if known is None else sizes
-            ok = not spec.labels and (known is None or params.dimensions in known)
-            if known == ():
-                most += " because the model does not declare support for it (is_matryoshka)"
-            check(ok and params.dimensions <= spec.embedding_size, "dimensions", params.dimensions, most)
+            sizes = spec.dimensions
+            listed = " or ".join(map(str, sizes or ())) or "None"
+            allowed = f"at most {spec.embedding_size}" if sizes is None else listed
+            ok = not spec.labels and (sizes is None or params.dimensions in sizes)
+            if sizes == ():
+                allowed += " because the model does not declare support for it (is_matryoshka)"
+            check(ok and params.dimensions <= spec.embedding_size, "dimensions", params.dimensions, allowed)
         return dataclasses.replace(params, task=wanted)
 
     def prepare(self, prompt: Any, params: PoolingParams) -> tuple[Any, bool]:
@@ -113,6 +113,10 @@ class PoolingRequests:
 
     def truncate(self, token_ids: list[int], num_tokens: int | None) -> None:
         """Truncates a prompt in place.
+
+        If texts are truncated to max_seq_length (`_has_text_limit`), None and -1 apply this limit, and the
+        checkpoint's settings determine which end is cut off. Otherwise None keeps the whole prompt and -1
+        means max_model_len. Encoder-only models then keep the first tokens, and other models the last ones.
 
         Args:
             token_ids: The prompt.

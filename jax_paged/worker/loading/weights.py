@@ -370,21 +370,21 @@ class ServedWeights:
 def _watch(model: LanguageModel | None) -> list[Callable[[], bool]]:
     """Returns functions that tell whether a module or a weight of a model in memory has been replaced."""
 
-    def watch(names: dict[str, Any], name: str, item: nnx.Variable | nnx.Module) -> Callable[[], bool]:
+    def watch(attributes: dict[str, Any], name: str, item: nnx.Variable | nnx.Module) -> Callable[[], bool]:
         if isinstance(item, nnx.Module):
-            return lambda: names.get(name) is not item
+            return lambda: attributes.get(name) is not item
         array = item.get_raw_value()
 
         def was_replaced() -> bool:
             nonlocal array
             current = item.get_raw_value()
-            if names.get(name) is item and current is not array and not array.is_deleted():
+            if attributes.get(name) is item and current is not array and not array.is_deleted():
                 # nnx.jit returns weights that a function has only read as new arrays with the same values.
                 # These do not count as replaced.
                 if current.dtype != array.dtype or not bool(jnp.array_equal(current, array)):
                     return True
                 array = current
-            return names.get(name) is not item or current is not array
+            return attributes.get(name) is not item or current is not array
 
         return was_replaced
 

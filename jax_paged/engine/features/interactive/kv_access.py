@@ -30,7 +30,7 @@ class Inspection:
         logits: float32 [vocab_size], the logits that follow the last token, before penalties and other
             sampling parameters are applied.
         attention: Attention probabilities of the last tokens by layer, float32 [heads, queries, keys]. Each
-            row sums to 1.
+            row sums to 1, or to less than 1 in layers with attention sinks.
         positions: int64 [keys], positions of the keys in the sequence. The queries are the last of these
             tokens.
     """
