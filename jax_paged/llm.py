@@ -219,9 +219,9 @@ class LLM(PoolingMethods):
     ) -> list[RequestOutput]:
         """Generates completions for prompts; all prompts run together in batches.
 
-        Requests that were added directly to `llm_engine` also advance during this call. If such a request
-        finishes meanwhile, its final output is lost, because only LLMEngine.step returns it. The same applies
-        to `chat` and `beam_search`.
+        Requests that were added directly to `llm_engine` also advance during this call, but their outputs are
+        not returned. If such a request finishes meanwhile, its final output is lost. The same applies to
+        `chat` and `beam_search`.
 
         Example:
             >>> outputs = llm.generate(["A block table is", [1, 2, 3]], SamplingParams(max_tokens=8))

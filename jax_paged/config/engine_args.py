@@ -69,9 +69,9 @@ class EngineArgs:
             together. JAX reserves three quarters of the GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION
             is set.
         kv_cache_memory_bytes: Size of the KV cache on each device (bytes); None means the remaining memory of
-            a GPU, or on a CPU 256 MiB, or the size of a sequence of max_model_len if that is larger, up to
-            4 GiB and a quarter of the memory. If a cache of this default size can't hold a sequence of
-            max_model_len, max_model_len is reduced and a warning is logged.
+            a GPU, or on a CPU 256 MiB (more if a sequence of max_model_len needs it, up to 4 GiB and a
+            quarter of the memory). If a cache of this default size can't hold a sequence of max_model_len,
+            max_model_len is reduced and a warning is logged.
         kv_cache_dtype: Data type of keys and values: "auto" is the dtype of the activations. "int8" and
             "fp8_e4m3" use one byte per number, plus one byte per token and KV head for a scale, so that the
             cache has nearly twice as many blocks as with bfloat16. All attention backends support them. Both

@@ -401,7 +401,7 @@ class EngineCore:
             for request_id, index, token_ids in self._features.forced_tokens(
                 update.new_tokens, self.requests
             ):
-                self.scheduler.expect(request_id, index, token_ids)
+                self.scheduler.propose_forced(request_id, index, token_ids)
         request_ids = [*output.ended, *(group.request_id for group in update.changed)]
         self.changed |= dict.fromkeys(self.requests[request_id] for request_id in request_ids)
         for group in update.changed:

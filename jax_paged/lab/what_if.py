@@ -24,7 +24,7 @@ REPLAYED_STEP_DTYPE = np.dtype(
         ("num_tokens", np.int32),  # in multi-step decoding, for all decode steps
         ("num_prefill_tokens", np.int32),  # tokens of sequences that compute several tokens
         ("num_seqs", np.int32),
-        ("num_decodes", np.int32),  # decode steps in multi-step decoding, else 1
+        ("num_decode_steps", np.int32),  # 1 without multi-step decoding
         ("num_running", np.int32),  # requests
         ("num_waiting", np.int32),
         ("num_swapped", np.int32),
@@ -291,8 +291,8 @@ class _WhatIf:
         step_s = 0.0
         if output.scheduled:
             per_decode, per_token, least = self.time_model
-            num_decodes = max(output.num_multi_step_tokens, default=1)
-            step_s = max(per_decode * num_decodes + per_token * row[1], least)
+            num_decode_steps = max(output.num_multi_step_tokens, default=1)
+            step_s = max(per_decode * num_decode_steps + per_token * row[1], least)
         new.steps.append((*row[:-1], step_s))
         new.outputs.append(output)
         update = scheduler.update(output, self._result(output), clock + step_s)
@@ -389,7 +389,7 @@ def _fit_step_times(steps: np.ndarray) -> tuple[float, float, float]:
     steps = steps[(steps["num_tokens"] > 0) & (steps["step_s"] > 0)]
     if not len(steps):
         return 0.0, 0.0, 0.0
-    columns = np.stack([steps["num_decodes"], steps["num_tokens"]], axis=1).astype(np.float64)
+    columns = np.stack([steps["num_decode_steps"], steps["num_tokens"]], axis=1).astype(np.float64)
     seconds, weights = steps["step_s"], np.ones(len(steps))
     fit = np.zeros(2)
     for _ in range(50):

@@ -274,7 +274,8 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def _on_late_head(self) -> None:
         self._head_timer = None
-        # The response may be complete before the body.
+        # The timer also runs while the rest of a body is read after its response was complete. The client
+        # then gets no second response.
         is_answered = self.cycle is not None and self.cycle.more_body
         if self._has_received and not is_answered:
             self._send_error(f"the headers were not complete after {self._options.head_timeout:g} s", 408)

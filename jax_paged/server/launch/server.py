@@ -44,8 +44,8 @@ def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
         options: Options of the server.
 
     Raises:
-        SystemExit: If the address cannot be bound, or the model or an option is invalid. Also in a process of
-            an external launcher that has a rank above 0, which has no HTTP server, when the process of rank 0
+        SystemExit: If the address cannot be bound, or the model or an option is invalid. With an external
+            launcher, processes with a rank above 0 have no HTTP server. They exit when the process of rank 0
             has ended.
         KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
     """

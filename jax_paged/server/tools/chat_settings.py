@@ -92,7 +92,7 @@ class ChatSettings:
                 form is None, "tool_choice", Text("a forced call"), "'none' or 'auto' with structured outputs"
             )
             end = self.reasoning.end if self.reasoning else None
-            tag = self.reasoning.begin if self.reasoning and not self.reasoning.always else None
+            tag = self.reasoning.begin if self.reasoning and not self.reasoning.begin_is_implied else None
             form = StructuredOutputsParams(grammar=self._grammar(ids), starts_after=end, reasoning_tag=tag)
             params = dataclasses.replace(params, structured_outputs=form)
         return constrain_after_reasoning(params, self.reasoning)
@@ -188,7 +188,7 @@ def constrain_after_reasoning(params: SamplingParams, reasoning: ReasoningFormat
     constraint = dataclasses.replace(
         constraint,
         starts_after=reasoning.answer or reasoning.end,
-        reasoning_tag=None if reasoning.always else reasoning.header or reasoning.begin,
+        reasoning_tag=None if reasoning.begin_is_implied else reasoning.header or reasoning.begin,
     )
     return dataclasses.replace(params, structured_outputs=constraint)
 
