@@ -152,7 +152,10 @@ def test_outputs_do_not_depend_on_the_memory(small_engine: LLMEngine, several: i
     rng = random.Random(several)
     jobs = []
     for i in range(6):
-        prompt = [*(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))), measured.FIRST_REQUEST_TOKEN + i]
+        prompt = [
+            *(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))),
+            measured.FIRST_REQUEST_TOKEN + i,
+        ]
         output_len = rng.randint(2, 20)
         params = (
             BeamSearchParams(several, max_tokens=output_len, ignore_eos=True)
