@@ -33,7 +33,8 @@ from serving.report import processor
 from transformers import AutoTokenizer
 
 from jax_paged.models.pagelet.evaluate import FOLDER
-from jax_paged.models.quantization.quantized_linear import QuantizedArrays, dense, multiply, quantize
+from jax_paged.models.quantization.online import quantize
+from jax_paged.models.quantization.quantized_linear import QuantizedArrays, dense, multiply
 from jax_paged.pallas_kernels.native import products
 
 ROOT = Path(__file__).parents[1]

@@ -26,7 +26,7 @@ MatmulBackend = Literal["auto", "onednn", "xla"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 KVCacheDTypeName = Literal["auto", "fp8_e4m3", "int8"]
-Quantization = Literal["awq", "compressed-tensors", "fp8", "gptq", "int8", "mxfp4"]
+Quantization = Literal["awq", "compressed-tensors", "fp8", "gptq", "int4", "int8", "mxfp4"]
 ExecutorBackend = Literal["uni", "mp", "ray", "external_launcher"]
 
 # NumPy names of dtypes that have another name in kv_cache_dtype.
@@ -60,8 +60,9 @@ class EngineArgs:
         dtype: Data type of weights and activations: "float32", "bfloat16", or a dtype object such as
             jnp.bfloat16. "auto" uses the checkpoint's dtype. For a checkpoint in float16 or in several
             dtypes, it uses bfloat16 and logs a warning.
-        quantization: "int8" or "fp8" quantizes the floating-point weights of linear layers while they are
-            loaded (docs/quantization.md). For a quantized checkpoint, None or the method of the checkpoint.
+        quantization: "int4", "int8" or "fp8" quantizes the floating-point weights of linear layers while they
+            are loaded (docs/quantization.md). For a quantized checkpoint, None or the method of the
+            checkpoint.
         max_model_len: Maximum number of tokens of a prompt and its output together, at least 2; None uses the
             model's limit. Block tables are padded to this length, so a small limit makes steps faster.
         block_size: Tokens per block.

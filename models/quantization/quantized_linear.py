@@ -3,11 +3,12 @@
 All checkpoint formats, and float weights that are quantized while they are loaded, are converted to this
 form:
 
-    kernel[i, o] = (values[i, o] - zeros[g(i), o]) * scales[g(i), o]
+    kernel[i, o] = (values[i, o] - zeros[g(i), o]) * scales[g(i), o] + offsets[g(i), o]
 
-The group g(i) of row i is i // group_size, or groups[i] if each row is assigned to a group. The device stores
-only the quantized arrays. A product dequantizes the matrix as part of its computation, which XLA may fuse,
-and the float matrix is not kept.
+Zero points and offsets are optional, and a matrix has at most one of them. The group g(i) of row i is
+i // group_size, or groups[i] if each row is assigned to a group. The device stores only the quantized arrays.
+A product dequantizes the matrix as part of its computation, which XLA may fuse, and the float matrix is not
+kept.
 
 Letters in shapes: I rows (inputs), O columns (outputs), G groups, and *e the dimension of stacked experts, if
 any.
@@ -26,15 +27,17 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from jax_paged.models.parallel.sharding import DeviceGrid, Split, Units, even, take_columns
 
-# Types that float weights can be quantized to while they are loaded: 8 bits per number, and one scale per
-# column.
-OnlineDtype = Literal["int8", "fp8"]
-ONLINE_DTYPES: dict[OnlineDtype, DTypeLike] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
-_LARGEST = {"int8": 127.0, "fp8": 448.0}
+# Types that float weights can be quantized to while they are loaded, and the dtypes of their values.
+OnlineDtype = Literal["int4", "int8", "fp8"]
+ONLINE_DTYPES: dict[OnlineDtype, DTypeLike] = {
+    "int4": jnp.uint8,  # two numbers in a value
+    "int8": jnp.int8,
+    "fp8": jnp.float8_e4m3fn,
+}
+# Allowed numbers of rows in a group of 4-bit numbers, in the order of preference.
+INT4_GROUP_SIZES = 64, 32, 16
 # Maximum and minimum number of rows that are dequantized at a time on a CPU.
 _BLOCK, _MIN_BLOCK = 128, 16
-# Number of columns that are quantized at a time.
-_COLUMNS = 256
 
 
 class QuantizedParam(nnx.Variable[Array]):
@@ -50,12 +53,15 @@ class QuantizedArrays(NamedTuple):
         scales: float32, bfloat16 or float16 [*e, G, O].
         zeros: uint8 or int8 [*e, G, O], the zero points; None if they are 0.
         groups: int32 [*e, I], the group of each row; None if the groups are consecutive rows.
+        offsets: [*e, G, O] in the dtype of the scales, added to the numbers of each group; None if they are
+            0.
     """
 
     values: Any
     scales: Any
     zeros: Any = None
     groups: Any = None
+    offsets: Any = None
 
 
 class StoredMatrix(Protocol):
@@ -90,9 +96,10 @@ class QuantizationScheme:
         value_dtype: Name of the dtype of the values. In "uint8", each value holds two 4-bit numbers.
         group_size: Number of rows in a group.
         source: The layout in the checkpoint, or the type that float weights are quantized to.
-        scale_dtype: Name of the dtype of the scales.
+        scale_dtype: Name of the dtype of the scales and offsets.
         has_zeros: Whether there are zero points.
         has_groups: Whether each row is assigned to a group by `QuantizedArrays.groups`.
+        has_offsets: Whether there are offsets.
     """
 
     value_dtype: str
@@ -101,16 +108,22 @@ class QuantizationScheme:
     scale_dtype: str = "float32"
     has_zeros: bool = False
     has_groups: bool = False
+    has_offsets: bool = False
 
     @classmethod
     def online(cls, target: OnlineDtype, rows: int) -> "QuantizationScheme":
-        """Returns the scheme of float weights that are quantized while they are loaded.
+        """Returns the scheme of float weights that are quantized while they are loaded; see online.py.
 
         Args:
-            target: The type to quantize to.
-            rows: Number of rows of the matrix, which form one group.
+            target: The type to quantize to. "int4" becomes "int8" if the rows cannot be divided into groups.
+            rows: Number of rows of the matrix.
         """
-        return cls(jnp.dtype(ONLINE_DTYPES[target]).name, rows, target)
+        if target != "int4":
+            return cls(jnp.dtype(ONLINE_DTYPES[target]).name, rows, target)
+        group_size = next((n for n in INT4_GROUP_SIZES if rows % n == 0), None)
+        if group_size is None:
+            return cls.online("int8", rows)
+        return cls("uint8", group_size, target, "bfloat16", has_offsets=True)
 
     def shapes(self, shape: tuple[int, ...]) -> QuantizedArrays:
         """Returns the shapes and dtypes of the arrays of a quantized weight, as jax.ShapeDtypeStruct.
@@ -122,11 +135,13 @@ class QuantizationScheme:
         num_values = rows // 2 if self.value_dtype == "uint8" else rows
         by_group = *stack, -(-rows // self.group_size), columns
         zeros = jnp.uint8 if self.value_dtype == "uint8" else jnp.int8
+        scales = jax.ShapeDtypeStruct(by_group, jnp.dtype(self.scale_dtype))
         return QuantizedArrays(
             jax.ShapeDtypeStruct((*stack, num_values, columns), jnp.dtype(self.value_dtype)),
-            jax.ShapeDtypeStruct(by_group, jnp.dtype(self.scale_dtype)),
+            scales,
             jax.ShapeDtypeStruct(by_group, zeros) if self.has_zeros else None,
             jax.ShapeDtypeStruct((*stack, rows), jnp.int32) if self.has_groups else None,
+            scales if self.has_offsets else None,
         )
 
     def splits(self, shape: tuple[int, ...], split: Split) -> QuantizedArrays:
@@ -141,7 +156,7 @@ class QuantizationScheme:
         is_whole = self.has_groups or num_rows <= self.group_size
         by_group = *stack, None if is_whole else _grouped_units(rows, self.group_size), columns
         values = *stack, _grouped_units(rows, 2 if self.value_dtype == "uint8" else 1), columns
-        return QuantizedArrays(values, by_group, by_group, (*stack, rows))
+        return QuantizedArrays(values, by_group, by_group, (*stack, rows), by_group)
 
 
 class QuantizedWeight(nnx.Module):
@@ -167,7 +182,7 @@ class QuantizedWeight(nnx.Module):
             None if x is None else QuantizedParam(x, split=s)
             for x, s in zip(arrays, scheme.splits(shape, split), strict=True)
         ]
-        self.values, self.scales, self.zeros, self.groups = made
+        self.values, self.scales, self.zeros, self.groups, self.offsets = made
 
     @property
     def size(self) -> int:
@@ -177,8 +192,7 @@ class QuantizedWeight(nnx.Module):
     @property
     def arrays(self) -> QuantizedArrays:
         """The arrays."""
-        variables = self.values, self.scales, self.zeros, self.groups
-        return QuantizedArrays(*(None if v is None else v[...] for v in variables))
+        return QuantizedArrays(*(None if v is None else v[...] for v in self._variables))
 
     @property
     def stack(self) -> "KernelStack":
@@ -188,8 +202,11 @@ class QuantizedWeight(nnx.Module):
     @property
     def splits(self) -> QuantizedArrays:
         """The split of each array; None for arrays that the weight does not have."""
-        variables = self.values, self.scales, self.zeros, self.groups
-        return QuantizedArrays(*(None if v is None else v.get_metadata()["split"] for v in variables))
+        return QuantizedArrays(*(None if v is None else v.get_metadata()["split"] for v in self._variables))
+
+    @property
+    def _variables(self) -> tuple[QuantizedParam | None, ...]:
+        return self.values, self.scales, self.zeros, self.groups, self.offsets
 
     def to_devices(self, arrays: QuantizedArrays, grid: DeviceGrid | None) -> dict[str, Array]:
         """Returns arrays by name after copying them to devices. Each device receives its own part.
@@ -280,7 +297,8 @@ def _multiply_whole(x: Array, arrays: QuantizedArrays, group_size: int, dtype: D
     # decoding, before their products.
     values, _ = jax.lax.optimization_barrier((arrays.values, x))
     arrays = arrays._replace(values=values)
-    if arrays.zeros is None and arrays.groups is None and len(arrays.scales) == 1:
+    others = arrays.zeros, arrays.groups, arrays.offsets
+    if all(x is None for x in others) and len(arrays.scales) == 1 and arrays.values.dtype != jnp.uint8:
         # 8-bit values are exact in every float dtype, so the scale of a column can be applied to the result.
         y = jnp.matmul(x, arrays.values.astype(x.dtype), preferred_element_type=jnp.float32)
         return (y * arrays.scales[0].astype(jnp.float32)).astype(dtype)
@@ -302,12 +320,13 @@ def _multiply_blocks(x: Array, arrays: QuantizedArrays, group_size: int, block: 
             return None if part is None else jax.lax.dynamic_slice_in_dim(part, first, size)
 
         values, groups = cut(all_values, num_values, i * num_values), cut(arrays.groups, block, i * block)
-        scales, zeros = arrays.scales, arrays.zeros
+        by_group = arrays.scales, arrays.zeros, arrays.offsets
         if groups is None:
             num, first = max(1, block // group_size), i * block // group_size
-            scales, zeros = cut(scales, num, first), cut(zeros, num, first)
+            by_group = tuple(cut(part, num, first) for part in by_group)
+        scales, zeros, offsets = by_group
         values = _from_fp8(values) if is_fp8 else values
-        own = QuantizedArrays(values, scales, zeros, groups)
+        own = QuantizedArrays(values, scales, zeros, groups, offsets)
         return y + x[i] @ dense(own, min(group_size, block), jnp.float32)
 
     y = jnp.zeros((x.shape[1], arrays.values.shape[1]), jnp.float32)
@@ -400,57 +419,10 @@ def dense(arrays: QuantizedArrays, group_size: int, dtype: DTypeLike) -> Float[A
     kernel = values.astype(jnp.float32)
     if arrays.zeros is not None:
         kernel = kernel - of_rows(arrays.zeros)
-    return (kernel * of_rows(arrays.scales)).astype(dtype)
-
-
-def quantize(kernel: Float[Array, "*e i o"], target: OnlineDtype) -> QuantizedArrays:
-    """Quantizes a matrix to 8 bits per number, with one float32 scale for each column of each expert.
-
-    Args:
-        kernel: float32 or bfloat16 [*e, I, O].
-        target: "int8" rounds to integers in [-127, 127], where 127 stands for the largest magnitude in
-            the column. "fp8" rounds to float8_e4m3fn, whose largest number stands for the largest magnitude.
-
-    Returns:
-        values [*e, I, O] in int8 or float8_e4m3fn, and scales float32 [*e, 1, O].
-    """
-    return QuantizedArrays(*_quantize(kernel, target))
-
-
-def quantize_file(
-    kernel: Float[np.ndarray, "*e i o"], dtype: DTypeLike, target: OnlineDtype
-) -> QuantizedArrays:
-    """Quantizes a matrix of a memory-mapped file as `quantize` does, a few columns at a time.
-
-    Args:
-        kernel: float [*e, I, O], the mapped array.
-        dtype: The dtype that the numbers are rounded to before they are quantized.
-        target: The type to quantize to; see `quantize`.
-
-    Returns:
-        The arrays in host memory; see `quantize`.
-    """
-    *stack, rows, columns = kernel.shape
-    values = np.empty((*stack, rows, columns), ONLINE_DTYPES[target])
-    scales = np.empty((*stack, 1, columns), np.float32)
-    for i in np.ndindex(*stack):
-        for first in range(0, columns, _COLUMNS):
-            part = *i, slice(None), slice(first, first + _COLUMNS)
-            values[part], scales[part] = _quantize(jnp.asarray(kernel[part].astype(dtype)), target)
-    return QuantizedArrays(values, scales)
-
-
-def _quantize(kernel: Array, target: OnlineDtype) -> tuple[Array, Array]:
-    kernel = kernel.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(kernel), axis=-2, keepdims=True)
-    # A product, because XLA may replace a division by a constant with a product, which rounds differently.
-    scales = jnp.where(largest > 0, largest, 1) * (1 / _LARGEST[target])
-    values = jnp.clip(kernel / scales, -_LARGEST[target], _LARGEST[target])
-    values = jnp.round(values) if target == "int8" else values
-    return values.astype(ONLINE_DTYPES[target]), scales
-
-
-_quantize = jax.jit(_quantize, static_argnums=1)
+    kernel = kernel * of_rows(arrays.scales)
+    if arrays.offsets is not None:
+        kernel = kernel + of_rows(arrays.offsets)
+    return kernel.astype(dtype)
 
 
 def pack_pairs(values: Int[np.ndarray, "i o"]) -> Int[np.ndarray, "h o"]:
