@@ -1,4 +1,7 @@
-"""Location of a model folder in Hugging Face layout or of a GGUF file, and their JSON. Does not import JAX."""
+"""Location of a model folder in Hugging Face layout or of a GGUF file, and its configuration.
+
+Does not import JAX.
+"""
 
 import json
 import logging
@@ -27,7 +30,7 @@ HUB_FILES = [
 ]
 
 # A repository on the hub with the type of a GGUF file or the file itself.
-_HUB_GGUF = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<kind>[\w.-]+)|/(?P<file>[\w./-]+\.gguf))")
+_HUB_GGUF = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<kind>[\w-]+)|/(?P<file>[\w./-]+\.gguf))")
 
 # In the config.json of multimodal models: the objects of the parts, and the fields that may be outside of
 # text_config.
@@ -41,9 +44,9 @@ def resolve_model_dir(model: str) -> Path:
     """Returns the folder or the GGUF file of a model, after downloading the model if it is a hub id.
 
     Args:
-        model: "pagelet" (the built-in model); a local folder in Hugging Face layout, or with one GGUF model; a
-            local GGUF file; a hub id; or a hub id with a GGUF file ("org/repo/file.gguf") or with the type of
-            one ("org/repo:Q4_K_M").
+        model: "pagelet" (the built-in model); a local folder in Hugging Face layout, or with one GGUF model;
+            a local GGUF file; a hub id; or a hub id with a GGUF file ("org/repo/file.gguf") or with the type
+            of one ("org/repo:Q4_K_M").
 
     Raises:
         ValueError: If `model` is none of these, if the hub cannot be reached and the model is not cached, or
@@ -69,15 +72,16 @@ def resolve_model_dir(model: str) -> Path:
         config = download(["config.json"]) / "config.json"
     except (OSError, ValueError) as e:
         raise ValueError(
-            f"`model` must be 'pagelet' (built in), a local folder with config.json and *.safetensors, a GGUF "
-            f"file, or a Hugging Face hub id such as 'meta-llama/Llama-3.2-1B' or 'org/repo:Q4_K_M' (GGUF), got "
-            f"{shown(model)}. There is no folder {folder.absolute()}, and the hub returned {type(e).__name__}: "
-            f"{e} Check the spelling and the network, run `hf auth login` for a gated model, or download it "
-            "elsewhere and pass its folder."
+            f"`model` must be 'pagelet' (built in), a local folder with config.json and *.safetensors, a "
+            f"GGUF file, or a Hugging Face hub id such as 'meta-llama/Llama-3.2-1B' or 'org/repo:Q4_K_M' "
+            f"(GGUF), got {shown(model)}. There is no folder {folder.absolute()}, and the hub returned "
+            f"{type(e).__name__}: {e} Check the spelling and the network, run `hf auth login` for a gated "
+            "model, or download it elsewhere and pass its folder."
         ) from e
     if "gguf" in model.lower() and not config.is_file():
         raise ValueError(
-            f"`model` must name one of the GGUF files in the repository, as in '{model}:Q4_K_M', got {model!r}"
+            f"`model` must name one of the GGUF files in the repository, such as '{model}:Q4_K_M', got "
+            f"{model!r}"
         )
     # Reject unsupported architectures before the weights are downloaded.
     get_architecture(read_json(config))
@@ -139,9 +143,9 @@ def _download_gguf(match: re.Match[str], download: Callable[..., str]) -> Path:
         folder = Path(download(repo, allow_patterns=patterns))
     except (OSError, ValueError) as e:
         raise ValueError(
-            f"`model` must be a GGUF file of a repository on the Hugging Face hub, got {match.string!r}, and the "
-            f"hub returned {type(e).__name__}: {e} Check the spelling and the network, run `hf auth login` for a "
-            "gated model, or download the file elsewhere and pass its path."
+            f"`model` must be a GGUF file of a repository on the Hugging Face hub, got {match.string!r}, "
+            f"and the hub returned {type(e).__name__}: {e} Check the spelling and the network, run `hf auth "
+            "login` for a gated model, or download the file elsewhere and pass its path."
         ) from e
     if name:
         return _existing_gguf(folder / name)

@@ -1,7 +1,7 @@
 """The configuration of a GGUF file's model, in the form of config.json. Does not import JAX.
 
-The metadata has the sizes and settings of the model under names such as "llama.block_count". Sizes that determine
-how much memory is allocated are compared with the shapes of the tensors, which fit into the file.
+The metadata has the sizes and settings of the model under names such as "llama.block_count". Sizes that
+determine how much memory is allocated are compared with the shapes of the tensors, which fit into the file.
 """
 
 import math
@@ -17,14 +17,26 @@ from jax_paged.models.loading.gguf.header import GgufHeader
 CONTROL, USER_DEFINED = 3, 4
 # Tokens with these names end a sequence, as in llama.cpp. Files declare only some of them.
 _END_TOKENS = frozenset(
-    ["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<EOT>", "<｜end▁of▁sentence｜>"]
+    (
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<EOT>",
+        "<｜end▁of▁sentence｜>",
+    )
 )
 # In the format of gpt-oss, "<|end|>" ends a message, after which the model may write another one.
 _HARMONY_TOKENS = frozenset(("<|return|>", "<|call|>"))
 # Numbers of layers of the models Gemma 2 27B and Gemma 3 27B, whose attention scores have another factor.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-# Settings of Llama 3.1 to 3.3. A file has only the factors that follow from them.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Settings of Llama 3.1 to 3.3.
+_LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_LENGTH = 1.0, 4.0, 8192
 # Recommended sampling parameters: keys in the metadata, by names in generation_config.json.
 _SAMPLING = {
     "temperature": "temp",
@@ -193,23 +205,40 @@ def _yarn(fields: _Fields) -> dict[str, Any]:
 
 
 def _llama3(fields: _Fields, theta: Any, num_rotated: int, factors: list[float]) -> dict[str, Any]:
-    """Returns the settings of Llama 3's scaling, whose factors a file stores as a tensor.
+    """Returns the settings of Llama 3's scaling. A file has only the factors that follow from them.
 
     Raises:
-        ValueError: If the factors are others than Llama 3's.
+        ValueError: If no settings give these factors.
     """
-    factor, original = max(factors), _LLAMA3["original_max_position_embeddings"]
-    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-    turns = original / (2 * math.pi) * theta ** (-np.arange(0, num_rotated, 2) / num_rotated)
-    share = np.clip((turns - low) / (high - low), 0, 1)
-    expected = 1 / ((1 - share) / factor + share)
-    # The tensor is computed in float32, so `share` has an error of a few units of 2^-24 times `turns`.
-    if len(factors) != len(expected) or not np.allclose(factors, expected, rtol=1e-4):
+    values, factor = np.array(factors), max(factors)
+    frequencies = theta ** (-np.arange(0, num_rotated, 2) / num_rotated)
+    low, high, original = _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_LENGTH
+    if factor > 1 and values.shape == frequencies.shape and values.min() > 0:
+        # Between two limits, the share of the unscaled frequency is proportional to the original length.
+        shares = (1 / values - 1 / factor) / (1 - 1 / factor)
+        lengths = (low + shares * (high - low)) * 2 * math.pi / frequencies
+        is_below, is_above = shares < 0.01, shares > 0.99
+        if not (is_below | is_above).all():
+            original = round(np.median(lengths[~is_below & ~is_above]))
+        else:
+            longest = math.floor(min(lengths[is_below], default=original))
+            original = min(max(original, math.ceil(max(lengths[is_above], default=1))), longest)
+    shares = np.clip((original * frequencies / (2 * math.pi) - low) / (high - low), 0, 1)
+    # The factors are computed in float32, with a few rounding errors of 2^-24.
+    if values.shape != shares.shape or not np.allclose(
+        values, 1 / ((1 - shares) / factor + shares), rtol=1e-4
+    ):
         raise ValueError(
-            f"rope_freqs.weight of {fields.header.file} must have the factors of Llama 3.1 to 3.3 because no other "
-            f"factors are supported, got {shown(factors)}"
+            f"rope_freqs.weight of {fields.header.file} must have factors as in Llama 3, with "
+            f"low_freq_factor {low} and high_freq_factor {high}, got {shown(factors)}"
         )
-    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
 
 
 def _llama(fields: _Fields) -> dict[str, Any]:
