@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_paged.arguments.shown_values import shown
+from jax_paged.models.loading.pretrained import PRETRAINED, download_pretrained
 from jax_paged.models.registry import get_architecture
 
 GGUF_HINT = (
@@ -40,7 +41,8 @@ def resolve_model_dir(model: str) -> Path:
     """Returns the folder of a model, after downloading the model if it is a hub id.
 
     Args:
-        model: "pagelet" (the built-in model), a local folder in Hugging Face layout, or a hub id.
+        model: "pagelet" (the built-in model), "smollm2" (downloaded when it is first used), a local folder in
+            Hugging Face layout, or a hub id.
 
     Raises:
         ValueError: If `model` is none of these, if the hub cannot be reached and the model is not cached, or
@@ -48,6 +50,8 @@ def resolve_model_dir(model: str) -> Path:
     """
     if model == "pagelet":
         return Path(__file__).parent / "pagelet"
+    if model in PRETRAINED:
+        return download_pretrained(PRETRAINED[model])
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -59,21 +63,30 @@ def resolve_model_dir(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     def download(patterns: list[str]) -> Path:
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        try:
+            return Path(snapshot_download(model, allow_patterns=patterns))
+        # The HTTP library depends on the version of huggingface_hub. Some of its errors are not OSErrors.
+        except Exception as e:
+            raise ValueError(
+                "`model` must be 'pagelet' (built in), 'smollm2' (downloaded at first use), a local folder "
+                "with config.json and *.safetensors, or a Hugging Face hub id such as "
+                f"'meta-llama/Llama-3.2-1B', got {shown(model)}. There is no folder {folder.absolute()}, and "
+                f"the hub returned {type(e).__name__}: {e} Check the spelling and the network, run "
+                "`hf auth login` for a gated model, or download it elsewhere and pass its folder."
+                + (f" {GGUF_HINT}." if "gguf" in model.lower() else "")
+            ) from e
 
-    try:
-        config = download(["config.json"]) / "config.json"
-    except (OSError, ValueError) as e:
-        raise ValueError(
-            f"`model` must be 'pagelet' (built in), a local folder with config.json and *.safetensors, or a "
-            f"Hugging Face hub id such as 'meta-llama/Llama-3.2-1B', got {shown(model)}. There is no folder "
-            f"{folder.absolute()}, and the hub returned {type(e).__name__}: {e} Check the spelling and the "
-            "network, run `hf auth login` for a gated model, or download it elsewhere and pass its folder."
-            + (f" {GGUF_HINT}." if "gguf" in model.lower() else "")
-        ) from e
     # Reject unsupported architectures before the weights are downloaded.
-    get_architecture(read_json(config))
-    return download(HUB_FILES)
+    get_architecture(read_json(download(["config.json"]) / "config.json"))
+    downloaded = download(HUB_FILES)
+    # Without a network, snapshot_download returns the folder with whatever files are in the hub's cache.
+    if not any(downloaded.glob("*.safetensors")):
+        raise ValueError(
+            f"`model` must be a Hugging Face hub id with model*.safetensors files, got {shown(model)}. "
+            f"{downloaded} has no such file: either the hub has none, or it cannot be reached and only other "
+            "files are cached. Check the spelling and the network, or download the model elsewhere."
+        )
+    return downloaded
 
 
 def read_json(file: Path) -> dict[str, Any]:
