@@ -1,20 +1,18 @@
-"""Location of a model folder in Hugging Face layout, and its JSON files. Does not import JAX."""
+"""Location of a model folder in Hugging Face layout or of a GGUF file, and their JSON. Does not import JAX."""
 
 import json
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jax_paged.arguments.shown_values import shown
+from jax_paged.models.loading.gguf.header import read_header, select_files, shards_of
+from jax_paged.models.loading.gguf.hf_config import config_of, generation_config_of
 from jax_paged.models.loading.pretrained import PRETRAINED, download_pretrained
 from jax_paged.models.registry import get_architecture
 
-GGUF_HINT = (
-    "GGUF files are not supported. Convert them to safetensors with transformers: "
-    "AutoModelForCausalLM.from_pretrained(REPOSITORY, gguf_file=FILE).save_pretrained(FOLDER), and the same "
-    "with AutoTokenizer"
-)
 # The patterns match neither pickled weights nor Python files, so that nothing that is downloaded can be
 # executed.
 HUB_FILES = [
@@ -29,6 +27,9 @@ HUB_FILES = [
     "merges.txt",
 ]
 
+# A repository on the hub with the type of a GGUF file or the file itself.
+_HUB_GGUF = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<kind>[\w.-]+)|/(?P<file>[\w./-]+\.gguf))")
+
 # In the config.json of multimodal models: the objects of the parts, and the fields that may be outside of
 # text_config.
 _PARTS = ("text_config", "vision_config")
@@ -38,11 +39,12 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def resolve_model_dir(model: str) -> Path:
-    """Returns the folder of a model, after downloading the model if it is a hub id.
+    """Returns the folder or the GGUF file of a model, after downloading the model if it is a hub id.
 
     Args:
-        model: "pagelet" (the built-in model), "smollm2" (downloaded when it is first used), a local folder in
-            Hugging Face layout, or a hub id.
+        model: "pagelet" (the built-in model); "smollm2" (downloaded when it is first used); a local folder in
+            Hugging Face layout, or with one GGUF model; a local GGUF file; a hub id; or a hub id with a GGUF
+            file ("org/repo/file.gguf") or with the type of one ("org/repo:Q4_K_M").
 
     Raises:
         ValueError: If `model` is none of these, if the hub cannot be reached and the model is not cached, or
@@ -54,13 +56,14 @@ def resolve_model_dir(model: str) -> Path:
         return download_pretrained(PRETRAINED[model])
     folder = Path(model).expanduser()
     if folder.is_dir():
-        return folder
-    if model.endswith(".gguf"):
-        raise ValueError(
-            f"`model` must be a folder or hub id with safetensors files, got {shown(model)}. {GGUF_HINT}"
-        )
+        return _gguf_in(folder) or folder
+    if model.endswith(".gguf") and (folder.is_file() or _HUB_GGUF.fullmatch(model) is None):
+        return _existing_gguf(folder)
     # This import takes 0.2 s, and only hub models need it.
     from huggingface_hub import snapshot_download
+
+    if match := _HUB_GGUF.fullmatch(model):
+        return _download_gguf(match, snapshot_download)
 
     def download(patterns: list[str]) -> Path:
         try:
@@ -69,15 +72,20 @@ def resolve_model_dir(model: str) -> Path:
         except Exception as e:
             raise ValueError(
                 "`model` must be 'pagelet' (built in), 'smollm2' (downloaded at first use), a local folder "
-                "with config.json and *.safetensors, or a Hugging Face hub id such as "
-                f"'meta-llama/Llama-3.2-1B', got {shown(model)}. There is no folder {folder.absolute()}, and "
-                f"the hub returned {type(e).__name__}: {e} Check the spelling and the network, run "
-                "`hf auth login` for a gated model, or download it elsewhere and pass its folder."
-                + (f" {GGUF_HINT}." if "gguf" in model.lower() else "")
+                "with config.json and *.safetensors, a GGUF file, or a Hugging Face hub id such as "
+                "'meta-llama/Llama-3.2-1B' or 'org/repo:Q4_K_M' (GGUF), got "
+                f"{shown(model)}. There is no folder {folder.absolute()}, and the hub returned "
+                f"{type(e).__name__}: {e} Check the spelling and the network, run `hf auth login` for a gated "
+                "model, or download it elsewhere and pass its folder."
             ) from e
 
+    config = download(["config.json"]) / "config.json"
+    if "gguf" in model.lower() and not config.is_file():
+        raise ValueError(
+            f"`model` must name one of the GGUF files in the repository, as in '{model}:Q4_K_M', got {model!r}"
+        )
     # Reject unsupported architectures before the weights are downloaded.
-    get_architecture(read_json(download(["config.json"]) / "config.json"))
+    get_architecture(read_json(config))
     downloaded = download(HUB_FILES)
     # Without a network, snapshot_download returns the folder with whatever files are in the hub's cache.
     if not any(downloaded.glob("*.safetensors")):
@@ -87,6 +95,74 @@ def resolve_model_dir(model: str) -> Path:
             "files are cached. Check the spelling and the network, or download the model elsewhere."
         )
     return downloaded
+
+
+def is_gguf(model: str | Path) -> bool:
+    """Returns whether a path, or the name of a model, is the one of a GGUF file.
+
+    Args:
+        model: The path or name.
+    """
+    return str(model).endswith(".gguf") or _HUB_GGUF.fullmatch(str(model)) is not None
+
+
+def _existing_gguf(file: Path) -> Path:
+    """Returns a local GGUF file; of a split model, the first file."""
+    first = shards_of(file)[0]
+    if not first.is_file():
+        raise ValueError(
+            f"`model` must be an existing GGUF file, or one on the Hugging Face hub such as "
+            f"'org/repo/file.gguf', got {shown(str(file))}"
+        )
+    get_architecture(config_of(read_header(first)))
+    return first
+
+
+def _gguf_in(folder: Path) -> Path | None:
+    """Returns the GGUF model in a folder; None if there is none, or if there are safetensors files.
+
+    Raises:
+        ValueError: If the folder has several models.
+    """
+    if any(folder.glob("*.safetensors")):
+        return None
+    found = select_files([file.name for file in folder.glob("*.gguf")], None)
+    if len(found) > 1:
+        raise ValueError(f"`model` must be one of the GGUF files {found} in {folder}, got the folder")
+    return _existing_gguf(folder / found[0]) if found else None
+
+
+def _download_gguf(match: re.Match[str], download: Callable[..., str]) -> Path:
+    """Returns a GGUF file of a repository on the hub after downloading it, with all files of a split model.
+
+    Args:
+        match: The match of _HUB_GGUF.
+        download: huggingface_hub's snapshot_download.
+    """
+    repo, kind, name = match["repo"], match["kind"], match["file"]
+    if name:
+        patterns = [shard.name for shard in shards_of(Path(name))]
+        patterns = [str(Path(name).with_name(pattern)) for pattern in patterns]
+    else:
+        # The names on the hub are in upper or lower case.
+        letters = "".join(f"[{c.lower()}{c.upper()}]" if c.isalpha() else c for c in kind)
+        ends = f"{letters}.gguf", f"{letters}-?????-of-?????.gguf"
+        patterns = [before + end for before in ("*[-._/]", "") for end in ends]
+    try:
+        folder = Path(download(repo, allow_patterns=patterns))
+    except (OSError, ValueError) as e:
+        raise ValueError(
+            f"`model` must be a GGUF file of a repository on the Hugging Face hub, got {match.string!r}, and the "
+            f"hub returned {type(e).__name__}: {e} Check the spelling and the network, run `hf auth login` for a "
+            "gated model, or download the file elsewhere and pass its path."
+        ) from e
+    if name:
+        return _existing_gguf(folder / name)
+    found = select_files([file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")], kind)
+    if len(found) != 1:
+        got = found or "none"
+        raise ValueError(f"`model` must be one GGUF file, but {repo} has these of type {kind}: {got}")
+    return _existing_gguf(folder / found[0])
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -113,7 +189,7 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Returns config.json with some fields replaced.
 
     Args:
-        folder: The model folder.
+        folder: The model folder, or a GGUF file, whose metadata takes the place of config.json.
         overrides: New values of fields. The fields of text_config and vision_config are replaced one by one;
             any other object is replaced as a whole.
 
@@ -121,7 +197,7 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: If config.json does not exist, or if a field of the text model is overridden outside of
             text_config.
     """
-    found = read_json(folder / "config.json")
+    found = config_of(read_header(folder)) if is_gguf(folder) else read_json(folder / "config.json")
     text = found.get("text_config")
     inner = (
         {*text, "rope_parameters", "rope_scaling"} - {*found, *_OUTER} if isinstance(text, dict) else set()
@@ -136,8 +212,10 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     """Returns the object in generation_config.json; an empty dict if the file does not exist.
 
     Args:
-        folder: The model folder.
+        folder: The model folder, or a GGUF file, whose metadata takes the place of generation_config.json.
     """
+    if is_gguf(folder):
+        return generation_config_of(read_header(folder))
     file = folder / "generation_config.json"
     return read_json(file) if file.exists() else {}
 

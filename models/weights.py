@@ -20,8 +20,16 @@ from safetensors.numpy import save_file
 
 from jax_paged.arguments.shown_values import one_of, shown
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.checkpoint import end_token_ids, read_config, read_generation_config, sampling_defaults
+from jax_paged.models.checkpoint import (
+    end_token_ids,
+    is_gguf,
+    read_config,
+    read_generation_config,
+    sampling_defaults,
+)
 from jax_paged.models.layers import Float32Param
+from jax_paged.models.loading.gguf.header import read_header
+from jax_paged.models.loading.gguf.hf_tensors import GgufTensor, tensors_of
 from jax_paged.models.loading.stored_tensors import FLOAT_DTYPES, StoredTensor, read_headers, with_prefix
 from jax_paged.models.loading.weight_reading import (
     check_stored,
@@ -196,10 +204,12 @@ def _outline(
     if quantization not in allowed:
         names = f"{one_of(allowed)} for the weights in {folder}"
         raise ValueError(f"`quantization` must be {names}, got {shown(quantization)}")
-    stored = with_prefix(read_headers(folder), model_class.weight_table)
+    stored = with_prefix(stored_tensors(folder), model_class.weight_table)
     stored = with_decoded(stored) if method == "mxfp4" else stored
     model_dtype = _choose_dtype(dtype, hf_config, stored)
     model = nnx.eval_shape(lambda: model_class(config, dtype=model_dtype, rngs=nnx.Rngs(0)))
+    if is_gguf(folder):
+        stored = _keep_gguf_blocks(model, stored, model_dtype.name)
     if weight_format is None:
         return quantize_outline(model, choose_online_dtype([model], quantization)), model_dtype, stored
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
@@ -216,6 +226,44 @@ def _outline(
 
     apply_schemes(model, scheme_of)
     return model, model_dtype, stored
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a checkpoint by key, without reading any data.
+
+    Args:
+        folder: The checkpoint folder, or a GGUF file.
+
+    Raises:
+        ValueError: If files are missing, incomplete or not supported.
+    """
+    return {**tensors_of(read_header(folder))} if is_gguf(folder) else read_headers(folder)
+
+
+def _keep_gguf_blocks(
+    model: LanguageModel, stored: Mapping[str, StoredTensor], dtype: str
+) -> dict[str, StoredTensor]:
+    """Replaces the shapes of weights that a GGUF file has quantized.
+
+    Args:
+        model: A model with shapes in place of weights; it is modified.
+        stored: The tensors of the file by key.
+        dtype: Name of the dtype of the model.
+
+    Returns:
+        The tensors, with floats in place of the blocks of other weights, such as embeddings.
+    """
+
+    def scheme_of(place: KernelPlace) -> QuantizationScheme | None:
+        tensor = stored.get(weight_at(model, place.path, place.kernel).keys[0])
+        return tensor.scheme if isinstance(tensor, GgufTensor) else None
+
+    apply_schemes(model, scheme_of)
+    quantized = {k for w in weights_of(model) if isinstance(w.param, QuantizedWeight) for k in w.keys}
+    return {
+        key: tensor.as_floats(dtype) if isinstance(tensor, GgufTensor) and key not in quantized else tensor
+        for key, tensor in stored.items()
+    }
 
 
 def random_model(

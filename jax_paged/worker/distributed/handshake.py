@@ -18,8 +18,8 @@ import jax
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.config.launch import Launch
 from jax_paged.errors import ArgumentError, check
-from jax_paged.models.checkpoint import read_json, resolve_model_dir
-from jax_paged.models.loading.stored_tensors import read_headers
+from jax_paged.models.checkpoint import read_config, resolve_model_dir
+from jax_paged.models.weights import stored_tensors
 from jax_paged.worker.distributed.channel import Channel, silence_limit_s
 from jax_paged.worker.distributed.task import Task
 
@@ -42,8 +42,8 @@ def fingerprint(args: EngineArgs, num_workers: int) -> dict[str, str]:
         ValueError: If the checkpoint does not exist.
     """
     folder = resolve_model_dir(args.model)
-    digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
-    for key, tensor in sorted(read_headers(folder).items()):
+    digest = hashlib.sha256(json.dumps(read_config(folder, {}), sort_keys=True).encode())
+    for key, tensor in sorted(stored_tensors(folder).items()):
         digest.update(f"{key} {tensor.file.name} {tensor.offset} {tensor.shape} {tensor.dtype}\n".encode())
     return {
         "jax": jax.__version__,
