@@ -1,4 +1,7 @@
-"""Location of a model folder in Hugging Face layout or of a GGUF file, and their JSON. Does not import JAX."""
+"""Location of a model folder in Hugging Face layout or of a GGUF file, and its configuration.
+
+Does not import JAX.
+"""
 
 import json
 import logging
@@ -28,7 +31,7 @@ HUB_FILES = [
 ]
 
 # A repository on the hub with the type of a GGUF file or the file itself.
-_HUB_GGUF = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<kind>[\w.-]+)|/(?P<file>[\w./-]+\.gguf))")
+_HUB_GGUF = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<kind>[\w-]+)|/(?P<file>[\w./-]+\.gguf))")
 
 # In the config.json of multimodal models: the objects of the parts, and the fields that may be outside of
 # text_config.
@@ -82,7 +85,8 @@ def resolve_model_dir(model: str) -> Path:
     config = download(["config.json"]) / "config.json"
     if "gguf" in model.lower() and not config.is_file():
         raise ValueError(
-            f"`model` must name one of the GGUF files in the repository, as in '{model}:Q4_K_M', got {model!r}"
+            f"`model` must name one of the GGUF files in the repository, such as '{model}:Q4_K_M', got "
+            f"{model!r}"
         )
     # Reject unsupported architectures before the weights are downloaded.
     get_architecture(read_json(config))
@@ -152,9 +156,9 @@ def _download_gguf(match: re.Match[str], download: Callable[..., str]) -> Path:
         folder = Path(download(repo, allow_patterns=patterns))
     except (OSError, ValueError) as e:
         raise ValueError(
-            f"`model` must be a GGUF file of a repository on the Hugging Face hub, got {match.string!r}, and the "
-            f"hub returned {type(e).__name__}: {e} Check the spelling and the network, run `hf auth login` for a "
-            "gated model, or download the file elsewhere and pass its path."
+            f"`model` must be a GGUF file of a repository on the Hugging Face hub, got {match.string!r}, "
+            f"and the hub returned {type(e).__name__}: {e} Check the spelling and the network, run `hf auth "
+            "login` for a gated model, or download the file elsewhere and pass its path."
         ) from e
     if name:
         return _existing_gguf(folder / name)

@@ -47,6 +47,7 @@ from jax_paged.models.quantization.quantize import (
     KernelPlace,
     apply_schemes,
     choose_online_dtype,
+    kernel_places,
     quantize_outline,
 )
 from jax_paged.models.quantization.quantized_linear import ONLINE_DTYPES, QuantizationScheme, QuantizedWeight
@@ -201,15 +202,15 @@ def _outline(
     config = model_class.config_class.from_hf(hf_config, max_model_len)
     method, weight_format = quantization_of(hf_config)
     allowed = (None, method) if method else (None, *ONLINE_DTYPES)
-    if quantization not in allowed:
-        names = f"{one_of(allowed)} for the weights in {folder}"
-        raise ValueError(f"`quantization` must be {names}, got {shown(quantization)}")
+    _check_quantization(quantization, allowed, folder)
     stored = with_prefix(stored_tensors(folder), model_class.weight_table)
     stored = with_decoded(stored) if method == "mxfp4" else stored
     model_dtype = _choose_dtype(dtype, hf_config, stored)
     model = nnx.eval_shape(lambda: model_class(config, dtype=model_dtype, rngs=nnx.Rngs(0)))
     if is_gguf(folder):
         stored = _keep_gguf_blocks(model, stored, model_dtype.name)
+        if any(isinstance(place.kernel, QuantizedWeight) for place in kernel_places(model)):
+            _check_quantization(quantization, (None,), folder)
     if weight_format is None:
         return quantize_outline(model, choose_online_dtype([model], quantization)), model_dtype, stored
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
@@ -363,6 +364,12 @@ def log_unused(folder: Path, unused: Sequence[str]) -> None:
     """
     if unused:
         _LOGGER.warning("%s contains tensors that are not used: %s", folder, without_numbers(unused))
+
+
+def _check_quantization(quantization: str | None, allowed: Sequence[str | None], folder: Path) -> None:
+    if quantization not in allowed:
+        names = f"{one_of(allowed)} for the weights in {folder}"
+        raise ValueError(f"`quantization` must be {names}, got {shown(quantization)}")
 
 
 def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> jnp.dtype:

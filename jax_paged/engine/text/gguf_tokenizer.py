@@ -1,10 +1,11 @@
 """The tokenizer of a GGUF file, made for the tokenizers library.
 
-A file has the vocabulary and the name of an algorithm: "gpt2" for byte-level BPE, whose regular expression is known
-by the name in tokenizer.ggml.pre, or "llama" for SentencePiece's BPE, which has scores in place of merges.
+A file has the vocabulary and the name of an algorithm: "gpt2" for byte-level BPE, or "llama" for
+SentencePiece's BPE, which has scores in place of merges. For byte-level BPE, tokenizer.ggml.pre is the name of
+a regular expression.
 
-Source: llama.cpp's llama-vocab.cpp for the meaning of the metadata; the regular expressions are those of the models'
-tokenizer.json.
+Source: llama.cpp's llama-vocab.cpp for the meaning of the metadata; the regular expressions are those of the
+models' tokenizer.json.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LOWER_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+"
 _UPPER_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-# None of the tokens that follow the names of Phi-3's control tokens begin with white space.
+# In Phi-3, white space after all special tokens except these is ignored.
 _PHI3_KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -54,7 +55,10 @@ class _PreTokenizer:
 
 _LLAMA3 = rf"{_CONTRACTION}|{_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
 _QWEN2 = _PreTokenizer(rf"{_CONTRACTION}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}", is_nfc=True)
-_GPT_4O = rf"{_LOWER_WORDS}{_CONTRACTION}?|{_UPPER_WORDS}{_CONTRACTION}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+_GPT_4O = (
+    rf"{_LOWER_WORDS}{_CONTRACTION}?|{_UPPER_WORDS}{_CONTRACTION}?|"
+    rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+)
 _TEKKEN = rf"{_LOWER_WORDS}|{_UPPER_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
 _PRE_TOKENIZERS = {
     **dict.fromkeys(("gpt-2", "olmo", "phi-2", "exaone4"), _PreTokenizer()),

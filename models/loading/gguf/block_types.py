@@ -1,7 +1,7 @@
 """The types of tensors in GGUF files, and their conversion to the arrays of a quantized weight.
 
-A tensor [*e, O, I] consists of blocks of 32 or 256 values along the last dimension, the inputs of a linear map.
-A block contains groups of 16 or 32 numbers q with a scale and possibly a minimum:
+A tensor [*e, O, I] consists of blocks of 32 or 256 values along the last dimension, the inputs of a linear
+map. A block contains groups of 16 or 32 numbers q with a scale and possibly a minimum:
 
     type   group  value                    stored as          bytes per 256 values: file, here
     Q4_0     32   (q - 8) * d              4 bits, zero point   144, 152

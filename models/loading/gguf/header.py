@@ -124,8 +124,8 @@ class GgufHeader:
 
     Args:
         file: The file, the first one of a split model.
-        metadata: Scalars, strings and arrays by key. Arrays of numbers are NumPy arrays, and arrays of strings
-            are lists.
+        metadata: Scalars, strings and arrays by key. Arrays of numbers are NumPy arrays, and arrays of
+            strings are lists.
         tensors: The tensors by name.
     """
 

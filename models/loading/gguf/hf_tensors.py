@@ -1,7 +1,7 @@
 """The tensors of a GGUF file under the names and in the layout that they have in safetensors files.
 
-Quantized tensors keep their blocks; `as_floats` converts them for weights that a model keeps as floats, such as
-embeddings.
+Quantized tensors keep their blocks. `GgufTensor.as_floats` converts them for weights that a model keeps as
+floats, such as embeddings.
 """
 
 import dataclasses
@@ -76,7 +76,8 @@ class GgufTensor(StoredTensor):
     The inherited fields describe the values. The dtype is the type in the file, such as "F32" or "Q4_K".
 
     Args:
-        parts: The tensor in the file; or two stacks [E, O, ...] whose second dimensions alternate in this one.
+        parts: The tensor in the file; or two stacks [E, O, ...] whose second dimensions alternate in this
+            tensor.
         num_heads: Number of heads whose rows are stored as in llama.cpp; 0 for the order of transformers. A
             head's rows form the pairs (i, i + n / 2) for transformers, and (2 i, 2 i + 1) for llama.cpp.
         addend: Number that is added to the values.
@@ -222,7 +223,7 @@ def _with_experts(key: str, tensor: TensorInfo) -> list[GgufTensor]:
 
 
 def _gpt_oss_tensors(header: GgufHeader, match: re.Match[str], tensor: TensorInfo) -> list[GgufTensor]:
-    """Returns the tensors of a gpt-oss whose keys have no end. The columns of gate and up alternate in one tensor.
+    """Returns a tensor of a gpt-oss whose key has no end. The columns of gate and up alternate in one tensor.
 
     Raises:
         ValueError: If gate and up do not fit together.
@@ -235,8 +236,8 @@ def _gpt_oss_tensors(header: GgufHeader, match: re.Match[str], tensor: TensorInf
         up = header.tensors.get(tensor.name.replace("gate", "up"))
         if up is None or len(tensor.shape) < 2 or (up.shape, up.type) != (tensor.shape, tensor.type):
             raise ValueError(
-                f"{tensor.name} and the tensor of the same name with 'up' in {tensor.file} must have the same shape "
-                f"and type, got {tensor} and {up}"
+                f"{tensor.name} and {tensor.name.replace('gate', 'up')} in {tensor.file} must have the same "
+                f"shape and type, got {tensor} and {up}"
             )
         parts.append(up)
     return [_tensor(key, *parts, end="", is_transposed=len(tensor.shape) == 3)]
