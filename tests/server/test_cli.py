@@ -138,7 +138,7 @@ def kept_process():
         ("--port {taken}", "--port a free port"),
         (
             "--model /nowhere/at/all --port 0",
-            "jax-paged: `model` must be 'pagelet' (built in), a local folder with",
+            "jax-paged: `model` must be 'pagelet' (built in), 'smollm2' (downloaded at first use), a local",
         ),
     ],
 )

@@ -22,6 +22,7 @@ from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.forward_context import Module
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.models.loading.new_weights import NewWeights, with_weights
+from jax_paged.models.loading.pretrained import PRETRAINED
 from jax_paged.models.moe import Experts
 from jax_paged.models.parallel.sharding import DeviceGrid, Split, take_columns, whole_shape
 from jax_paged.models.parallel.stages import num_bytes, split_model
@@ -91,7 +92,8 @@ def load(
     if isinstance(loaded, LanguageModel):
         name = args.tokenizer or ""
         # "pagelet" is the built-in model.
-        is_folder = name == "pagelet" or (bool(name) and Path(name).expanduser().is_dir())
+        is_short_name = name == "pagelet" or name in PRETRAINED
+        is_folder = is_short_name or (bool(name) and Path(name).expanduser().is_dir())
         loaded = as_loaded_model(loaded, resolve_model_dir(name) if is_folder else None)
     check_choice("dtype", args.dtype, ("auto", str(loaded.dtype)))
     check_choice("quantization", args.quantization, (None, *ONLINE_DTYPES))
