@@ -13,8 +13,9 @@ from serving import picture, report
 from serving.compare import Run
 from serving.engines import KINDS, parse_engine
 from serving.metrics import Metrics, metrics_of
+from serving.process import Startup
 from serving.runner import Answer, drive
-from serving.workloads import SCENARIOS, Request
+from serving.workloads import GROUPS, SCENARIOS, Request
 
 pytestmark = pytest.mark.thorough
 
@@ -49,6 +50,10 @@ def test_the_smallest_scenario_from_end_to_end(tmp_path: Path) -> None:
     assert metrics["peak_mib"] > 100
     assert metrics["cores"] > 0
     assert "1 alone, 64 in, 128 out" in (tmp_path / "found.md").read_text()
+    start = Startup(**found["startups"]["float32"][TINY])
+    assert 0 < start.answer_s <= start.ready_s
+    assert 100 < start.resident_mib <= start.peak_mib
+    assert f"| float32 | {TINY} | {start.answer_s:.1f} |" in (tmp_path / "found.md").read_text()
 
 
 def test_figures_of_answers_at_known_times() -> None:
@@ -98,6 +103,18 @@ def test_ratios_are_of_the_first_engine_round_by_round(scenario: str) -> None:
     assert "1.90 (others 0.90)" in report.markdown([Run("ours", scenario, "float32", [disturbed])])
 
 
+def test_pairs_are_the_speeds_of_every_engine_of_a_tree_relative_to_every_peer() -> None:
+    def run(engine: str, *speeds: float, commit: str = "") -> Run:
+        return Run(engine, "crowd", "float32", [figures_at(speed) for speed in speeds], commit=commit)
+
+    ours = [run("ours", 100, 300, commit="abc"), run("ours:quantization=int4", 400, 400, commit="abc")]
+    peers = [run("openvino", 200, 200), run("llama.cpp", 400)]
+    table = report.pairs([*ours, *peers])
+    assert "| 64 at once | ours | 1.00 (0.50-1.50) | 0.25 |" in table
+    assert "| 64 at once | ours:quantization=int4 | 2.00 (2.00-2.00) | 1.00 |" in table
+    assert report.pairs(ours) == report.pairs([ours[0], *peers]) == ""
+
+
 def test_the_picture_shows_every_engine(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = [
@@ -117,10 +134,20 @@ def test_engines_are_named_with_trees_and_arguments() -> None:
     assert spec.tree == ROOT
     assert spec.arguments == {"max_num_batched_tokens": 256, "enable_prefix_caching": False}
     assert [parse_engine(kind).kind for kind in KINDS] == list(KINDS)
+    assert not spec.is_quantized
+    assert parse_engine("ours:quantization=int8").is_quantized
+    spec = parse_engine("ours:weights=gguf")
+    assert spec.needs_gguf
+    assert spec.is_quantized
+    assert spec.arguments == {}
+    assert not parse_engine("openvino:weights=fp16").is_quantized
     for wrong, message in (
         ("theirs", "the engine must be one of .*, got 'theirs'"),
         ("vllm@/tmp", "the tree of vllm must be unset, .*, got '/tmp'"),
         ("ours@/nowhere", "the tree must be a folder that holds jax_paged, got '/nowhere'"),
+        ("ours:weights=int4", "weights of ours must be gguf, got 'int4'"),
+        ("openvino:weights=gguf", "weights of openvino must be fp32 or .*, got 'gguf'"),
+        ("vllm:weights=int4", "weights of vllm must be unset, got 'int4'"),
         ("ours:block_size", "an argument of ours must be NAME=VALUE, got 'block_size'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -133,6 +160,7 @@ def test_scenarios_repeat_but_for_prefixes() -> None:
         assert requests == scenario.make(2048, 1)
         assert (requests == scenario.make(2048, 2)) is (not scenario.shares_prefixes)
         assert max(len(r.prompt) + r.max_tokens for r in requests) <= 2048, name
+    assert {name for group in GROUPS.values() for name in group} == set(SCENARIOS)
     assert sum(r.max_tokens for r in SCENARIOS["crowd"].make(8192, 1)) == 4546
 
 

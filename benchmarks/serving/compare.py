@@ -8,7 +8,7 @@ from pathlib import Path
 
 from serving.engines import TREE_KINDS, EngineSpec, Launcher, commit_of
 from serving.metrics import QUIET_CORES, Metrics, metrics_of
-from serving.process import EngineProcess, MachineLock
+from serving.process import EngineProcess, MachineLock, Startup
 from serving.runner import Answer
 from serving.workloads import Request, Scenario
 
@@ -51,7 +51,8 @@ class Plan:
             touched for the first time in it.
         vocab_size: Vocabulary size of the model.
         reference: Expected outputs of the scenario "crowd" in float32, if they are known. Otherwise, the
-            outputs of the last engine are expected. In bfloat16, rounding makes some outputs differ.
+            outputs of the last engine are expected, unless the weights of some engines are quantized. In
+            bfloat16, rounding makes some outputs differ.
     """
 
     engines: Sequence[EngineSpec]
@@ -74,8 +75,8 @@ class Comparison:
     Attributes:
         runs: The results so far.
         versions: The version that each engine reports, by label.
-        startup_s: Time until each engine was ready (seconds), by dtype and label. Other work on the machine
-            may have increased it, because the lock is not held then.
+        startups: Times and memory of each engine's start, by dtype and label. Other work on the machine may
+            have increased the times, because the lock is not held then.
         failures: Messages about engines that did not start or that ended early. The comparison continues
             without them.
     """
@@ -87,7 +88,7 @@ class Comparison:
         self._say = say
         self.runs: list[Run] = []
         self.versions: dict[str, str] = {}
-        self.startup_s: dict[str, dict[str, float]] = {}
+        self.startups: dict[str, dict[str, Startup]] = {}
         self.failures: list[str] = []
         self._commits: dict[str, str] = {}
 
@@ -121,7 +122,7 @@ class Comparison:
                 process.stop()
                 if not over_http:
                     self.versions[spec.label] = process.version
-                    self.startup_s.setdefault(dtype, {})[spec.label] = round(process.startup_s, 1)
+                    self.startups.setdefault(dtype, {})[spec.label] = process.startup
             for scenario in scenarios:
                 self._run_scenario(dtype, scenario, processes)
                 save()
@@ -183,7 +184,9 @@ class Comparison:
     ) -> Sequence[list[int] | str] | None:
         if self._plan.reference is not None and scenario.name == "crowd" and dtype == "float32":
             return self._plan.reference
-        return [answer.output for answer in answers[-1]] if len(answers) > 1 else None
+        if len(answers) < 2 or any(spec.is_quantized for spec in self._plan.engines):
+            return None
+        return [answer.output for answer in answers[-1]]
 
 
 def measure(
