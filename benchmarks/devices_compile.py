@@ -41,18 +41,18 @@ class Check(NamedTuple):
 
     Args:
         num_hosts: Number of machines.
-        num_devices: Number of GPUs per machine.
+        gpus_per_host: Number of GPUs per machine.
         num_tokens: Number of token rows. 64 means a decode step of 64 sequences, other values a mixed step.
     """
 
     num_hosts: int
-    num_devices: int
+    gpus_per_host: int
     num_tokens: int
 
     @property
     def size(self) -> int:
         """The total number of GPUs."""
-        return self.num_hosts * self.num_devices
+        return self.num_hosts * self.gpus_per_host
 
 
 CHECKS = [Check(*hosts, t) for t in (64, 2048) for hosts in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4))]
@@ -83,7 +83,7 @@ def compile_step(check: Check, dump: Path) -> dict[str, Any]:
     topology = topologies.get_topology_desc(
         platform="cuda",
         topology_name="",
-        topology=f"{check.num_hosts}x1x{check.num_devices}",
+        topology=f"{check.num_hosts}x1x{check.gpus_per_host}",
         target_config=target,
     )
     mesh = Mesh(np.array(topology.devices), ("tensor",))
@@ -160,7 +160,7 @@ def table(results: dict[Check, dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for check, found in results.items():
-        cells: list[Any] = [f"{check.num_hosts} x {check.num_devices}", check.num_tokens]
+        cells: list[Any] = [f"{check.num_hosts} x {check.gpus_per_host}", check.num_tokens]
         if "error" in found:
             cells += ["**failed**", *[""] * 8]
         else:
@@ -188,14 +188,14 @@ def main() -> int:
 
     results, wrong = dict[Check, dict[str, Any]](), 0
     asked = [
-        c for c in CHECKS if args.size is None or (c.num_hosts, c.num_devices) in ((1, 1), (1, args.size))
+        c for c in CHECKS if args.size is None or (c.num_hosts, c.gpus_per_host) in ((1, 1), (1, args.size))
     ]
     for check in asked:
         results[check] = found = run_apart(check)
         alone = results[Check(1, 1, check.num_tokens)]
         messages = problems(check, found, alone, LLAMA_8B["num_hidden_layers"])
         wrong += bool(messages)
-        name = f"{check.num_hosts} x {check.num_devices} GPUs, {check.num_tokens} rows"
+        name = f"{check.num_hosts} x {check.gpus_per_host} GPUs, {check.num_tokens} rows"
         print(f"{name}: {'; '.join(messages) or 'ok'} {found.get('collectives', '')}", flush=True)
     if args.size is None:
         begin, rest = DOC.read_text(encoding="utf-8").split(BEGIN)

@@ -49,7 +49,7 @@ def self_check(is_tiny: bool) -> Iterator[Report]:
 
 
 def kernel_tests(is_tiny: bool) -> Iterator[Report]:
-    """Runs the kernel tests that are marked for GPUs in this process; with toy sizes, a few other tests."""
+    """Runs, in this process, the kernel tests with the marker gpu; with toy sizes, a few other tests."""
     if importlib.util.find_spec("pytest") is None:
         raise RuntimeError("pytest is not installed here: pip install pytest pytest-timeout")
     import pytest

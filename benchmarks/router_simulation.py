@@ -2,13 +2,14 @@
 
     python benchmarks/router_simulation.py [--users 1000000] [--replicas 1000] [--write]
 
-This is a discrete-event simulation. It has no engines, steps, blocks or preemption; three times describe the
-speed of a replica (see Replica). The real jax_paged.core.replicas.router.ReplicaRouter chooses the replicas.
-As in a server, it is called when a request begins and when a request ends. Nothing was measured on a GPU: the
-three times are calculated for a model of 8B parameters on an H100 (docs/scale.md).
+This is a discrete-event simulation. It has no engines, steps, blocks or preemption; three constants describe
+the speed of a replica (see Replica). The real jax_paged.core.replicas.router.ReplicaRouter chooses the
+replicas. As in a server, it is called when a request begins and when a request ends. Nothing was measured on
+a GPU: the constants are calculated for a model of 8B parameters on an H100 (docs/scale.md).
 
-Users arrive at random times. Each user has one conversation with one application. Its first prompt is the
-application's system prompt and the first message; each later prompt contains the whole conversation so far.
+Users arrive at random times. Each user has one conversation with one application. A turn is a message of the
+user and its answer. The first prompt is the application's system prompt and the first message; each later
+prompt contains the whole conversation so far.
 A third of the conversations begin with a document. Users, messages and the times between an answer and the
 next message are the same for every policy.
 
@@ -182,7 +183,8 @@ class Outcome:
         home_share: Share of turns after the first that went to the same replica as the previous turn.
         prefill_share: Share of the replicas' time in which they computed prompts.
         most_loaded: Highest load of a replica divided by the mean load of all replicas at that time. Loads
-            are compared every 1,000 requests, after a quarter of the users and before the last one arrived.
+            are compared every 1,000 requests, while more than a quarter of the users, but not all, have
+            arrived.
         first_token_s: Quantiles of the time to the first token (seconds), by quantile.
     """
 

@@ -97,8 +97,8 @@ for token_id, entry in zip(output.outputs[0].token_ids, output.outputs[0].logpro
 # %% [markdown]
 # ## Watch the text grow
 #
-# Below `LLM` is an `LLMEngine`. Each `step` runs one batch on the device and returns the requests that got a
-# token. Requests may be added and aborted between any two steps.
+# `LLM` uses an `LLMEngine`. Each `step` of it runs one batch on the device and returns the requests that got
+# a token. Requests may be added and aborted between any two steps.
 
 # %%
 engine = llm.llm_engine
@@ -113,8 +113,8 @@ while engine.has_unfinished_requests():
 # %% [markdown]
 # ## What the engine did
 #
-# Every output has its times. Tokens that a prompt shares with an earlier one are not computed again: their
-# blocks are found by their hash. `compile_plan` lists the programs of the engine.
+# Every output has its times. Full blocks that a prompt shares with an earlier prompt are not computed again:
+# they are found by their hash. `compile_plan` lists the programs of the engine.
 
 # %%
 long_prompt = "Paged attention keeps the keys and values of each request in blocks. " * 8

@@ -14,7 +14,7 @@
 # %% [markdown]
 # # Memory sharing
 #
-# With block tables, samples, beams and requests that begin alike share the blocks of their common tokens.
+# Block tables let samples, beams and requests that begin alike share the blocks of their common tokens.
 # `pool_map()` draws which request holds which block. The cells below draw it while requests run.
 #
 # The pool is small here, so that all of it fits on the screen: 63 blocks of 8 tokens. Block 0, the null

@@ -67,7 +67,7 @@ row = plan.output.scheduled[0]
 print(f"sequence {row.seq_id} computes {row.num_tokens} tokens from position {row.start} on")
 
 # %% [markdown]
-# ## Leaving someone out
+# ## Leaving a request out
 #
 # `without` takes a request out of a plan. The request keeps its blocks and its batch slot, and computes the
 # same tokens in a later step.
@@ -91,10 +91,11 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# ## A scheduler in three lines
+# ## A scheduler in two lines
 #
-# Only the request with the fewest output tokens runs, and the others wait. `step()` can be called at any
-# time, too: it runs the current plan, or makes one. This loop counts the tokens of each request.
+# `shortest_alone` runs only the request with the fewest output tokens; the others wait. `finish` counts the
+# tokens of each request. `step()` can be called at any time, too: it runs the current plan or, if there is
+# none, a new one.
 
 # %%
 from jax_paged.lab.timeline import timeline_of

@@ -40,7 +40,7 @@ print(llm)
 # %% [markdown]
 # ## The task
 #
-# Word problems, each with two numbers, and a reward of 1 if the last number of the answer is right. The
+# Word problems, each with two numbers, and a reward of 1 if the last word of the answer is their sum. The
 # problems of the examination and of training are drawn with different seeds.
 
 # %%
@@ -82,12 +82,13 @@ print(f"{examine():.0%} of the examination is right")
 # %% [markdown]
 # ## The importance ratio of a rollout is exactly 1
 #
-# Reinforcement learning weighs each token by how likely the model makes it now, compared to when it was
-# drawn. If nothing has been trained in between, this ratio has to be 1. In most systems it is not, because
-# the trainer adds its numbers up in another order than the engine does, and so a bias creeps in.
+# Reinforcement learning weights each token by its importance ratio: its probability now, divided by its
+# probability when it was drawn. If nothing has been trained in between, this ratio has to be 1. In most
+# systems it is not, because the trainer adds numbers up in another order than the engine. This biases the
+# gradient.
 #
-# `score` computes given tokens with the same program that has drawn them. With `batch_invariant=True` the
-# sums are the same in any batch, so every single ratio is 1, to the last bit.
+# `score` computes the log-probabilities of given tokens with the program that also draws tokens. With
+# `batch_invariant=True` the sums are the same in any batch, so every single ratio is 1, to the last bit.
 
 # %%
 stories, right = draw(random.Random(2), 16)
@@ -211,5 +212,5 @@ print(f"{examine():.0%} of the examination is right")
 # %%
 for question in ("What is a block table?", "What is 61 - 20?"):
     print(ask([question], temperature=0)[0].outputs[0].text)
-print(f"{llm.llm_engine.executor.compile_progress[1]} programs, all of them compiled before the first step")
+print(f"{llm.llm_engine.executor.compile_progress[1]} programs; the new weights needed no other")
 llm.close()

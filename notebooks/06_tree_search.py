@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Tree search
 #
-# A running request can be forked, rolled back, and handed a draft. These three operations are what a tree
-# search is made of. Branches share the blocks of their common beginning, a branch that is dropped has cost
-# only its own blocks, and your own function decides which branches continue.
+# A running request can be forked, rolled back, and given a draft. A tree search consists of these three
+# operations. Branches share the blocks of their common beginning, a branch that is dropped has cost only its
+# own blocks, and your own function decides which branches continue.
 
 # %%
 import random
@@ -171,9 +171,9 @@ print(f"best of 8: {right['best of 8']} of {len(questions)} right")
 # %% [markdown]
 # ## A tree
 #
-# A tree spends its samples on good branches. After every two tokens, each remaining branch is forked into
-# three, and the three branches with the highest scores continue. The others are aborted, and their blocks are
-# freed.
+# A tree spends its samples on good branches. It begins with nine branches. After every two tokens, the three
+# branches with the highest scores continue, and each is forked into three. The others are aborted, and their
+# blocks are freed.
 
 
 # %%
@@ -201,7 +201,7 @@ def search(question, width=3, num_children=3, num_tokens=2):
         done += [texts[name] for name in kept if outputs[name].finished]
         engine.abort_request([name for name in names if name not in kept])
         names = [name for name in kept if not outputs[name].finished]
-        parents |= {name: name for name in names}
+        parents |= {name: name for name in names}  # a kept branch is its own parent at the next level
     return max(done, key=lambda text: score(question, text)), seen
 
 

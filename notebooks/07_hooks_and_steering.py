@@ -14,10 +14,10 @@
 # %% [markdown]
 # # Hooks and steering
 #
-# A hook is a function of yours that runs after a module of the model. It can read what the module returns, or
-# change it, for each row of a step. Requests select it by name and pass it their own numbers. Other requests
-# are computed as if it did not exist. Here one hook reads the activations of `pagelet` after half of its
-# layers, and another one changes them.
+# A hook is a function of yours that runs after a module of the model. It can read or change the output of the
+# module for each token of a step. Requests select the hook by name and pass it their own numbers. Other
+# requests are computed as if it did not exist. Here one hook reads the activations of `pagelet` after half of
+# its layers, and another one changes them.
 
 # %%
 import matplotlib.pyplot as plt
@@ -131,13 +131,13 @@ _ = axes.set_ylabel("0 is English, 1 is Python")
 # %% [markdown]
 # ## Steering
 #
-# The second hook adds the direction to what the layer returns, times a strength that each request passes. So
-# requests with different strengths run in one batch.
+# The second hook adds the direction, times a strength that each request passes, to the output of the layer.
+# So requests with different strengths run in one batch.
 
 
 # %%
 def add(direction, activation, args):
-    """Adds as much of the direction as the request of each row says."""
+    """Adds to each row (token) the direction times the strength of its request: args [rows, 1]."""
     return activation + args * direction
 
 

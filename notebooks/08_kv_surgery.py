@@ -116,7 +116,10 @@ prompt, first, draft = text[: -num_draft - 1], text[-num_draft - 1], text[-num_d
 
 
 def logprobs_with(choose):
-    """Returns log-probabilities of the draft with only the blocks choose(num_blocks) and the last one."""
+    """Returns the log-probabilities of the draft and the page table.
+
+    Only the last block and the blocks choose(num_blocks) are kept.
+    """
     # The first output token is forced, because the draft begins after it.
     params = SamplingParams(temperature=0, max_tokens=100, allowed_token_ids=[first])
     engine.add_request("r", {"prompt_token_ids": prompt}, params)
@@ -208,7 +211,7 @@ axes[-1].set_xticks(
 plt.show()
 
 # %% [markdown]
-# ## And on it goes
+# ## Dropping blocks again and again
 #
 # A request with dropped blocks continues like any other. This one drops blocks whenever a new block has four
 # tokens, so its memory does not grow with its length.

@@ -15,8 +15,8 @@
 # # Two models
 #
 # Two engines can live in one process, and some ways to generate text need two models. Contrastive decoding
-# asks a good model, the expert, and a worse one, the amateur, and prefers what only the expert knows.
-# Speculative decoding lets a drafter guess several tokens, which the expert checks in one step.
+# asks a good model, the expert, and a worse one, the amateur, and prefers tokens that only the expert finds
+# likely. Speculative decoding lets a drafter guess several tokens, which the expert checks in one step.
 #
 # The expert is pagelet. The amateur is pagelet with noise on its weights, so both have the same tokens.
 
@@ -76,12 +76,11 @@ for name, llm in (("expert", expert), ("amateur", amateur)):
     print(f"{name:8}", greedy(llm, prompt("What is paged attention?"), 40).text)
 
 # %% [markdown]
-# ## What each of them would say next
+# ## The next token of each model
 #
-# `inspect` returns the logits of a request's next token, if the prompt is computed and the request decodes.
-# So the last token of the text is not a part of the prompt, but forced as the first output token. Each text
-# is a new request, but the prefix cache holds the blocks of the previous text, and only new tokens are
-# computed.
+# `inspect` returns the logits of a request's next token. The request must have its first output token. So the
+# prompt is the text without its last token, which is then forced as the first output token. Each text is a
+# new request, but the prefix cache holds the blocks of the previous text, and only new tokens are computed.
 
 
 # %%
@@ -157,7 +156,8 @@ for text, without, contrasted in changed[:4]:
 # %% [markdown]
 # With `beta = 0` this is greedy decoding of the expert. The benefit of a contrast depends on the amateur: it
 # has to make the same mistakes as the expert, only more of them, like a smaller model of the same family.
-# Noise causes other mistakes, so this contrast says little about the expert's. Measure before you use it.
+# Noise causes other mistakes, so this contrast says little about the mistakes of the expert. Measure before
+# you use it.
 #
 # ## Drafts
 #
@@ -225,11 +225,11 @@ for text, tokens in texts.items():
     print(repr(tokenizer.decode(plain)))
 
 # %% [markdown]
-# The assertion in this cell is the point: whatever is proposed, the output is the one of plain greedy
-# decoding, token for token. A bad draft costs time and nothing else.
+# The assertion in this cell always holds: for any draft, the output equals plain greedy decoding, token for
+# token. A bad draft costs time and nothing else.
 #
-# In the picture, a bar is a step of the expert. Outlined is what was proposed, blue what was accepted, and
-# orange the one token that each step brings in any case.
+# In the picture, a bar is a step of the expert. Proposed tokens are outlined, accepted ones blue. Orange is
+# the expert's own token, which each step adds in any case.
 
 # %%
 figure, axes = plt.subplots(2, 2, figsize=(9, 4), sharex=True, sharey=True, layout="constrained")

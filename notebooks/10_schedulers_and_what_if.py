@@ -73,9 +73,9 @@ timeline_of(lines)
 # %% [markdown]
 # ## More memory, or less
 #
-# `replay` takes the arguments of the scheduler and of its block manager. How long a step then takes is fitted
-# to the recorded steps: a time per step plus a time per token. Because the fitted times differ from the
-# recorded ones, some decisions differ even with the recorded 48 blocks.
+# `replay` takes the arguments of the scheduler and of its block manager. It estimates the duration of each
+# step as a time per step plus a time per token, both fitted to the recorded steps. Because the estimates
+# differ from the recorded times, some decisions differ even with the recorded 48 blocks.
 
 
 # %%

@@ -150,10 +150,10 @@ _ = axes[0].legend(loc="upper right", fontsize=8)
 #
 # ## What it costs
 #
-# A step for one request is padded to sixteen rows here, and prompts attend token by token. So the fewer
-# requests there are, the more of a step is padding. Each bar is a single reading on a machine with other
-# work, so only large differences mean anything. An ordinary engine can also compute several tokens per
-# dispatch (multi-step decoding), which is off here.
+# A step for one request is padded to sixteen rows here, and the attention of prompts is computed token by
+# token. So the fewer requests there are, the more of a step is padding. Each bar is a single reading on a
+# machine with other work, so only large differences mean anything. An ordinary engine can also compute
+# several tokens per dispatch (multi-step decoding), which is off here.
 
 # %%
 timed = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)

@@ -87,8 +87,9 @@ _ = figure.legend(handles, kinds, loc="outside lower center", ncols=5)
 # %% [markdown]
 # ## Figure 2: where the memory goes
 #
-# Five minutes of traffic, averaged; the last bar of each group is what the paper measured in an hour. Nothing
-# here was fitted to it.
+# Five minutes and an hour of traffic, averaged; the last bar of each group has the paper's values. Nothing
+# here was fitted to them. "Other" slots of Orca are free or added by the rounding to powers of two. Those of
+# vLLM are the empty slots of blocks in use.
 
 # %%
 short = {system: points.batch(system, "ShareGPT", 2.0, 300) for system in SYSTEMS}

@@ -12,6 +12,7 @@ from typing import Any
 
 from paper import published, runner
 from paper.points import STATIC, Point
+from paper.scale import BIN
 from paper.store import Store
 from paper.systems import ORCAS, SYSTEMS
 
@@ -43,7 +44,10 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """The relative difference from the paper's value; 0 within its range; None without it."""
+        """The relative difference from the paper's value.
+
+        0 if the paper's value is a range that contains `ours`; None if there is no such value, or it is 0.
+        """
         if self.paper is None or self.paper == 0:
             return None
         low, high = self.paper if isinstance(self.paper, tuple) else (self.paper, self.paper)
@@ -397,6 +401,7 @@ _MILLION_REQUESTS = [
     Point.of("replicas", num_replicas=NUM_REPLICAS, first=i, last=i + 2, per_replica=25_000)
     for i in range(0, NUM_REPLICAS, 2)
 ]
+# One replica each, for several numbers of replicas that share the rate.
 _SHORT_RUNS = {
     n: Point.of("replicas", num_replicas=n, first=0, last=1, per_replica=4000) for n in (4, 8, 16, 160)
 }
@@ -451,7 +456,7 @@ def _scale_curves(values: Any) -> list[Curve]:
             Curve(
                 "one schedule() and update()",
                 label,
-                [rows + 16.0 for rows in bins],
+                [rows + BIN / 2 for rows in bins],
                 [seconds[rows] / steps[rows] * 1e3 for rows in bins],
             )
         )

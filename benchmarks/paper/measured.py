@@ -50,7 +50,7 @@ class Run(NamedTuple):
     Args:
         seconds: Time until the last job ended.
         batched: Mean number of running requests over the steps.
-        saved: Mean share of blocks that sharing saved over the steps.
+        saved: Share of blocks that sharing saved, from the sums over all steps.
         num_preemptions: Number of preemptions of all requests.
     """
 

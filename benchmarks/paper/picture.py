@@ -48,11 +48,11 @@ def draw(figure: Figure, values: Any, path: Path) -> None:
     path.write_text(_themed(text.getvalue()))
 
 
-def _bars(canvas_of: Any, figure: Figure, rows: list[Row]) -> Any:
+def _bars(canvas_class: Any, figure: Figure, rows: list[Row]) -> Any:
     panels = list(dict.fromkeys(row.panel for row in rows))
     num_columns = min(2, len(panels))
     num_lines = -(-len(panels) // num_columns)
-    canvas = canvas_of(figsize=(10, 0.9 + 2.9 * num_lines), layout="constrained", facecolor=BACKGROUND)
+    canvas = canvas_class(figsize=(10, 0.9 + 2.9 * num_lines), layout="constrained", facecolor=BACKGROUND)
     axes = list(canvas.subplots(num_lines, num_columns, squeeze=False).flat)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
@@ -106,12 +106,12 @@ def _legend_handles(band: str | None, has_paper: bool) -> list[Any]:
     return handles
 
 
-def _lines(canvas_of: Any, figure: Figure, curves: list[Curve]) -> Any:
+def _lines(canvas_class: Any, figure: Figure, curves: list[Curve]) -> Any:
     panels = list(dict.fromkeys(curve.panel for curve in curves))
     labels = list(dict.fromkeys(curve.label for curve in curves))
     num_columns = min(3, len(panels))
     num_lines = -(-len(panels) // num_columns)
-    canvas = canvas_of(figsize=(10, 1.2 + 3.0 * num_lines), layout="constrained", facecolor=BACKGROUND)
+    canvas = canvas_class(figsize=(10, 1.2 + 3.0 * num_lines), layout="constrained", facecolor=BACKGROUND)
     axes = canvas.subplots(num_lines, num_columns, squeeze=False).flat
     handles: dict[str, Any] = {}
     for axis, panel in zip(axes, panels, strict=True):

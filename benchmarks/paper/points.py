@@ -1,4 +1,4 @@
-"""Points: the values that figures are made from. A point calls a function with JSON arguments and result."""
+"""Points: function calls whose stored results make the figures. Arguments and results are JSON values."""
 
 import dataclasses
 import json

@@ -65,7 +65,7 @@ class EngineArgs:
             checkpoint.
         max_model_len: Maximum number of tokens of a prompt and its output together, at least 2; None uses the
             model's limit. Block tables are padded to this length, so a small limit makes steps faster.
-        block_size: Tokens per block.
+        block_size: Tokens per block: a power of two, at most 128.
         gpu_memory_utilization: Fraction of JAX's GPU memory that weights, activations and KV cache may use
             together. JAX reserves three quarters of the GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION
             is set.
@@ -136,8 +136,8 @@ class EngineArgs:
         max_compile_s: Time after which no further step shapes are compiled (seconds); steps are then padded
             to a compiled shape; None compiles all shapes.
         seed: Seed from which the engine derives seeds for requests without a seed.
-        runner: "pooling" lets a generating model pool, too; "generate" disables pooling. "auto" decides by
-            the checkpoint's architecture and its sentence-transformers modules.
+        runner: "pooling" lets a model for text generation also compute embeddings; "generate" disables
+            pooling. "auto" decides by the checkpoint's architecture and its sentence-transformers modules.
         pooler_config: How to pool the hidden states of a text: a PoolerConfig or a dict of its fields; None
             uses the checkpoint's settings.
         hf_overrides: Fields that replace fields of config.json, and of text_config and vision_config in it.
