@@ -69,7 +69,7 @@ INLINE Vec load(const Float16* from) {
 
 // In steps that GCC has instructions for: of a longer one it makes a loop over the lanes.
 INLINE Vec load(const Int8* from) {
-#if WIDTH == 16
+#if WIDTH == 16 && !defined(PLAIN_VECTORS)
   const IntVec wide = bits_as<IntVec>(_mm512_cvtepi8_epi32(load_bits<__m128i>(from)));
 #else
   const auto half = __builtin_convertvector(load_bits<IntByteVec>(from), IntHalfVec);
@@ -80,7 +80,7 @@ INLINE Vec load(const Int8* from) {
 
 // float8_e4m3fn, as float16 above; but its NaN counts as 480: the pool has none, as a row of NaN has a scale of infinity.
 INLINE Vec load(const Float8* from) {
-#if WIDTH == 16
+#if WIDTH == 16 && !defined(PLAIN_VECTORS)
   const BitVec byte = bits_as<BitVec>(_mm512_cvtepu8_epi32(load_bits<__m128i>(from)));
 #else
   const auto half = __builtin_convertvector(load_bits<ByteVec>(from), HalfVec);
