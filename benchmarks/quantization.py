@@ -8,9 +8,9 @@ quantized checkpoints are the built-in model with its linear maps rounded to nea
 matrix or per block, and int4 in the format of compressed-tensors, with a scale and a zero point for each
 output and group of inputs. Methods that use activations, such as AWQ and GPTQ, are designed to lose less.
 
-`--products` measures the time of one matrix product on this machine's CPU, for quantized matrices and for floats
-(with oneDNN or XLA), and which share of the memory's speed it reaches. Such products take most of the time of a
-decode step.
+`--products` measures the time of one matrix product on this machine's CPU, for quantized matrices and for
+floats (with oneDNN or XLA), and which share of the memory's speed it reaches. Such products take most of the
+time of a decode step.
 """
 
 import argparse
@@ -200,7 +200,7 @@ def packed_kernel(kind: str, group_size: int | None, rows: int, extra: str | Non
 
 
 def product_cases(rows: int) -> dict[str, tuple[Any, Callable[[Any, Any], Any], str]]:
-    """Returns kernels [rows, COLUMNS] by name, with the function that multiplies by them and the dtype of x."""
+    """Returns kernels [rows, COLUMNS] by name, each with its product and the dtype of x."""
 
     def by_native(x: Any, kernel: Any) -> Any:
         return quantized_products.multiply(x, kernel, x.dtype)
@@ -240,8 +240,9 @@ def times(num_rounds: int = 5) -> str:
     """
     memory = np.ones(256 * 2**20, np.int8)
     lines = [
-        f"One product [rows, K] x [K, {COLUMNS}] with kernels in memory: ms, GB/s and share of the speed at which "
-        f"{NUM_CORES} cores read memory. {processor()}, jax {jax.__version__}, median of {num_rounds} rounds.",
+        f"One product [rows, K] x [K, {COLUMNS}] with kernels in memory: ms, GB/s, and share of the speed at "
+        f"which {NUM_CORES} cores read memory. {processor()}, jax {jax.__version__}, median of {num_rounds} "
+        "rounds.",
         "",
         "| K | kernel | MiB | " + " | ".join(f"{n} rows" if n > 1 else "1 row" for n in ROWS) + " |",
         "|---|---|---|" + "---|" * len(ROWS),
