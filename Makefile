@@ -200,7 +200,7 @@ native-sanitize: setup
 	rm -rf build/lib* build/temp* # else the next wheel would get this library
 	PYTHONPATH=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-		$(BIN)/pytest -p no:cacheprovider -o pythonpath='$(SANITIZED) tests benchmarks' tests/kernels/test_native.py \
+		$(BIN)/pytest -p no:cacheprovider -o pythonpath='$(SANITIZED) tests benchmarks' tests/kernels/test_native.py tests/kernels/test_native_quantized.py \
 		tests/kernels/test_ops.py tests/kernels/test_quantization.py tests/kernels/test_cascade_attention.py -k 'native' $(ARGS)
 	g++ -std=c++17 -O1 -g -fsanitize=thread -Wno-psabi -pthread tests/kernels/native_threads.cc \
 		$(NATIVE)/kernels_*.cc -o $(SANITIZED)/native_threads

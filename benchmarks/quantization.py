@@ -8,17 +8,19 @@ quantized checkpoints are the built-in model with its linear maps rounded to nea
 matrix or per block, and int4 in the format of compressed-tensors, with a scale and a zero point for each
 output and group of inputs. Methods that use activations, such as AWQ and GPTQ, are designed to lose less.
 
-`--products` measures the time of one matrix product with few rows on this machine, for float matrices (with
-oneDNN and with XLA) and for quantized ones. Such products take most of the time of a decode step on a CPU.
+`--products` measures the time of one matrix product on this machine's CPU, for quantized matrices and for
+floats (with oneDNN or XLA), and which share of the memory's speed it reaches. Such products take most of the
+time of a decode step.
 """
 
 import argparse
 import json
-import platform
+import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,13 @@ from serving.report import processor
 from transformers import AutoTokenizer
 
 from jax_paged.models.pagelet.evaluate import FOLDER
-from jax_paged.models.quantization.online import quantize
-from jax_paged.models.quantization.quantized_linear import QuantizedArrays, dense, multiply
-from jax_paged.pallas_kernels.native import products
+from jax_paged.pallas_kernels.native import products, quantized_products
+from jax_paged.pallas_kernels.native.quantized_products import PackedQuantized
 
 ROOT = Path(__file__).parents[1]
-SHAPE, ROWS = (2048, 8192), (1, 8, 64)
+# Products: K, columns, rows of x, and how many bytes of kernels are more than the caches hold.
+SIZES, COLUMNS, ROWS, COPIED_BYTES = (576, 2048, 4096), 4096, (1, 2, 4, 8, 16, 64, 256), 96 * 2**20
+NUM_CORES = len(os.sched_getaffinity(0))
 
 
 def packed(numbers: np.ndarray) -> np.ndarray:
@@ -166,44 +169,104 @@ def table(num_texts: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def times() -> str:
-    """Returns the table of product times for all types of matrices (milliseconds, best of 20)."""
+def read_speed(memory: np.ndarray) -> float:
+    """Returns how fast all cores together read memory (bytes per second).
+
+    Args:
+        memory: int8, much larger than the caches.
+    """
+    parts = np.array_split(memory, 64 * NUM_CORES)
+    with ThreadPoolExecutor(NUM_CORES) as pool:
+        start = time.perf_counter()
+        list(pool.map(np.maximum.reduce, parts))
+        return memory.nbytes / (time.perf_counter() - start)
+
+
+def packed_kernel(kind: str, group_size: int | None, rows: int, extra: str | None) -> PackedQuantized:
+    """Returns a packed kernel [rows, COLUMNS] with random numbers.
+
+    Args:
+        kind: "int4", "int8" or "fp8".
+        group_size: Number of rows in a group; None for all.
+        rows: Number of rows.
+        extra: "zeros", "offsets" or None.
+    """
+    rng, group = np.random.default_rng(0), group_size or rows
+    numbers = rng.integers(0, 127, (rows // 2 if kind == "int4" else rows, COLUMNS), np.uint8)
+    scales = np.full((rows // group, COLUMNS), 0.01, np.float32)
+    extras = {"zeros": np.full(scales.shape, 8, np.uint8), "offsets": -scales, None: None}
+    made = quantized_products.pack(numbers, scales, kind=kind, group_size=group, offsets=extras[extra])
+    return jax.tree.map(jnp.asarray, made)
+
+
+def product_cases(rows: int) -> dict[str, tuple[Any, Callable[[Any, Any], Any], str]]:
+    """Returns kernels [rows, COLUMNS] by name, each with its product and the dtype of x."""
+
+    def by_native(x: Any, kernel: Any) -> Any:
+        return quantized_products.multiply(x, kernel, x.dtype)
+
+    def by_onednn(x: Any, kernel: Any) -> Any:
+        return products.multiply(x, kernel, COLUMNS, x.dtype)
+
+    kinds: list[tuple[str, str, int | None, str | None]] = [
+        ("int4, groups of 64", "int4", 64, None),
+        ("int4, groups of 64, zero points", "int4", 64, "zeros"),
+        ("int4, groups of 32, offsets", "int4", 32, "offsets"),
+        ("int8, a scale per column", "int8", None, None),
+        ("int8, groups of 32", "int8", 32, None),
+        ("fp8, a scale per column", "fp8", None, None),
+    ]
+    cases: dict[str, tuple[Any, Callable[[Any, Any], Any], str]] = {
+        name: (packed_kernel(kind, group, rows, extra), by_native, "float32")
+        for name, kind, group, extra in kinds
+    }
+    for dtype in ("float32", "bfloat16"):
+        floats = jax.random.normal(jax.random.key(0), (rows, COLUMNS), dtype)
+        if products.problem(jnp.dtype(dtype)) is None:
+            cases[f"{dtype}, oneDNN"] = products.pack(floats), by_onednn, dtype
+        else:
+            cases[f"{dtype}, XLA"] = floats, jnp.matmul, dtype
+    return cases
+
+
+def times(num_rounds: int = 5) -> str:
+    """Returns the table of product times for all types of matrices.
+
+    Each program multiplies by copies of a matrix that the caches cannot hold together. Reading memory and
+    products alternate.
+
+    Args:
+        num_rounds: Number of rounds, whose median counts.
+    """
+    memory = np.ones(256 * 2**20, np.int8)
     lines = [
-        f"One product [rows, {SHAPE[0]}] x [{SHAPE[0]}, {SHAPE[1]}], in ms, best of 20; "
-        f"{platform.machine()}, jax {jax.__version__}, {jax.default_backend()}.",
+        f"One product [rows, K] x [K, {COLUMNS}] with kernels in memory: ms, GB/s, and share of the speed at "
+        f"which {NUM_CORES} cores read memory. {processor()}, jax {jax.__version__}, median of {num_rounds} "
+        "rounds.",
         "",
-        "| dtype of rows | matrix | MiB | " + " | ".join(f"{n} rows" for n in ROWS) + " |",
+        "| K | kernel | MiB | " + " | ".join(f"{n} rows" if n > 1 else "1 row" for n in ROWS) + " |",
         "|---|---|---|" + "---|" * len(ROWS),
     ]
-    kernel = jax.random.normal(jax.random.key(0), SHAPE)
-    int8_matrix = quantize(kernel, "int8")
-    int4_matrix = QuantizedArrays(
-        jnp.zeros((SHAPE[0] // 2, SHAPE[1]), jnp.uint8), jnp.ones((SHAPE[0] // 128, SHAPE[1]))
-    )
-    int4_matrix = int4_matrix._replace(zeros=jnp.full(int4_matrix.scales.shape, 8, jnp.uint8))
-    assert dense(int4_matrix, 128, "float32").shape == SHAPE
-    for dtype in (jnp.float32, jnp.bfloat16):
-        floats = kernel.astype(dtype)
-        cases: dict[str, tuple[Any, Any]] = {
-            "floats, XLA": (floats, lambda x, k: x @ k),
-            "int8": (int8_matrix, lambda x, k: multiply(x, k, SHAPE[0], x.dtype)),
-            "fp8": (quantize(kernel, "fp8"), lambda x, k: multiply(x, k, SHAPE[0], x.dtype)),
-            "int4, groups of 128": (int4_matrix, lambda x, k: multiply(x, k, 128, x.dtype)),
-        }
-        if products.problem(dtype) is None:
-            multiply_packed = lambda x, k: products.multiply(x, k, SHAPE[1], x.dtype)  # noqa: E731
-            cases = {"floats, oneDNN": (products.pack(floats), multiply_packed)} | cases
-        for name, (held, product) in cases.items():
-            cells, call = [], jax.jit(product)
-            for rows in ROWS:
-                x, best = jnp.ones((rows, SHAPE[0]), dtype), float("inf")
-                for _ in range(20):
+    print("\n".join(lines), flush=True)
+    for size in SIZES:
+        for name, (kernel, product, dtype) in product_cases(size).items():
+            num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(kernel))
+            num_copies = max(2, -(-COPIED_BYTES // num_bytes))
+            copies = [jax.tree.map(jnp.copy, kernel) for _ in range(num_copies)]
+            run = jax.jit(lambda x, copies, product=product: sum(product(x, copy) for copy in copies))
+            inputs = [jnp.ones((n, size), dtype) for n in ROWS]
+            for x in inputs:
+                run(x, copies).block_until_ready()
+            found = np.empty((num_rounds, len(ROWS), 2))
+            for i in range(num_rounds):
+                for j, x in enumerate(inputs):
                     start = time.perf_counter()
-                    call(x, held).block_until_ready()
-                    best = min(best, time.perf_counter() - start)
-                cells.append(f"{1000 * best:.1f}")
-            size = sum(leaf.nbytes for leaf in jax.tree.leaves(held)) / 2**20
-            lines.append(f"| {jnp.dtype(dtype).name} | {name} | {size:.0f} | {' | '.join(cells)} |")
+                    run(x, copies).block_until_ready()
+                    seconds = (time.perf_counter() - start) / num_copies
+                    found[i, j] = seconds, num_bytes / seconds / read_speed(memory)
+            medians = np.median(found, axis=0)
+            cells = [f"{1e3 * t:.2f}, {num_bytes / t / 1e9:.1f}, {share:.2f}" for t, share in medians]
+            lines.append(f"| {size} | {name} | {num_bytes / 2**20:.1f} | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     return "\n".join(lines) + "\n"
 

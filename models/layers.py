@@ -168,7 +168,8 @@ class Linear(Module):
         Args:
             maps: Linear maps with the same in_features and without quantized kernels.
         """
-        kernel = PackedKernel(products.pack(jnp.concatenate([m.kernel[...] for m in maps], axis=1)))
+        floats = [m.kernel[...] for m in maps if isinstance(m.kernel, nnx.Param)]
+        kernel = PackedKernel(products.pack(jnp.concatenate(floats, axis=1)))
         columns = np.cumsum([0, *(m.out_features for m in maps)]).tolist()
         for m, first in zip(maps, columns, strict=False):
             m.kernel, m.first_column, m.num_columns = kernel, first, columns[-1]
@@ -207,17 +208,16 @@ def gated(
     Returns:
         float [..., out_features].
     """
-    kernels = gate.kernel, up.kernel
-    is_packed = all(isinstance(kernel, PackedKernel) for kernel in kernels) and gate.bias is up.bias is None
-    if is_packed and activation != "relu2" and not context.is_edited(gate, up):
-        packed_gate, packed_up = (kernel[...] for kernel in kernels)
-        return products.multiply_gated(x, packed_gate, packed_up, gate.out_features, activation)
-    if all(isinstance(kernel, PackedWeight) for kernel in kernels) and gate.bias is up.bias is None:
-        parts = tuple(kernel.packed for kernel in kernels)
-        keys = {quantized_products.mergeable(part) for part in parts}
-        is_native = activation in quantized_products.ACTIVATIONS and len(keys) == 1 and None not in keys
-        if is_native and not context.is_edited(gate, up):
-            return quantized_products.multiply_gated(x, *parts, activation)
+    g, u = gate.kernel, up.kernel
+    may_fuse = gate.bias is up.bias is None and not context.is_edited(gate, up)
+    if isinstance(g, PackedKernel) and isinstance(u, PackedKernel) and may_fuse and activation != "relu2":
+        return products.multiply_gated(x, g[...], u[...], gate.out_features, activation)
+    if isinstance(g, PackedWeight) and isinstance(u, PackedWeight) and may_fuse:
+        packed_gate, packed_up = g.packed, u.packed
+        key = quantized_products.mergeable(packed_gate)
+        is_equal = key is not None and key == quantized_products.mergeable(packed_up)
+        if is_equal and activation in quantized_products.ACTIVATIONS:
+            return quantized_products.multiply_gated(x, packed_gate, packed_up, activation)
     return ACTIVATIONS[activation](gate(x, context)) * up(x, context)
 
 

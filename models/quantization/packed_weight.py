@@ -40,8 +40,9 @@ class PackedWeight(nnx.Module):
     @property
     def packed(self) -> PackedQuantized:
         """The matrix, or matrices, for use in a forward pass."""
-        variables = self.values, self.scales, self.offsets, self.permutation
-        return PackedQuantized(*(None if v is None else v[...] for v in variables), self.layout)
+        offsets = None if self.offsets is None else self.offsets[...]
+        permutation = None if self.permutation is None else self.permutation[...]
+        return PackedQuantized(self.values[...], self.scales[...], offsets, permutation, self.layout)
 
     @property
     def dtype(self) -> np.dtype:

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from jax_paged.pallas_kernels import native
@@ -103,7 +104,7 @@ def _pack(kernel: Array, transposed: bool, num_bytes: int) -> Array:
 
 
 def multiply(
-    x: Float[Array, "*t i"], packed: UInt8[Array, " bytes"], columns: int, dtype: jnp.dtype
+    x: Float[Array, "*t i"], packed: UInt8[Array, " bytes"], columns: int, dtype: DTypeLike
 ) -> Float[Array, "*t o"]:
     """Multiplies rows by a packed kernel, with float32 accumulation.
 

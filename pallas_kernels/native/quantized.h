@@ -34,36 +34,68 @@ INLINE Vec splat(float x, std::integer_sequence<int, LANE...>) {
 // As broadcast, without adding a zero, which changes a negative one.
 INLINE Vec splat(float x) { return splat(x, std::make_integer_sequence<int, WIDTH>()); }
 
-INLINE Vec load_as(Floats from, int64_t i) {
-  if (from.type == DType::kFloat32) return load(static_cast<const float*>(from.data) + i);
-  if (from.type == DType::kBFloat16) return load(static_cast<const BFloat16*>(from.data) + i);
-  return load(static_cast<const Float16*>(from.data) + i);
-}
-
-INLINE Vec number_at(const Int8* from) {
-#if WIDTH == 8
-  return __builtin_convertvector(bits_as<IntVec>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)))), Vec);
-#else
-  return load(from);
-#endif
-}
-
-// float8_e4m3fn. With the exponent of a float32 that is one too large, a normal number is twice what it should be, and a
-// subnormal one 2^-6 too large: the right one is the lesser of the two corrections.
-INLINE Vec number_at(const Float8* from) {
-#if WIDTH == 16 && !defined(PLAIN_VECTORS)
-  const BitVec byte = bits_as<BitVec>(_mm512_cvtepi8_epi32(load_bits<__m128i>(from)));
+// Returns sum + a * b, rounded once where the processor can. A compiler would not fuse every such expression, and results
+// would depend on where it does.
+INLINE Vec add_product(Vec sum, Vec a, Vec b) {
+#if defined(PLAIN_VECTORS)
+  return sum + a * b;
+#elif WIDTH == 16
+  return bits_as<Vec>(_mm512_fmadd_ps(bits_as<__m512>(a), bits_as<__m512>(b), bits_as<__m512>(sum)));
 #elif WIDTH == 8
-  const BitVec byte = bits_as<BitVec>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+  return bits_as<Vec>(_mm256_fmadd_ps(bits_as<__m256>(a), bits_as<__m256>(b), bits_as<__m256>(sum)));
+#elif defined(__aarch64__)
+  return bits_as<Vec>(vfmaq_f32(bits_as<float32x4_t>(sum), bits_as<float32x4_t>(a), bits_as<float32x4_t>(b)));
 #else
-  const BitVec byte = bits_as<BitVec>(__builtin_convertvector(__builtin_convertvector(load_bits<IntByteVec>(from), IntHalfVec), IntVec));
+  return sum + a * b;
 #endif
-  const BitVec magnitude = byte & 0x7f;
-  const Vec twice = bits_as<Vec>((magnitude << 20) + (121u << 23));
-  const Vec normal = twice * 0.5f, subnormal = twice - 0x1p-6f;
-  const BitVec bits = bits_as<BitVec>(normal < subnormal ? normal : subnormal) | (byte & 0x80000000);
-  return bits_as<Vec>(magnitude == 0x7f ? bits | 0x7fc00000 : bits);
 }
+
+// With instructions for float16 a float8_e4m3fn takes fewer steps: its bits are those of a float16 that is 2^-8 of it, and x
+// is multiplied by that.
+#if WIDTH >= 8 && !defined(PLAIN_VECTORS)
+#define HAS_FLOAT16
+constexpr float FLOAT8_UNIT = 256;
+#else
+constexpr float FLOAT8_UNIT = 1;
+#endif
+
+#if defined(HAS_FLOAT16) && WIDTH == 16
+INLINE Vec number_at(const Int8* from) { return load(from); }
+INLINE Vec float_of(__m256i halves) { return bits_as<Vec>(_mm512_cvtph_ps(halves)); }
+INLINE Vec number_at(const Float8* from) {
+  const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_bits<__m128i>(from)), 7);
+  return float_of(_mm256_and_si256(wide, _mm256_set1_epi16(int16_t(0xbf80))));
+}
+INLINE Vec scale_at(const Float16* from) { return float_of(load_bits<__m256i>(from)); }
+#elif defined(HAS_FLOAT16)
+INLINE Vec number_at(const Int8* from) {
+  const __m256i wide = _mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load_bits<int64_t>(from)));
+  return __builtin_convertvector(bits_as<IntVec>(wide), Vec);
+}
+INLINE Vec float_of(__m128i halves) { return bits_as<Vec>(_mm256_cvtph_ps(halves)); }
+INLINE Vec number_at(const Float8* from) {
+  const __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_cvtsi64_si128(load_bits<int64_t>(from))), 7);
+  return float_of(_mm_and_si128(wide, _mm_set1_epi16(int16_t(0xbf80))));
+}
+INLINE Vec scale_at(const Float16* from) { return float_of(load_bits<__m128i>(from)); }
+#else
+INLINE IntVec signed_bytes(const void* from) {
+  IntByteVec bytes;
+  __builtin_memcpy(&bytes, from, sizeof(bytes));
+  return __builtin_convertvector(__builtin_convertvector(bytes, IntHalfVec), IntVec);
+}
+INLINE Vec number_at(const Int8* from) { return __builtin_convertvector(signed_bytes(from), Vec); }
+// A normal number is that of the shifted bits, and a subnormal one is less: twice that minus 2^-6.
+INLINE Vec number_at(const Float8* from) {
+  const BitVec bits = bits_as<BitVec>(signed_bytes(from));
+  const Vec normal = bits_as<Vec>(((bits & 0x7f) << 20) + (120u << 23)), subnormal = normal * 2.f - 0x1p-6f;
+  const Vec magnitude = normal < subnormal ? normal : subnormal;
+  return bits_as<Vec>(bits_as<BitVec>(magnitude) | (bits & 0x80000000));
+}
+INLINE Vec scale_at(const Float16* from) { return load(from); }
+#endif
+INLINE Vec scale_at(const float* from) { return load(from); }
+INLINE Vec scale_at(const BFloat16* from) { return load(from); }
 
 // Nibble `row` of each word, 16^(row % 4) times as large, as it is not shifted to the right; x is divided by that. So a
 // vector of weights takes three instructions: a mask, a conversion and a product. The upper half of a word is read from 2
@@ -91,7 +123,22 @@ INLINE int64_t end_of_group(const QuantizedKernel& kernel, int64_t group) {
   return group + 1 == kernel.groups ? kernel.rows : (group + 1) * kernel.group;
 }
 
-INLINE Vec load_as(Bytes from, int64_t i) {
+template <int PANELS, class E>
+INLINE void load_group(const QuantizedKernel& kernel, int64_t panel, int64_t group, const E* from, Vec* to) {
+  for (int c = 0; c < PANELS * PARTS; c++) {
+    to[c] = scale_at(from + ((panel + c / PARTS) * kernel.groups + group) * PANEL + c % PARTS * WIDTH);
+  }
+}
+
+// Scales or offsets of a group.
+template <int PANELS>
+INLINE void load_group(const QuantizedKernel& kernel, int64_t panel, int64_t group, Floats from, Vec* to) {
+  if (from.type == DType::kFloat32) return load_group<PANELS>(kernel, panel, group, static_cast<const float*>(from.data), to);
+  if (from.type == DType::kFloat16) return load_group<PANELS>(kernel, panel, group, static_cast<const Float16*>(from.data), to);
+  load_group<PANELS>(kernel, panel, group, static_cast<const BFloat16*>(from.data), to);
+}
+
+INLINE Vec zero_at(Bytes from, int64_t i) {
   if (from.is_signed) return number_at(reinterpret_cast<const Int8*>(from.data + i));
   const HalfVec half = __builtin_convertvector(load_bits<ByteVec>(from.data + i), HalfVec);
   return __builtin_convertvector(__builtin_convertvector(half, IntVec), Vec);
@@ -101,20 +148,24 @@ INLINE Vec load_as(Bytes from, int64_t i) {
 template <int ROWS, int PANELS>
 INLINE void add_group(const QuantizedKernel& kernel, int64_t panel, int64_t group, const float* x_sums,
                       Vec (&sum)[ROWS][PANELS * PARTS], float* products, int64_t stride) {
-  for (int c = 0; c < PANELS * PARTS; c++) {
-    const int64_t at = ((panel + c / PARTS) * kernel.groups + group) * PANEL + c % PARTS * WIDTH;
-    const Vec scale = load_as(kernel.scales, at);
-    if (kernel.zeros.data) {
-      const Vec zero = load_as(kernel.zeros, at);
-      for (int r = 0; r < ROWS; r++) sum[r][c] -= splat(x_sums[r]) * zero;
+  constexpr int C = PANELS * PARTS;
+  if (kernel.zeros.data) {
+    for (int c = 0; c < C; c++) {
+      const Vec zero = zero_at(kernel.zeros, ((panel + c / PARTS) * kernel.groups + group) * PANEL + c % PARTS * WIDTH);
+      for (int r = 0; r < ROWS; r++) sum[r][c] = add_product(sum[r][c], splat(-x_sums[r]), zero);
     }
-    const Vec offset = kernel.offsets.data ? load_as(kernel.offsets, at) : Vec{};
+  }
+  Vec scale[C];
+  load_group<PANELS>(kernel, panel, group, kernel.scales, scale);
+  for (int r = 0; r < ROWS; r++) {
+    float* const to = products + r * stride;
+    for (int c = 0; c < C; c++) store(to + c * WIDTH, add_product(group ? load(to + c * WIDTH) : Vec{}, sum[r][c], scale[c]));
+  }
+  if (kernel.offsets.data) {
+    load_group<PANELS>(kernel, panel, group, kernel.offsets, scale);
     for (int r = 0; r < ROWS; r++) {
-      float* const to = products + r * stride + c * WIDTH;
-      Vec product = group ? load(to) : Vec{};
-      product += sum[r][c] * scale;
-      if (kernel.offsets.data) product += splat(x_sums[r]) * offset;
-      store(to, product);
+      float* const to = products + r * stride;
+      for (int c = 0; c < C; c++) store(to + c * WIDTH, add_product(load(to + c * WIDTH), splat(x_sums[r]), scale[c]));
     }
   }
 }
@@ -149,7 +200,7 @@ static void multiply_few(const QuantizedKernel& kernel, const Tile& tile, int64_
             if (j % 4 == 0 && part == 0) __builtin_prefetch(from + AHEAD);
             number = number_at(reinterpret_cast<const Number*>(from + part * WIDTH));
           }
-          for (int r = 0; r < ROWS; r++) sum[r][c] += factor[r] * number;
+          for (int r = 0; r < ROWS; r++) sum[r][c] = add_product(sum[r][c], factor[r], number);
         }
       }
     }
@@ -196,7 +247,7 @@ static void multiply_decoded(const QuantizedKernel& kernel, const Tile& tile, in
       }
       for (int r = 0; r < ROWS; r++) {
         const Vec factor = splat(x[r]);
-        for (int c = 0; c < PANELS * PARTS; c++) sum[r][c] += factor * number[c];
+        for (int c = 0; c < PANELS * PARTS; c++) sum[r][c] = add_product(sum[r][c], factor, number[c]);
       }
     }
     k += n;
@@ -304,7 +355,6 @@ template <class E>
 static void prepare_tile(const QuantizedKernel& kernel, const SourceRows& source, const E* from, int64_t rows, float* x,
                          float* sums) {
   constexpr int64_t STEP = 64;
-  const bool is_int4 = kernel.type == NumberType::kInt4;
   for (int64_t r = 0; r < rows; r++) {
     float partial[ROWS_PER_WORD] = {};
     int64_t group = 0;
@@ -319,11 +369,10 @@ static void prepare_tile(const QuantizedKernel& kernel, const SourceRows& source
         for (int j = 0; j < ROWS_PER_WORD; j++) sum += partial[j], partial[j] = 0;
         sums[group++ * rows + r] = sum;
       }
-      if (is_int4) {
-        for (int64_t i = 0; i < n; i += 4) {
-          for (int j = 1; j < 4; j++) numbers[i + j] *= 1.f / (1 << 4 * j);
-        }
+      for (int64_t i = 0; i < n && kernel.type == NumberType::kInt4; i += 4) {
+        for (int j = 1; j < 4; j++) numbers[i + j] *= 1.f / (1 << 4 * j);
       }
+      for (int64_t i = 0; i < n && kernel.type == NumberType::kFloat8; i++) numbers[i] *= FLOAT8_UNIT;
       for (int64_t i = 0; i < n; i++) x[(k + i) * rows + r] = numbers[i];
     }
   }

@@ -1,4 +1,4 @@
-// Products with quantized kernels for processors with AVX2 and FMA.
+// Products with quantized kernels for processors with AVX2, FMA and F16C.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -10,9 +10,9 @@
 #include "quantized_products.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #endif
 
 #define WIDTH 8

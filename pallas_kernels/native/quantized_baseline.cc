@@ -1,4 +1,8 @@
 // Products with quantized kernels for any processor.
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #include <cstdint>
 #include <type_traits>
 #include <utility>

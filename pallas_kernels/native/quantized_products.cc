@@ -17,7 +17,24 @@
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace jax_paged {
+
+const QuantizedKernels& choose_quantized(int64_t max_width) {
+#if defined(__x86_64__)
+  static const bool converts_float16 = [] {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
+  }();
+  const Kernels* const chosen = &choose_kernels(max_width);
+  if (converts_float16 && chosen != &kBaselineKernels) return chosen == &kAvx2Kernels ? kAvx2Quantized : kAvx512Quantized;
+#endif
+  return kBaselineQuantized;
+}
+
 namespace {
 
 namespace ffi = xla::ffi;
@@ -143,15 +160,6 @@ struct KernelStack {
   }
   const int32_t* permutation(int64_t i) const { return permutations ? permutations + i * real_rows : nullptr; }
 };
-
-const QuantizedKernels& Choose(int64_t max_width) {
-#if defined(__x86_64__)
-  const Kernels* const chosen = &choose_kernels(max_width);
-  if (chosen == &kAvx2Kernels) return kAvx2Quantized;
-  if (chosen != &kBaselineKernels) return kAvx512Quantized;
-#endif
-  return kBaselineQuantized;
-}
 
 // Rows of x that one kernel multiplies.
 struct Part {
@@ -296,7 +304,7 @@ ffi::Error MultiplyQuantized(ffi::ThreadPool pool, ffi::AnyBuffer x, Indices siz
       up = std::make_unique<KernelStack>(shape, in, up_values, up_scales, up_offsets, permutation);
       Require(up->count == kernels.count, "gate and up have another number of kernels");
     }
-    const QuantizedKernels& variant = Choose(max_width);
+    const QuantizedKernels& variant = choose_quantized(max_width);
     const SourceRows source = {FloatTypeOf(x.element_type()), x.untyped_data(), in, nullptr};
     const DType type = FloatTypeOf(result->element_type());
     std::vector<Part> parts = MakeParts(rows, kernels.count, sizes, variant.tile_rows);
@@ -366,7 +374,7 @@ ffi::Error QuantizedColumns(ffi::ThreadPool pool, Indices indices, Packed values
     Require(kernels.count == 1, "the kernel must not be a stack");
     const QuantizedKernel kernel = kernels[0];
     const DType type = FloatTypeOf(result->element_type());
-    const QuantizedKernels& variant = Choose(max_width);
+    const QuantizedKernels& variant = choose_quantized(max_width);
     ForEach(pool, count, [&](int64_t i) {
       static thread_local Scratch mine;
       float* const out = mine.Get(in);

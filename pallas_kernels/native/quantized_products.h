@@ -98,4 +98,7 @@ extern const QuantizedKernels kBaselineQuantized;
 extern const QuantizedKernels kAvx2Quantized, kAvx512Quantized;
 #endif
 
+// The widest vectors that this processor has, of up to `max_width` floats.
+const QuantizedKernels& choose_quantized(int64_t max_width);
+
 }  // namespace jax_paged

@@ -128,6 +128,8 @@ def pack(
     for name, floats in ("scales", scales), ("offsets", offsets):
         if floats is not None and floats.shape != groups:
             raise ValueError(f"`{name}` must have the shape {groups}, got {floats.shape}")
+    if kind == "fp8":
+        scales = _with_nan(values, scales, group_size, permutation)
     order: np.ndarray | None = None
     if permutation is not None:
         order = np.ascontiguousarray(permutation, np.int32)
@@ -145,6 +147,19 @@ def pack(
     by_panel = _by_panel(scales), None if offsets is None else _by_panel(offsets)
     layout = PackedLayout(kind, rows, columns, min(group_size, rows))
     return PackedQuantized(packed, *by_panel, order, layout)
+
+
+def _with_nan(
+    values: np.ndarray, scales: np.ndarray, group_size: int, permutation: np.ndarray | None
+) -> np.ndarray:
+    """Returns scales that are NaN for groups with a NaN, which the products would read as a number."""
+    is_nan = (values.view(np.uint8) & 127) == 127
+    if not is_nan.any():
+        return scales
+    if permutation is not None:
+        is_nan = np.take_along_axis(is_nan, permutation[..., None], axis=-2)
+    starts = np.arange(0, values.shape[-2], group_size)
+    return np.where(np.logical_or.reduceat(is_nan, starts, axis=-2), np.nan, scales).astype(scales.dtype)
 
 
 def _aligned(shape: tuple[int, ...]) -> UInt8[np.ndarray, "*n"]:
@@ -342,5 +357,20 @@ def _packed_bytes(kind: Kind, rows: int, columns: int) -> int:
 
 @functools.cache
 def _width() -> int:
-    """Returns the number of floats in the widest vectors whose results are right on this machine."""
-    return _WIDTHS[0]
+    """Returns the number of floats in the widest vectors whose products are right on this machine.
+
+    Each set of instructions has its own code. Before it is used, its products are compared with those of the
+    baseline.
+    """
+    check = native.library().jax_paged_wrong_variant
+    check.restype = ctypes.c_char_p
+    for width in _WIDTHS[:-1]:
+        wrong = check(ctypes.c_int64(width))
+        if wrong is None:
+            return width
+        _LOGGER.warning(
+            "products of quantized weights use narrower, slower instructions than this processor has because "
+            "those of the variant %s give wrong results",
+            wrong.decode(),
+        )
+    return _WIDTHS[-1]

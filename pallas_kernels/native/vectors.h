@@ -71,7 +71,7 @@ INLINE Vec load(const Float16* from) {
 
 // Converts in two steps, because GCC compiles a direct conversion from bytes to floats to a loop over the lanes.
 INLINE Vec load(const Int8* from) {
-#if WIDTH == 16
+#if WIDTH == 16 && !defined(PLAIN_VECTORS)
   const IntVec wide = bits_as<IntVec>(_mm512_cvtepi8_epi32(load_bits<__m128i>(from)));
 #else
   const auto half = __builtin_convertvector(load_bits<IntByteVec>(from), IntHalfVec);
@@ -83,7 +83,7 @@ INLINE Vec load(const Int8* from) {
 // float8_e4m3fn, converted as float16 above. The bits of NaN become 480, but the pool contains none: a row with NaN is
 // stored as zeros with a scale of infinity.
 INLINE Vec load(const Float8* from) {
-#if WIDTH == 16
+#if WIDTH == 16 && !defined(PLAIN_VECTORS)
   const BitVec byte = bits_as<BitVec>(_mm512_cvtepu8_epi32(load_bits<__m128i>(from)));
 #else
   const auto half = __builtin_convertvector(load_bits<ByteVec>(from), HalfVec);
