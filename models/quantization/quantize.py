@@ -76,6 +76,17 @@ def choose_online_dtype(models: Sequence[nnx.Module], quantization: str | None) 
     return next((target for target in ONLINE_DTYPES if target == quantization), None)
 
 
+def has_quantized(models: Sequence[nnx.Module], online: OnlineDtype | None) -> bool:
+    """Returns whether models have quantized weights once they are loaded.
+
+    Args:
+        models: Models, or outlines.
+        online: The type that float weights are quantized to; None if they are not.
+    """
+    kernels = (place.kernel for model in models for place in kernel_places(model))
+    return online is not None or any(isinstance(kernel, QuantizedWeight) for kernel in kernels)
+
+
 def apply_schemes(model: nnx.Module, scheme_of: Callable[[KernelPlace], QuantizationScheme | None]) -> None:
     """Replaces the shapes of float weights in an outline by the shapes of quantized weights.
 
