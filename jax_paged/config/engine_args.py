@@ -52,8 +52,8 @@ class EngineArgs:
         >>> engine = LLMEngine.from_engine_args(args)
 
     Args:
-        model: "pagelet" (built in), a local folder in Hugging Face format, or a model id on the Hugging Face
-            Hub.
+        model: "pagelet" (built in), a local folder in Hugging Face format, a GGUF file, or a model id on the
+            Hugging Face Hub.
         tokenizer: Local folder or Hub id of the tokenizer; None uses the model's own.
         skip_tokenizer_init: Whether to load no tokenizer. Prompts are then token ids only, and outputs have
             no text.
