@@ -13,6 +13,7 @@ from typing import Any
 from jax_paged.arguments.shown_values import shown
 from jax_paged.models.loading.gguf.header import read_header, select_files, shards_of
 from jax_paged.models.loading.gguf.hf_config import config_of, generation_config_of
+from jax_paged.models.loading.pretrained import PRETRAINED, download_pretrained
 from jax_paged.models.registry import get_architecture
 
 # The patterns match neither pickled weights nor Python files, so that nothing that is downloaded can be
@@ -44,9 +45,9 @@ def resolve_model_dir(model: str) -> Path:
     """Returns the folder or the GGUF file of a model, after downloading the model if it is a hub id.
 
     Args:
-        model: "pagelet" (the built-in model); a local folder in Hugging Face layout, or with one GGUF model;
-            a local GGUF file; a hub id; or a hub id with a GGUF file ("org/repo/file.gguf") or with the type
-            of one ("org/repo:Q4_K_M").
+        model: "pagelet" (the built-in model); "smollm2" (downloaded when it is first used); a local folder in
+            Hugging Face layout, or with one GGUF model; a local GGUF file; a hub id; or a hub id with a GGUF
+            file ("org/repo/file.gguf") or with the type of one ("org/repo:Q4_K_M").
 
     Raises:
         ValueError: If `model` is none of these, if the hub cannot be reached and the model is not cached, or
@@ -54,6 +55,8 @@ def resolve_model_dir(model: str) -> Path:
     """
     if model == "pagelet":
         return Path(__file__).parent / "pagelet"
+    if model in PRETRAINED:
+        return download_pretrained(PRETRAINED[model])
     folder = Path(model).expanduser()
     if folder.is_dir():
         return _gguf_in(folder) or folder
@@ -66,18 +69,20 @@ def resolve_model_dir(model: str) -> Path:
         return _download_gguf(match, snapshot_download)
 
     def download(patterns: list[str]) -> Path:
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        try:
+            return Path(snapshot_download(model, allow_patterns=patterns))
+        # The HTTP library depends on the version of huggingface_hub. Some of its errors are not OSErrors.
+        except Exception as e:
+            raise ValueError(
+                "`model` must be 'pagelet' (built in), 'smollm2' (downloaded at first use), a local folder "
+                "with config.json and *.safetensors, a GGUF file, or a Hugging Face hub id such as "
+                "'meta-llama/Llama-3.2-1B' or 'org/repo:Q4_K_M' (GGUF), got "
+                f"{shown(model)}. There is no folder {folder.absolute()}, and the hub returned "
+                f"{type(e).__name__}: {e} Check the spelling and the network, run `hf auth login` for a gated "
+                "model, or download it elsewhere and pass its folder."
+            ) from e
 
-    try:
-        config = download(["config.json"]) / "config.json"
-    except (OSError, ValueError) as e:
-        raise ValueError(
-            f"`model` must be 'pagelet' (built in), a local folder with config.json and *.safetensors, a "
-            f"GGUF file, or a Hugging Face hub id such as 'meta-llama/Llama-3.2-1B' or 'org/repo:Q4_K_M' "
-            f"(GGUF), got {shown(model)}. There is no folder {folder.absolute()}, and the hub returned "
-            f"{type(e).__name__}: {e} Check the spelling and the network, run `hf auth login` for a gated "
-            "model, or download it elsewhere and pass its folder."
-        ) from e
+    config = download(["config.json"]) / "config.json"
     if "gguf" in model.lower() and not config.is_file():
         raise ValueError(
             f"`model` must name one of the GGUF files in the repository, such as '{model}:Q4_K_M', got "
@@ -85,7 +90,15 @@ def resolve_model_dir(model: str) -> Path:
         )
     # Reject unsupported architectures before the weights are downloaded.
     get_architecture(read_json(config))
-    return download(HUB_FILES)
+    downloaded = download(HUB_FILES)
+    # Without a network, snapshot_download returns the folder with whatever files are in the hub's cache.
+    if not any(downloaded.glob("*.safetensors")):
+        raise ValueError(
+            f"`model` must be a Hugging Face hub id with model*.safetensors files, got {shown(model)}. "
+            f"{downloaded} has no such file: either the hub has none, or it cannot be reached and only other "
+            "files are cached. Check the spelling and the network, or download the model elsewhere."
+        )
+    return downloaded
 
 
 def is_gguf(model: str | Path) -> bool:
@@ -141,7 +154,7 @@ def _download_gguf(match: re.Match[str], download: Callable[..., str]) -> Path:
         patterns = [before + end for before in ("*[-._/]", "") for end in ends]
     try:
         folder = Path(download(repo, allow_patterns=patterns))
-    except (OSError, ValueError) as e:
+    except Exception as e:  # as in resolve_model_dir
         raise ValueError(
             f"`model` must be a GGUF file of a repository on the Hugging Face hub, got {match.string!r}, "
             f"and the hub returned {type(e).__name__}: {e} Check the spelling and the network, run `hf auth "

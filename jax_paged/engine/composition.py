@@ -41,6 +41,7 @@ from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import check
 from jax_paged.models.checkpoint import is_gguf, resolve_model_dir
+from jax_paged.models.loading.pretrained import PRETRAINED
 
 if TYPE_CHECKING:
     from jax_paged.worker.executor import Executor
@@ -171,11 +172,11 @@ def make_tokenizer(args: EngineArgs) -> Tokenizer | None:
 def tokenizer_name(args: EngineArgs) -> str:
     """Returns the folder or GGUF file of the tokenizer, or its hub id if `args.tokenizer` is a hub id.
 
-    For a hub id, transformers downloads only the tokenizer's files and no weights. "pagelet" is not a hub id
-    but the demo model that the package contains.
+    For a hub id, transformers downloads only the tokenizer's files and no weights. "pagelet", the demo model
+    that the package contains, and the names of downloaded models are not hub ids.
     """
     name = args.tokenizer
-    if name is None or name == "pagelet" or is_gguf(name) or Path(name).expanduser().is_dir():
+    if name is None or name in ("pagelet", *PRETRAINED) or is_gguf(name) or Path(name).expanduser().is_dir():
         return str(resolve_model_dir(name or args.model))
     return name
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 from helpers.waiting import wait_until
 
-from jax_paged.config import engine_args
+from jax_paged.config import cache_dir, engine_args
 from jax_paged.worker.compilation import compiler, persistent_cache
 from jax_paged.worker.compilation.buckets import Bucket, StepVariant, plan_buckets
 from jax_paged.worker.compilation.compiler import CompiledPrograms
@@ -120,6 +120,7 @@ def test_the_next_larger_bucket_serves_until_the_right_one_is_there():
     compiled.stop()
 
 
+@pytest.mark.thorough
 def test_a_failure_of_the_largest_is_raised_at_once_and_of_another_in_wait():
     def fail_at(num_tokens):
         def lower_or_fail(program):
@@ -356,13 +357,11 @@ def test_a_cache_folder_that_cannot_be_written_to_is_one_warning(kind, monkeypat
 
 
 def test_the_cache_is_under_the_home_directory_or_root_without_any(monkeypatch, no_cache_yet):
-    assert engine_args.cache_dir("compiled") == str(no_cache_yet / ".cache/jax-paged/compiled")
-    monkeypatch.setattr(
-        engine_args.os.path, "expanduser", lambda path: path
-    )  # as for a user without an entry
-    assert engine_args.cache_dir("compiled") == "/.cache/jax-paged/compiled"
+    assert cache_dir.cache_dir("compiled") == str(no_cache_yet / ".cache/jax-paged/compiled")
+    monkeypatch.setattr(cache_dir.os.path, "expanduser", lambda path: path)  # as for a user without an entry
+    assert cache_dir.cache_dir("compiled") == "/.cache/jax-paged/compiled"
     monkeypatch.setenv("XDG_CACHE_HOME", "/else")
-    assert engine_args.cache_dir("compiled") == "/else/jax-paged/compiled"
+    assert cache_dir.cache_dir("compiled") == "/else/jax-paged/compiled"
 
 
 def write_entries(folder, num):

@@ -19,6 +19,7 @@ from jax_paged.server.launch.options import BatchOptions, ServerOptions
 
 _USAGE = (
     "jax-paged serve [MODEL] [options]\n       jax-paged [--model MODEL] [options]\n"
+    "       jax-paged download MODEL\n"
     "       jax-paged run-batch -i FILE -o FILE [options]\n"
     "       jax-paged check-kernels [--model MODEL] [options]\n"
     "       jax-paged health [--pid N | server options] [--timeout SECONDS]"
@@ -26,7 +27,7 @@ _USAGE = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command: serves a model, runs a batch, checks the kernels, or checks a server's health.
+    """Runs a command: serves or downloads a model, runs a batch, checks the kernels or a server's health.
 
     The server runs until SIGINT or SIGTERM.
 
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if list(argv[:1]) == ["health"]:
         _check_health(argv[1:])
     signal.signal(signal.SIGTERM, _exit)
+    if list(argv[:1]) == ["download"]:
+        _download(argv[1:])
     args = parse_args(argv)
     try:
         options, settings = ServerOptions.from_cli_args(args), EngineArgs.from_cli_args(args)
@@ -87,7 +90,7 @@ def make_batch_parser() -> Parser:
     group = parser.add_argument_group("batch")
     text = "file with one request per line"
     group.add_argument("-i", "--input-file", type=Path, required=True, metavar="FILE", help=text)
-    text = "file to which one result per line is appended; requests whose result it has are skipped"
+    text = "file to which one result per line is appended; requests with a result in it are skipped"
     group.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help=text)
     add_options(group, BatchOptions)
     add_options(parser.add_argument_group("engine"), EngineArgs)
@@ -114,11 +117,28 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if model is None:
         return args
     if not has_command:
-        parser.error(f"the command must be serve, or omitted if --model MODEL is given, got {model!r}")
+        parser.error(f"the first argument must be serve, run-batch, check-kernels or health, got {model!r}")
     if getattr(args, "model", model) != model:
         parser.error(f"MODEL must be omitted or equal to --model ({args.model!r}), got {model!r}")
     args.model = model
     return args
+
+
+def _download(argv: Sequence[str]) -> NoReturn:
+    parser = Parser(
+        "jax-paged download", description="Download a model, and print the folder that contains it."
+    )
+    parser.add_argument("model", metavar="MODEL", help="smollm2, or a model id on the Hugging Face Hub")
+    model = parser.parse_args(argv).model
+    try:
+        from jax_paged.models.checkpoint import resolve_model_dir
+
+        print(resolve_model_dir(model))
+    except ValueError as error:
+        sys.exit(f"jax-paged: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)
 
 
 def _run_batch(argv: Sequence[str]) -> NoReturn:

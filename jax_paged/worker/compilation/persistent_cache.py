@@ -9,7 +9,8 @@ from pathlib import Path
 
 import jax
 
-from jax_paged.config.engine_args import cache_dir, max_cache_bytes
+from jax_paged.config.cache_dir import cache_dir
+from jax_paged.config.engine_args import max_cache_bytes
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -31,7 +31,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jaxtyping import Array
 
-from jax_paged.config.engine_args import EngineArgs, cache_dir
+from jax_paged.config.cache_dir import cache_dir
+from jax_paged.config.engine_args import EngineArgs
 from jax_paged.models.attention import CustomAttention, StateSpec, value_dim_of, window_of
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import resolve_model_dir
