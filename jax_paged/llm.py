@@ -84,7 +84,8 @@ class LLM(PoolingMethods):
 
     Args:
         model: "pagelet" (built in), "smollm2" (a model of 135 million parameters that is downloaded at its
-            first use), a local folder in Hugging Face format, or a model id on the Hugging Face Hub.
+            first use), a local folder in Hugging Face format, a GGUF file, or a model id on the Hugging Face
+            Hub.
         tokenizer: Local folder or Hub id of the tokenizer; None uses the model's own.
         loaded: A model in memory to serve instead of the weights of `model`, such as a model in training. The
             weights are shared with the caller; see `from_module`.

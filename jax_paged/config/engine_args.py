@@ -53,7 +53,8 @@ class EngineArgs:
 
     Args:
         model: "pagelet" (built in), "smollm2" (a model of 135 million parameters that is downloaded at its
-            first use), a local folder in Hugging Face format, or a model id on the Hugging Face Hub.
+            first use), a local folder in Hugging Face format, a GGUF file, or a model id on the Hugging Face
+            Hub.
         tokenizer: Local folder or Hub id of the tokenizer; None uses the model's own.
         skip_tokenizer_init: Whether to load no tokenizer. Prompts are then token ids only, and outputs have
             no text.

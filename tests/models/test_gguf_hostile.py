@@ -1,9 +1,10 @@
-"""GGUF files that are truncated, damaged or hostile are errors that name the file, in little time and memory."""
+"""Truncated, damaged and hostile GGUF files are errors that name the file, in little time and memory."""
 
 import contextlib
 import resource
 import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ def header_len(data: bytes, file: Path) -> int:
 
 
 @contextlib.contextmanager
-def little_memory() -> object:
+def little_memory() -> Iterator[None]:
     """Fails if the process needs more than 256 MiB in addition to its largest size so far."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
