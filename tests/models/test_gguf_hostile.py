@@ -1,4 +1,4 @@
-"""GGUF files that are truncated, damaged or hostile are errors that name the file, in little time and memory."""
+"""Truncated, damaged and hostile GGUF files are errors that name the file, in little time and memory."""
 
 import contextlib
 import resource

@@ -1,18 +1,18 @@
 """The tokenizer of a GGUF file, made for the tokenizers library.
 
 A file has the vocabulary and the name of an algorithm: "gpt2" for byte-level BPE, or "llama" for
-SentencePiece's BPE, which has scores in place of merges. For byte-level BPE, tokenizer.ggml.pre is the name of
-a regular expression.
-
+A file has the vocabulary and the name of an algorithm: "gpt2" for byte-level BPE, or "llama" for
+SentencePiece's BPE, which has scores in place of merges. For byte-level BPE, tokenizer.ggml.pre names a
+regular expression.
 Source: llama.cpp's llama-vocab.cpp for the meaning of the metadata; the regular expressions are those of the
 models' tokenizer.json.
 """
 
 import dataclasses
+from array import array
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -107,8 +107,8 @@ class _Vocabulary:
             raise _error(header.file, header.metadata, "tokens", "a list of strings", " or pass `tokenizer`")
         types = header.metadata.get("tokenizer.ggml.token_type")
         if types is None:
-            types = np.full(len(tokens), _NORMAL)
-        if not isinstance(types, np.ndarray) or len(types) != len(tokens):
+            types = array("b", [_NORMAL]) * len(tokens)
+        if not isinstance(types, array) or len(types) != len(tokens):
             raise _error(header.file, header.metadata, "token_type", f"a list of {len(tokens)} numbers")
         # If several tokens have the same text, the first one is used.
         ids = {text: len(tokens) - 1 - i for i, text in enumerate(reversed(tokens))}
@@ -227,7 +227,7 @@ def _byte_level(vocabulary: _Vocabulary, special: dict[str, str]) -> tuple[token
 def _sentencepiece(vocabulary: _Vocabulary, special: dict[str, str]) -> tuple[tokenizers.Tokenizer, bool]:
     """Returns a tokenizer of type "llama", and whether a text begins with the start token by default."""
     scores = vocabulary.get("scores")
-    if not isinstance(scores, np.ndarray) or len(scores) != len(vocabulary.tokens):
+    if not isinstance(scores, array) or len(scores) != len(vocabulary.tokens):
         raise vocabulary.error("scores", f"a list of {len(vocabulary.tokens)} numbers")
     has_bytes = all(f"<0x{byte:02X}>" in vocabulary.ids for byte in range(256))
     unknown = special.get("unk_token")
@@ -249,7 +249,7 @@ def _sentencepiece(vocabulary: _Vocabulary, special: dict[str, str]) -> tuple[to
 
 
 def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """Returns the merges that are equivalent to scores: all ways to form a token of two others, best first."""
+    """Returns the merges that are equivalent to scores: all pairs of tokens that form a token, best first."""
     ids, found = vocabulary.ids, list[tuple[float, int, int, str, str]]()
     for text, kind, score in zip(vocabulary.tokens, vocabulary.types, scores, strict=True):
         if kind != _NORMAL:

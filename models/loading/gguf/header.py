@@ -13,11 +13,11 @@ import math
 import mmap
 import re
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from jax_paged.arguments.shown_values import shown
 
@@ -25,11 +25,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _BOOL = 7
-# NumPy's names of the types of scalars, by their numbers in a file.
-_SCALARS = {
-    **{0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1"},
-    **{10: "<u8", 11: "<i8", 12: "<f8"},
-}
+# Names of the types of scalars in Python's array module, by their numbers in a file.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 _MAX_VALUES, _MAX_TENSORS, _MAX_DIMENSIONS = 1 << 16, 1 << 20, 4
 # The largest vocabularies have 2^18 entries.
 _MAX_STRINGS, _MAX_KEY_LEN = 1 << 24, 1 << 16
@@ -124,8 +121,8 @@ class GgufHeader:
 
     Args:
         file: The file, the first one of a split model.
-        metadata: Scalars, strings and arrays by key. Arrays of numbers are NumPy arrays, and arrays of
-            strings are lists.
+        metadata: Scalars, strings and arrays by key. Arrays of numbers have the type array, and
+            arrays of strings are lists.
         tensors: The tensors by name.
     """
 
@@ -178,11 +175,11 @@ class _Reader:
         if kind == _STRING:
             return self.string(key)
         if kind == _ARRAY:
-            return self.array(key)
-        value = self.numbers(kind, 1, key)[0].item()
+            return self.elements(key)
+        value = self.numbers(kind, 1, key)[0]
         return bool(value) if kind == _BOOL else value
 
-    def array(self, key: str) -> np.ndarray | list[str]:
+    def elements(self, key: str) -> array[Any] | list[str]:
         """Returns an array of the metadata."""
         kind, num = self.integer("<I", f"the type of {key}"), self.integer("<Q", f"the length of {key}")
         if kind != _STRING:
@@ -205,13 +202,16 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise self.error(f"{key} has a string that is not UTF-8") from error
 
-    def numbers(self, kind: int, num: int, key: str) -> np.ndarray:
+    def numbers(self, kind: int, num: int, key: str) -> array[Any]:
         """Returns some numbers of the metadata as an array."""
         if kind not in _SCALARS:
             raise self.error(f"{key} has the unknown type {kind}")
-        dtype = np.dtype(_SCALARS[kind])
-        start = self.take(num * dtype.itemsize, key)
-        return np.frombuffer(self.data[start : self.position], dtype)
+        values = array(_SCALARS[kind])
+        start = self.take(num * values.itemsize, key)
+        values.frombytes(self.data[start : self.position])
+        if sys.byteorder == "big":
+            values.byteswap()
+        return values
 
 
 def read_header(file: Path) -> GgufHeader:

@@ -5,10 +5,11 @@ determine how much memory is allocated are compared with the shapes of the tenso
 """
 
 import math
+import statistics
+import sys
+from array import array
 from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from jax_paged.arguments.shown_values import one_of, shown
 from jax_paged.models.loading.gguf.header import GgufHeader
@@ -71,8 +72,8 @@ class _Fields:
     def integer(self, name: str, default: int | None = None) -> int:
         """Returns an integer of at least 1. An array of equal integers counts as one."""
         value = self.get(name, default)
-        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()
+        if isinstance(value, array) and len(set(value)) == 1:
+            value = value[0]
         if type(value) is not int or value < 1:
             raise self.problem(name, "an integer of at least 1")
         return value
@@ -101,7 +102,13 @@ class _Fields:
                 f"{name} of {self.header.file} must be F32 with at most 1024 values, got {tensor.type.name} "
                 f"{tensor.shape}"
             )
-        return np.fromfile(tensor.file, "<f4", tensor.shape[0], offset=tensor.offset).tolist()
+        values = array("f")
+        with tensor.file.open("rb") as stream:
+            stream.seek(tensor.offset)
+            values.fromfile(stream, tensor.shape[0])
+        if sys.byteorder == "big":
+            values.byteswap()
+        return values.tolist()
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
@@ -210,23 +217,30 @@ def _llama3(fields: _Fields, theta: Any, num_rotated: int, factors: list[float])
     Raises:
         ValueError: If no settings give these factors.
     """
-    values, factor = np.array(factors), max(factors)
-    frequencies = theta ** (-np.arange(0, num_rotated, 2) / num_rotated)
-    low, high, original = _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_LENGTH
-    if factor > 1 and values.shape == frequencies.shape and values.min() > 0:
+    factor, low, high, original = max(factors), _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_LENGTH
+    frequencies = [theta ** (-i / num_rotated) for i in range(0, num_rotated, 2)]
+    if factor > 1 and len(factors) == len(frequencies) and min(factors) > 0:
         # Between two limits, the share of the unscaled frequency is proportional to the original length.
-        shares = (1 / values - 1 / factor) / (1 - 1 / factor)
-        lengths = (low + shares * (high - low)) * 2 * math.pi / frequencies
-        is_below, is_above = shares < 0.01, shares > 0.99
-        if not (is_below | is_above).all():
-            original = round(np.median(lengths[~is_below & ~is_above]))
+        shares = [(1 / x - 1 / factor) / (1 - 1 / factor) for x in factors]
+        lengths = [
+            (low + share * (high - low)) * 2 * math.pi / f
+            for share, f in zip(shares, frequencies, strict=True)
+        ]
+        between = [n for n, share in zip(lengths, shares, strict=True) if 0.01 < share < 0.99]
+        shortest = max((n for n, share in zip(lengths, shares, strict=True) if share >= 0.99), default=1)
+        longest = min(
+            (n for n, share in zip(lengths, shares, strict=True) if share <= 0.01), default=original
+        )
+        if between:
+            original = round(statistics.median(between))
         else:
-            longest = math.floor(min(lengths[is_below], default=original))
-            original = min(max(original, math.ceil(max(lengths[is_above], default=1))), longest)
-    shares = np.clip((original * frequencies / (2 * math.pi) - low) / (high - low), 0, 1)
+            original = min(max(original, math.ceil(shortest)), math.floor(longest))
+    turns = [original * f / (2 * math.pi) for f in frequencies]
+    shares = [min(max((n - low) / (high - low), 0), 1) for n in turns]
+    expected = [1 / ((1 - share) / factor + share) for share in shares] if factor > 0 else []
     # The factors are computed in float32, with a few rounding errors of 2^-24.
-    if values.shape != shares.shape or not np.allclose(
-        values, 1 / ((1 - shares) / factor + shares), rtol=1e-4
+    if len(factors) != len(expected) or not all(
+        math.isclose(a, b, rel_tol=1e-4) for a, b in zip(factors, expected, strict=True)
     ):
         raise ValueError(
             f"rope_freqs.weight of {fields.header.file} must have factors as in Llama 3, with "
@@ -274,7 +288,7 @@ def _window(fields: _Fields) -> dict[str, Any]:
         return {}
     values: dict[str, Any] = {"sliding_window": fields.integer("attention.sliding_window")}
     pattern = fields.get("attention.sliding_window_pattern")
-    if isinstance(pattern, np.ndarray):
+    if isinstance(pattern, array):
         types = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
         return values | {"layer_types": types}
     if pattern is not None:
@@ -351,7 +365,7 @@ def generation_config_of(header: GgufHeader) -> dict[str, Any]:
     names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     ends = {metadata[name] for name in names if isinstance(metadata.get(name), int)}
     tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
-    if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
+    if isinstance(tokens, list) and isinstance(types, array) and len(types) == len(tokens):
         named = {
             text: i
             for i, text in enumerate(tokens)
