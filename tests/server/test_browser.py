@@ -57,17 +57,6 @@ def ask(page, text, *, answers=True):
         page.wait_for_selector("#send", state="visible", timeout=60_000)
 
 
-def take_screenshot(page, name, *, full_page=False):
-    """Writes page-{name}.png to the folder SCREENSHOTS of the environment, if there is one."""
-    folder = os.environ.get("SCREENSHOTS")
-    if folder:
-        file = Path(folder) / f"page-{name}.png"
-        page.screenshot(path=file, full_page=full_page)
-        image = pytest.importorskip("PIL.Image")
-        image.open(file).convert("RGB").quantize(192, dither=image.Dither.NONE).save(file, optimize=True)
-        assert file.stat().st_size < 200_000
-
-
 def settings(page, **values):
     if page.locator("details.settings[open]").count() == 0:
         page.click("summary")
@@ -296,5 +285,11 @@ def test_what_runs_is_shown(open_page, busy, served, name):
         }"""
     )
     assert used >= 7  # a colour per request at least
-    page.wait_for_timeout(2500 * ("SCREENSHOTS" in os.environ))  # for the curve of the last seconds
-    take_screenshot(page, name, full_page=name == "narrow")
+    folder = os.environ.get("SCREENSHOTS")
+    if folder:
+        page.wait_for_timeout(2500)  # for the curve of the last seconds
+        file = Path(folder) / f"page-{name}.png"
+        page.screenshot(path=file, full_page=name == "narrow")
+        image = pytest.importorskip("PIL.Image")
+        image.open(file).convert("RGB").quantize(192, dither=image.Dither.NONE).save(file, optimize=True)
+        assert file.stat().st_size < 200_000

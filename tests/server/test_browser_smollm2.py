@@ -13,7 +13,7 @@ from jax_paged.models.checkpoint import resolve_model_dir
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
 
-from server.test_browser import CHROMIUM, ask, browser, open_page, settings, take_screenshot
+from server.test_browser import CHROMIUM, ask, browser, open_page, settings
 
 __all__ = ["browser", "open_page"]  # fixtures
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
@@ -51,4 +51,3 @@ def test_a_real_question_has_a_sensible_answer(open_page):
     assert page.locator(".token").count() < 40
     ask(page, "And of Italy?")
     assert "Rome" in page.locator(".text").nth(1).inner_text()
-    take_screenshot(page, "smollm2")
