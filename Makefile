@@ -97,7 +97,7 @@ bench-real: setup $(PEERS)/openvino/.ready $(PEERS)/llama.cpp/.ready
 	PYTHONPATH=benchmarks $(BIN)/python -m serving --model $(REAL_MODEL) --gguf $(GGUF) --scenarios real-model --dtypes bfloat16 \
 		--engines $(REAL_ENGINES),$(REAL_PEERS) --rounds 3 --out benchmarks/results/real-model-$(shell date +%F) $(ARGS)
 
-# torchvision and torchaudio, which vLLM serves text without, do not load beside every build of torch.
+# torchvision and torchaudio, which text needs not, do not load beside every build of torch.
 $(PEERS)/vllm/.ready:
 	$(PEERS_PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet torch==2.13.0
@@ -107,7 +107,9 @@ $(PEERS)/vllm/.ready:
 
 $(PEERS)/openvino/.ready:
 	$(PEERS_PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet openvino-genai==2026.4.1.0 openvino==2026.4.1 'optimum-intel[openvino]==2.2.0' gguf
+	$(@D)/bin/pip install --quiet torch==2.13.0
+	$(@D)/bin/pip install --quiet torch==2.13.0 openvino-genai==2026.4.1.0 openvino==2026.4.1 'optimum-intel[openvino]==2.2.0' gguf
+	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # The source of llama.cpp is in the source distribution of its bindings for Python, which run with this build.
@@ -116,7 +118,7 @@ LLAMA_TOOLS := llama-bench llama-batched-bench llama-perplexity
 $(LLAMA_CPP)/.ready:
 	$(PEERS_PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet cmake ninja numpy typing-extensions diskcache jinja2
-	$(@D)/bin/pip download --quiet --no-deps --no-binary :all: --no-build-isolation --dest $(@D) llama-cpp-python==0.3.36
+	$(@D)/bin/pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(@D) llama-cpp-python==0.3.36
 	mkdir -p $(@D)/source && tar --extract --strip-components 1 --directory $(@D)/source --file $(@D)/llama_cpp_python-0.3.36.tar.gz
 	$(@D)/bin/cmake -S $(@D)/source/vendor/llama.cpp -B $(@D)/build -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(@D)/bin/ninja \
 		-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_OPENSSL=OFF
