@@ -51,7 +51,7 @@ def resolve_model_dir(model: str) -> Path:
 
     Raises:
         ValueError: If `model` is none of these, if the hub cannot be reached and the model is not cached, or
-            if the architecture of the model is not supported.
+            if the architecture of a hub model is not supported.
     """
     if model == "pagelet":
         return Path(__file__).parent / "pagelet"

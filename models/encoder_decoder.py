@@ -45,7 +45,8 @@ class EncoderDecoderLM(LanguageModel):
 
         Args:
             encoded: float [B, N, E], the encoder's output.
-            context: The context that was passed to `encode`, because the rows are the encoder's token rows.
+            context: The context that was passed to `encode`, because the rows of `encoded` are
+                the encoder's token rows.
 
         Returns:
             Pairs of keys and values, float [B, N, K, D] each.

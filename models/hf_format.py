@@ -209,8 +209,8 @@ class WeightTable:
             weight's first dimension.
         tied: Keys of weights that a tied model does not have, each with the key of the weight that the model
             uses instead.
-        ignored: Regular expression for whole keys. Tensors with such a key, mostly in older checkpoints, are
-            not read, and there is no warning.
+        ignored: Regular expression for whole keys. A tensor with such a key that is not a weight of the model
+            is not read, and there is no warning. Most of these tensors are in older checkpoints.
         prefix: Prefix of all keys except those in `tied`. Older checkpoints leave it out.
         start: Prefix of the default name of a module; None for `prefix`.
         renamed: Prefixes of keys in older checkpoints, each with its replacement.

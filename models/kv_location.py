@@ -19,7 +19,8 @@ class PageView(NamedTuple):
 
     Args:
         head_dim: Size of the layer's heads.
-        num_parts: Number of the layer's pages in one page of the array, on every device.
+        num_parts: Number of the layer's pages in one page of the array. If devices divide the heads, each
+            device's part of a page has this number of pages.
         part: Index of the layer's part in a page of the array.
     """
 

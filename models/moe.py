@@ -181,7 +181,7 @@ class Experts(Module):
         arrays, treedef = jax.tree.flatten(weights)
 
         def compute(x: RoutedTokens, *arrays: Array) -> Array:
-            first = jax.lax.axis_index(TENSOR) * len(arrays[0]) if grid.splits_experts else 0
+            first = jax.lax.axis_index(TENSOR) * len(arrays[0]) if grid.is_expert_parallel else 0
             weights = jax.tree.unflatten(treedef, arrays)
             return jax.lax.psum(self.local_weighted_sum(x, *weights, context=context, first=first), TENSOR)
 
@@ -244,7 +244,7 @@ class FusedExperts(Experts):
     def make_weights(self, make: Callable[..., nnx.Param]) -> None:
         """Creates the stacked weights; see Experts.make_weights."""
         size, inner = self.config.hidden_size, self.config.moe_intermediate_size
-        self.gate_up_proj = make((size, 2 * inner), (None, 2 * even(inner)))  # two lists of units
+        self.gate_up_proj = make((size, 2 * inner), (None, 2 * even(inner)))  # units of gate, units of up
         self.down_proj = make((inner, size), (even(inner), None))
 
     def apply_experts(

@@ -291,7 +291,7 @@ def _yarn(read: ConfigReader, base: tuple[float, ...], theta: float, factor: flo
         return 0.1 * scale * math.log(factor) + 1.0
 
     both = mscale > 0 and mscale_all_dim > 0
-    default_factor = magnitude(mscale) / magnitude(mscale_all_dim) if both else magnitude()
+    default_magnitude = magnitude(mscale) / magnitude(mscale_all_dim) if both else magnitude()
     dim = 2 * len(base)
 
     def pair_that_turns(times: float) -> float:
@@ -304,4 +304,4 @@ def _yarn(read: ConfigReader, base: tuple[float, ...], theta: float, factor: flo
     high += 0.001 if low == high else 0.0
     ramp = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(dim // 2)]
     frequencies = tuple(f / factor * r + f * (1 - r) for f, r in zip(base, ramp, strict=True))
-    return Rope(frequencies, read.number("attention_factor", default_factor, low_open=False))
+    return Rope(frequencies, read.number("attention_factor", default_magnitude, low_open=False))

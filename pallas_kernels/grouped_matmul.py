@@ -24,7 +24,7 @@ def grouped_matmul(
     """Multiplies the first group_sizes[0] rows by kernels[0], the next group_sizes[1] by kernels[1], ...
 
     Kernels of empty groups are not read, except by the backend "reference". A row's result does not depend on
-    the other rows. The backends "xla" and "reference" can be differentiated.
+    the other rows. All implementations except the Pallas kernel can be differentiated.
 
     Args:
         x: Rows, sorted by group.

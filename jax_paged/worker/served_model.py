@@ -108,7 +108,7 @@ class _LoadedStages:
                 is_processed=args.logprobs_mode == "processed_logprobs",
                 custom=self.custom.sampler,
             ),
-            splits_experts=self.grids[0].splits_experts,
+            is_expert_parallel=self.grids[0].is_expert_parallel,
             attend=self.custom.attend,
             min_shared_rows=min_shared_rows(config, self.custom),
             # The free memory is measured before the number of state slots is known. Two slots suffice then.

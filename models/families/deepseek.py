@@ -152,8 +152,8 @@ class DeepseekV2Config(MoeConfig):
 class LatentProjections(nnx.Module):
     """Projections from a latent to the keys (without rotary embedding) and values of each head: kv_b_proj.
 
-    This is not a Module with a context, because it has two outputs: it projects queries before the attention
-    and weighted sums of latents after it (see the docstring of this file).
+    This is not a Module with a context, because it is used at two points: it projects queries before the
+    attention, and weighted sums of latents after it (see the docstring of this file).
     """
 
     kernel_names: ClassVar[tuple[str, ...]] = ("kernel",)

@@ -103,7 +103,7 @@ class EagleConfig(LlamaConfig):
     def feature_paths(self, num_layers: int) -> tuple[str, ...]:
         """Returns the paths of the target model's modules whose outputs are read.
 
-        By default these are the inputs of layers 2, n // 2 and n - 3, limited to the range [1, n].
+        By default these outputs are the inputs of layers 2, n // 2 and n - 3, limited to the range [1, n].
 
         Args:
             num_layers: Number of layers of the target model, n.

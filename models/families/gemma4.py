@@ -40,6 +40,7 @@ from jax_paged.models.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, par
 from jax_paged.models.moe import FusedExperts, RoutedTokens, Router
 from jax_paged.models.parallel.sharding import even, repeated
 
+# Layers that share keys and values have no projections for them. Checkpoints may contain these weights.
 GEMMA4_TABLE = WEIGHT_TABLE.with_names(
     (r"(layers\.\d+\.router)\.hidden_scale", r"model.\1.scale"),
     (r"per_layer_inputs\.(\w+)", r"model.\1"),
@@ -217,7 +218,8 @@ class MoeGemma4DecoderLayer(Gemma4DecoderLayer):
     def feed_forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the sum of the outputs of MLP and experts, before the norm that follows."""
         by_mlp = self.post_feedforward_layernorm_1(super().feed_forward(x, context), context)
-        # The router's output is a single array, so that hooks can change it. The choice follows from it.
+        # The router's output is a single array, so that hooks can change it. The experts with the largest
+        # factors are the chosen ones.
         factors = self.router(x, context)
         _, chosen = jax.lax.top_k(jnp.abs(factors), self.router.num_chosen)
         factors = jnp.take_along_axis(factors, chosen, axis=-1)

@@ -149,6 +149,7 @@ class Gemma4Config(GemmaConfig):
             kv_heads = values.integer("num_key_value_heads", kv_heads)
         else:
             head_dim = read.integer("global_head_dim")
+            # As in transformers, this field is read only if attention_k_eq_v is true.
             kv_heads = read.integer("num_global_key_value_heads", kv_heads) if same else kv_heads
         read.check(head_dim % 2 == 0, "global_head_dim", head_dim, "an even integer")
         allowed, needs = f"a divisor of num_attention_heads, which is {heads}", ("num_attention_heads",)

@@ -68,8 +68,8 @@ class GptOssConfig(MoeConfig):
                 "windows": read.windows(num_layers, types, read.integer("sliding_window")),
                 "moe_layers": tuple(range(num_layers)),
                 "moe_intermediate_size": fields["intermediate_size"],
-                # A softmax over the chosen experts is equal to a softmax over all experts whose chosen
-                # weights are scaled to a sum of 1.
+                # gpt-oss computes a softmax over the chosen experts. A softmax over all experts gives the
+                # same weights if the weights of the chosen experts are then scaled to a sum of 1.
                 "norm_topk_prob": True,
                 "swiglu_alpha": read.number("swiglu_alpha", 1.702),
                 "swiglu_limit": read.number("swiglu_limit", 7.0),

@@ -88,7 +88,8 @@ class LlamaConfig:
         """Returns the configuration for a parsed config.json, written by transformers 5 or older.
 
         Args:
-            hf_config: The parsed config.json. Missing keys have the default value of transformers.
+            hf_config: The parsed config.json. Sizes such as hidden_size must be present. Other missing fields
+                have the default values of transformers.
             max_model_len: Maximum length of a sequence that the user requests; see rope.max_positions.
 
         Raises:

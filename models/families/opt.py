@@ -63,8 +63,9 @@ class OPTConfig:
         """Returns the configuration for a parsed config.json.
 
         Args:
-            hf_config: The parsed config.json. Missing keys have the default value of transformers.
-            max_model_len: Maximum length of a sequence that the user requests.
+            hf_config: The parsed config.json. Sizes such as hidden_size must be present. Other missing fields
+                have the default values of transformers.
+            max_model_len: Ignored, because learned position embeddings cannot be extended.
 
         Raises:
             ValueError: If values are missing, out of range or not supported; the message lists all of them.

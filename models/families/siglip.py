@@ -91,8 +91,8 @@ def _bucket_boundaries(side: int) -> Float[np.ndarray, " m"]:
     """Returns torch.arange(1 / side, 1.0, 1 / side) with the rounding errors of PyTorch on a CPU.
 
     PyTorch computes whole groups of vectors differently from the rest. In a group, an element is the first
-    element of its vector, rounded to float32, plus a multiple of the step. Each of the other elements is a
-    multiple of the step, rounded once.
+    element of its vector, rounded to float32, plus a multiple of the step. Each element after the last group
+    is a multiple of the step, rounded once.
     """
     step = 1 / side
     num = math.ceil((1.0 - step) / step)

@@ -3,5 +3,5 @@
 `hooks` applies user functions to the outputs of modules. `lora` reads adapters and applies them to linear
 maps. `pooling` reads from a checkpoint how hidden states become embeddings or class scores.
 `jax_paged.worker` passes hooks and adapters to a forward pass through `ForwardContext.hooks` and
-`ForwardContext.output_edits`. A plain request does not enter this package.
+`ForwardContext.output_edits`. A request without these features does not use this package.
 """

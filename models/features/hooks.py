@@ -107,8 +107,8 @@ def functions_by_path(
             _check_shape(hook, "activation", new, rows.shape)
             if values is not None:
                 _check_shape(hook, "captured values", values, (len(rows), *values.shape[1:]))
-                captured[hook.name] = jnp.where(_like(is_on, values), values.astype(jnp.float32), 0)
-            return jnp.where(_like(is_on, rows), new.astype(rows.dtype), rows).reshape(y.shape)
+                captured[hook.name] = jnp.where(_broadcastable(is_on, values), values.astype(jnp.float32), 0)
+            return jnp.where(_broadcastable(is_on, rows), new.astype(rows.dtype), rows).reshape(y.shape)
 
         functions[hook.path] = after
     return functions
@@ -231,7 +231,7 @@ def check_names(hook_args: Mapping[str, Any], names: Sequence[str]) -> None:
             raise ValueError(f"each name in `hook_args` must be that of a hook ({known}), got {shown(name)}")
 
 
-def _like(is_on: Bool[Array, " rows"], rows: Array) -> Array:
+def _broadcastable(is_on: Bool[Array, " rows"], rows: Array) -> Array:
     return is_on.reshape(-1, *[1] * (rows.ndim - 1))
 
 

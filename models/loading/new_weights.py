@@ -81,7 +81,7 @@ def with_weights(
     else:
         raw = with_prefix(dict(new.items() if isinstance(new, Mapping) else new), served.weight_table)
         found = [_assemble(raw, w, problems) for w in weights]
-        _take_tied(raw, served, found, weights, problems)
+        _take_extra(raw, served, found, weights, problems)
     problems += [f"{name} is unexpected" for name in raw]
     raise_problems("the weights do not fit the served model", problems)
     graphdef, state = nnx.split(served)
@@ -151,7 +151,7 @@ def _assemble(raw: dict[str, Any], weight: Weight, problems: list[str]) -> Array
     return jnp.stack(whole) if weight.is_stack else whole[0]
 
 
-def _take_tied(
+def _take_extra(
     raw: dict[str, Any],
     served: LanguageModel,
     found: list[Array | None],

@@ -244,7 +244,7 @@ class StoredCheck:
 
     Args:
         problems: One line for each tensor that is missing, unexpected, or of the wrong shape or dtype.
-        unused: Keys of tensors that no model reads; see `is_unused`.
+        unused: Keys of other tensors that the model does not have; see `is_unused` and `is_added_bias`.
     """
 
     problems: list[str]

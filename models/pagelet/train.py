@@ -64,7 +64,8 @@ CHECKPOINT_S = 120
 def learning_rate(num_steps: int) -> optax.Schedule:
     """Returns the learning rate schedule.
 
-    Before the rate falls it does not depend on `num_steps`, so a run can be shortened until then.
+    The rate does not depend on `num_steps` until it begins to fall. Up to that step, a run can be resumed
+    with another number of steps.
 
     Args:
         num_steps: Total number of steps.
@@ -146,8 +147,7 @@ def train(num_steps: int, checkpoint: Path, out: Path, picture: Path | None) -> 
     print(f"{sum(p.size for p in jax.tree.leaves(params)):,} parameters")
     optimizer = make_optimizer(num_steps)
     leaves, structure = jax.tree.flatten((params, optimizer.init(params)))
-    curve = np.zeros((0, 2), np.float32)
-    seconds = 0.0
+    curve, seconds = np.zeros((0, 2), np.float32), 0.0
     if checkpoint.exists():
         saved = load_file(checkpoint)
         if int(saved["data"]) != data:
@@ -220,8 +220,9 @@ def draw(curve: np.ndarray, picture: Path) -> None:
 def main() -> None:
     """Parses the command line and trains the model."""
     parser = argparse.ArgumentParser(description="Train pagelet.")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--checkpoint", type=Path, default=Path("build/pagelet/checkpoint.safetensors"))
+    parser.add_argument("--steps", type=int, default=1500, help="total number of steps")
+    file = Path("build/pagelet/checkpoint.safetensors")
+    parser.add_argument("--checkpoint", type=Path, default=file, help="file to resume from and to write")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write the model to")
     parser.add_argument("--picture", type=Path, help="file to draw the loss curve to")
     args = parser.parse_args()

@@ -90,12 +90,12 @@ class DeviceGrid:
 
     Args:
         mesh: The devices, along the mesh axis TENSOR.
-        splits_experts: Whether each expert is on one device (expert parallelism). If not, every expert is
-            divided among all devices.
+        is_expert_parallel: Whether each expert is on one device. If not, every expert is divided among all
+            devices.
     """
 
     mesh: Mesh | AbstractMesh
-    splits_experts: bool = False
+    is_expert_parallel: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -118,7 +118,7 @@ class DeviceGrid:
             split: The units of each dimension of a weight.
         """
         kinds = [units[0].division if units else None for units in split]
-        if self.splits_experts and "experts" in kinds:
+        if self.is_expert_parallel and "experts" in kinds:
             return [units if kind == "experts" else None for units, kind in zip(split, kinds, strict=True)]
         return [None if kind == "experts" else units for units, kind in zip(split, kinds, strict=True)]
 

@@ -138,13 +138,13 @@ class GptqFormat:
             # Add 1 to each of the eight 4-bit numbers. The format was written by a subtraction from the whole
             # word, so adding to the whole word undoes its borrows as well.
             zeros = (zeros.view(np.uint32) + np.uint32(0x11111111)).view(np.int32)
-        groups, order = None, np.asarray(tensors["g_idx"])
+        groups, group_of_row = None, np.asarray(tensors["g_idx"])
         scales = np.asarray(tensors["scales"])
         if self.is_ordered:
-            groups = _checked_groups(order, len(scales))
+            groups = _checked_groups(group_of_row, len(scales))
         else:
-            group_size = self.group_size or len(order)
-            if not np.array_equal(order, np.arange(len(order)) // group_size):
+            group_size = self.group_size or len(group_of_row)
+            if not np.array_equal(group_of_row, np.arange(len(group_of_row)) // group_size):
                 raise ValueError("g_idx must assign consecutive rows to each group because desc_act is false")
         return QuantizedArrays(values, scales, _unpacked(zeros), groups)
 
@@ -197,8 +197,8 @@ class EightBitMatrix:
     Args:
         dtype: The dtype of the numbers, as in the header of a safetensors file.
         scale: Last part of the key of the scales.
-        scale_shape: Shape of the scales: one scale for the matrix, or one for each column, for each group of
-            rows and column, or for each block.
+        scale_shape: Shape of the scales. There is one scale for the matrix, for each column, for each group
+            of rows in each column, or for each block.
         block: Number of columns and rows of the matrix in a block with one scale; None if there are no
             blocks.
         has_zeros: Whether zero points are stored, in the shape of the scales.

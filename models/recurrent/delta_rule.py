@@ -50,7 +50,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(step: StepTokens) -> Tiles:
-    """Returns the tiles of a step. The tile size, 16 to 64 tokens, grows with the average sequence length.
+    """Returns the tiles of a step. The tile size, 16 to 64 tokens, grows with the tokens per sequence.
 
     Args:
         step: Assignment of tokens to sequences.
@@ -154,15 +154,15 @@ def _by_tiles(
         carry: tuple[Array, Array, Array], tile: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array, Array], Array]:
         now, final, checkpoint = carry
-        sequence, start, end, checkpoint_index, q, values, keys, scores, written, fades = tile
+        sequence, start, end, checkpoint_index, q, values, keys, scores, written, tile_decays = tile
         now = jnp.where(start == 0, state.at[sequence].get(mode="clip"), now)
         delta = values - keys @ now
         out = q @ now + scores @ delta
-        after = now * fades[..., None, None] + jnp.einsum("xhck,hcv->xhkv", written, delta)
+        after = now * tile_decays[..., None, None] + jnp.einsum("xhck,hcv->xhkv", written, delta)
         final = final.at[end].set(after[0], mode="drop")
         return (after[0], final, checkpoint.at[checkpoint_index].set(after[1], mode="drop")), out
 
-    fades = jnp.moveaxis(jnp.exp(last[..., 0]), 0, 1)
+    tile_decays = jnp.moveaxis(jnp.exp(last[..., 0]), 0, 1)
     per_tile = (
         tiles.sequence,
         tiles.start,
@@ -170,7 +170,7 @@ def _by_tiles(
         jnp.where(has_checkpoint, tiles.sequence, num_seqs),
         q * jnp.exp(total)[..., None],
     )
-    per_tile = *per_tile, values, keys, scores, jnp.moveaxis(written, 0, 1), fades
+    per_tile = *per_tile, values, keys, scores, jnp.moveaxis(written, 0, 1), tile_decays
     (_, final, checkpoint), out = lax.scan(advance, (jnp.zeros_like(state[0]), state, state), per_tile)
     indices = jnp.where(tiles.is_token, tiles.tokens, len(step.sequence))
     flat = jnp.zeros((len(step.sequence), out.shape[1], out.shape[3]), out.dtype)

@@ -32,7 +32,8 @@ def copy_blocks(
         interpret: Whether to run in the interpreter.
 
     Raises:
-        ValueError: If the S * D elements of a tile cannot be divided evenly among 128 threads.
+        ValueError: If the S * D elements of a tile cannot be divided evenly among 128 threads, or if head_dim
+            of a quantized pool is not a multiple of 16.
     """
     num_pages, _, kv_heads, page_size, row_size = kv_pages.shape
     is_quantized_pool = is_quantized(kv_pages)

@@ -200,13 +200,13 @@ def _multiply(x: Array, kernels: Array, group_sizes: Array, tiles: Tiles, interp
         def _copy():
             @pl.loop(0, num_steps)
             def _(step):
-                slot = lax.rem(step, jnp.int32(num_stages))
-                pl.when(step >= num_stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+                stage = lax.rem(step, jnp.int32(num_stages))
+                pl.when(step >= num_stages)(functools.partial(plgpu.barrier_wait, free.at[stage]))
                 inner = pl.ds(step * tiles.inner, tiles.inner)
                 rows = x_ref.at[pl.ds(pl.multiple_of(first, ALIGNMENT), tiles.rows), inner]
-                plgpu.copy_gmem_to_smem(rows, x_smem.at[slot], loaded.at[slot])
+                plgpu.copy_gmem_to_smem(rows, x_smem.at[stage], loaded.at[stage])
                 plgpu.copy_gmem_to_smem(
-                    kernels_ref.at[group, inner, columns], kernel_smem.at[slot], loaded.at[slot]
+                    kernels_ref.at[group, inner, columns], kernel_smem.at[stage], loaded.at[stage]
                 )
 
             @pl.loop(max(0, num_steps - num_stages), num_steps)
@@ -217,22 +217,22 @@ def _multiply(x: Array, kernels: Array, group_sizes: Array, tiles: Tiles, interp
         def _compute():
             own = pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)
 
-            def slot_of(step):
+            def stage_of(step):
                 return lax.rem(step, jnp.int32(num_stages))
 
             def multiply(acc_ref):
                 @pl.loop(0, num_steps)
                 def _(step):
-                    slot = slot_of(step)
-                    plgpu.barrier_wait(loaded.at[slot])
-                    plgpu.wgmma(acc_ref, x_smem.at[slot, own], kernel_smem.at[slot])
+                    stage = stage_of(step)
+                    plgpu.barrier_wait(loaded.at[stage])
+                    plgpu.wgmma(acc_ref, x_smem.at[stage, own], kernel_smem.at[stage])
                     plgpu.wgmma_wait(1)  # for the previous step, whose stage is then free
-                    pl.when(step > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(step - 1)]))
+                    pl.when(step > 0)(lambda: plgpu.barrier_arrive(free.at[stage_of(step - 1)]))
 
                 return acc_ref[...]
 
             acc = pl.run_scoped(multiply, ACC((WGMMA_ROWS, tiles.columns), jnp.float32))
-            plgpu.barrier_arrive(free.at[slot_of(num_steps - 1)])
+            plgpu.barrier_arrive(free.at[stage_of(num_steps - 1)])
             # JAX may swizzle this buffer. The swizzle pattern depends on addresses only, so TMA can store
             # from any row.
             tuning.store(y_smem.at[own], acc.astype(dtype))

@@ -53,20 +53,20 @@ def mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
         begin, *_middle, end = ragged_tile.step_ranges(shape, tile)
 
         def copy(step: Array) -> None:
-            slot = shape.stage(step)
+            stage = shape.stage(step)
             page_ids = ragged_tile.pages_of(shape, tile, tables_ref, step)
             for which, (ref, bar) in enumerate(((k_s, k_bar), (v_s, v_bar))):
                 for i, page in enumerate(page_ids):
-                    target = ref.at[slot, pl.ds(i * page_size, page_size)]
-                    plgpu.copy_gmem_to_smem(kv_ref.at[page, which, head], target, bar.at[slot])
+                    target = ref.at[stage, pl.ds(i * page_size, page_size)]
+                    plgpu.copy_gmem_to_smem(kv_ref.at[page, which, head], target, bar.at[stage])
 
         def attend(step: Array, carry: Carry, *, is_full: bool) -> Carry:
-            slot, ahead = shape.stage(step), step + (num_stages - 1)
+            stage, ahead = shape.stage(step), step + (num_stages - 1)
             # The queries are loaded in every step because there are not enough registers to keep them.
             queries = plgpu.load(q_ref.at[index, head], layout=lhs, optimized=False)
             scores = plgpu.layout_cast(jnp.zeros((shape.rows, tokens), jnp.float32), acc_layout)
-            plgpu.barrier_wait(k_bar.at[slot])
-            keys = plgpu.load(k_s.at[slot].T, layout=rhs, optimized=False)
+            plgpu.barrier_wait(k_bar.at[stage])
+            keys = plgpu.load(k_s.at[stage].T, layout=rhs, optimized=False)
             live = None if is_full else ragged_tile.live(shape, tile, 0, step, acc_layout)
             bias = ragged_tile.bias(shape, tile, head, 0, step, acc_layout, bias_ref)
             probs, (acc, largest, total) = ragged_tile.softmax(
@@ -75,9 +75,9 @@ def mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
             p_s[...] = probs
             plgpu.commit_smem()
             pl.when(ahead < end)(functools.partial(copy, ahead))
-            plgpu.barrier_wait(v_bar.at[slot])
+            plgpu.barrier_wait(v_bar.at[stage])
             probs = plgpu.load(p_s, layout=lhs, optimized=False)
-            values = plgpu.load(v_s.at[slot], layout=rhs, optimized=False)
+            values = plgpu.load(v_s.at[stage], layout=rhs, optimized=False)
             if not is_full:
                 values = ragged_tile.clear_dead(shape, tile, values, step * tokens, rhs)
             return mma(acc, probs, values), largest, total

@@ -193,25 +193,25 @@ class Copier:
         """Loads the page ids of a step."""
         return ragged_tile.pages_of(self.shape, self.tile, self.refs.tables, step)
 
-    def wait_for_free(self, step: Array, stage: Any) -> None:
+    def wait_for_free(self, step: Array, free: Any) -> None:
         """Waits until the stage of a step has been read. The first use of a stage needs no wait.
 
         Args:
             step: The step.
-            stage: The "free" barrier of the stage.
+            free: The "free" barrier of the step's stage.
         """
         is_reused = step - self.begin >= self.shape.config.num_stages
-        pl.when(is_reused)(lambda: plgpu.barrier_wait(stage))
+        pl.when(is_reused)(lambda: plgpu.barrier_wait(free))
 
     def copy_step(self, step: Array) -> None:
         """Starts the copies of the keys and values of a step."""
-        slot, page_size = self.shape.stage(step), self.shape.page_size
+        stage, page_size = self.shape.stage(step), self.shape.page_size
         page_ids = self.page_ids(step)
         for which, (ref, loaded, free) in self.refs.stages():
-            self.wait_for_free(step, free.at[slot])
+            self.wait_for_free(step, free.at[stage])
             for i, page in enumerate(page_ids):
-                target = ref.at[slot, pl.ds(i * page_size, page_size)]
-                plgpu.copy_gmem_to_smem(self.refs.pool.at[page, which, self.head], target, loaded.at[slot])
+                target = ref.at[stage, pl.ds(i * page_size, page_size)]
+                plgpu.copy_gmem_to_smem(self.refs.pool.at[page, which, self.head], target, loaded.at[stage])
 
     def unpack_step(self, step: Array, ahead: Any) -> Any:
         """Writes a step of a quantized pool to its stage, and loads the next step into registers.
@@ -223,12 +223,12 @@ class Copier:
         Returns:
             The same for the next step.
         """
-        slot, (page_ids, *tiles) = self.shape.stage(step), ahead
+        stage, (page_ids, *tiles) = self.shape.stage(step), ahead
         for which, (ref, loaded, free) in self.refs.stages():
-            self.wait_for_free(step, free.at[slot])
-            tiles[which] = self.quantized_pages.advance(ref.at[slot], which, tiles[which], page_ids)
+            self.wait_for_free(step, free.at[stage])
+            tiles[which] = self.quantized_pages.advance(ref.at[stage], which, tiles[which], page_ids)
             plgpu.commit_smem()
-            plgpu.barrier_arrive(loaded.at[slot])
+            plgpu.barrier_arrive(loaded.at[stage])
         return self.page_ids(jnp.minimum(step + 2, self.end - 1)), *tiles
 
 
@@ -286,28 +286,28 @@ class Multiplier:
             is_full: Whether every row attends to all tokens of the step.
         """
         shape, refs, tile = self.shape, self.refs, self.tile
-        slot = shape.stage(step)
+        stage = shape.stage(step)
         if not is_full:  # before the scores are in registers, because clearing needs registers too
-            plgpu.barrier_wait(refs.values_loaded.at[slot])
-            self.clear_values(step, refs.values.at[slot])
-        plgpu.barrier_wait(refs.keys_loaded.at[slot])
-        scores = _multiply(queries, refs.keys.at[slot].transpose((1, 0)), shape.config.block_tokens)
-        plgpu.barrier_arrive(refs.keys_free.at[slot])
+            plgpu.barrier_wait(refs.values_loaded.at[stage])
+            self.clear_values(step, refs.values.at[stage])
+        plgpu.barrier_wait(refs.keys_loaded.at[stage])
+        scores = _multiply(queries, refs.keys.at[stage].transpose((1, 0)), shape.config.block_tokens)
+        plgpu.barrier_arrive(refs.keys_free.at[stage])
         live = None if is_full else ragged_tile.live(shape, tile, first_row, step, WGMMA)
         bias = ragged_tile.bias(shape, tile, self.head, first_row, step, WGMMA, refs.bias)
         probs, (acc, largest, total) = ragged_tile.softmax(shape, scores, carry, live, bias)
         if is_full:
-            plgpu.barrier_wait(refs.values_loaded.at[slot])
+            plgpu.barrier_wait(refs.values_loaded.at[stage])
         # The interpreter does not support wgmma with an operand in registers or with an existing accumulator.
         if shape.interpret:
             own_probs = refs.probs.at[self.warpgroup]
             own_probs[...] = probs
             plgpu.commit_smem()
-            acc += _multiply(own_probs, refs.values.at[slot], shape.head_dim)
+            acc += _multiply(own_probs, refs.values.at[stage], shape.head_dim)
         else:
-            add = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, probs, refs.values.at[slot]))
+            add = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, probs, refs.values.at[stage]))
             acc = add(ACC.init(acc))
-        plgpu.barrier_arrive(refs.values_free.at[slot])
+        plgpu.barrier_arrive(refs.values_free.at[stage])
         return acc, largest, total
 
     def clear_values(self, step: Array, values_ref: Any) -> None:

@@ -257,17 +257,17 @@ def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
 
         def attend(step: Array, carry: Any, *, is_full: bool) -> Any:
             if shape.is_quantized:
-                slot, (*carry, ahead) = 0, carry
+                stage, (*carry, ahead) = 0, carry
                 ahead = [unpack(step, ahead)]
             else:
-                slot, ahead = lax.rem(step, jnp.int32(2)), []
+                stage, ahead = lax.rem(step, jnp.int32(2)), []
                 # The keys have arrived. This wait is also a barrier, after which all warps have read the
                 # other stage.
                 plgpu.wait_gmem_to_smem(pages)
                 pl.when(step + 1 < end)(lambda: copy(step + 1))
             # The queries are loaded in every step because there are not enough registers to keep them.
             queries = plgpu.load(q_ref.at[index, head], layout=lhs, optimized=False)
-            keys = plgpu.load(k_s.at[slot].T, layout=rhs, optimized=False)
+            keys = plgpu.load(k_s.at[stage].T, layout=rhs, optimized=False)
             scores = plgpu.layout_cast(jnp.zeros((shape.rows, tokens), jnp.float32), acc_layout)
             live = None if is_full else ragged_tile.live(shape, tile, 0, step, acc_layout)
             bias = ragged_tile.bias(shape, tile, head, 0, step, acc_layout, bias_ref)
@@ -281,7 +281,7 @@ def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
                 # This wait for the values is also the barrier after which all probabilities are visible.
                 tuning.wait_cp_async(step + 1 >= end, 0, 2 * pages)
             probs = plgpu.load(p_s, layout=lhs, optimized=False)
-            values = plgpu.load(v_s.at[slot], layout=rhs, optimized=False)
+            values = plgpu.load(v_s.at[stage], layout=rhs, optimized=False)
             if not is_full:
                 values = ragged_tile.clear_dead(shape, tile, values, step * tokens, rhs)
             return mma(acc, probs, values), largest, total, *ahead

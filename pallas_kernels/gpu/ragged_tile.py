@@ -273,8 +273,8 @@ def softmax(
     if bias is not None:
         scores, factor = scores * factor + bias, 1.0
     if live is not None:
-        # Masked scores are infinite. With a finite score, score * factor - maximum would not be exactly 0 in
-        # a fused multiply-add.
+        # Masked scores are infinite, so that their probabilities are 0. In a row with finite masked scores
+        # only, a fused multiply-add would compute score * factor - new_largest as a large rounding error.
         scores = jnp.where(live, scores, -jnp.inf)
     new_largest = jnp.maximum(largest, scores.max(axis=1) * factor)
     decay = jnp.exp2(largest - new_largest)

@@ -125,7 +125,7 @@ class TraceContext:
         mesh: The devices; None to lower programs for devices that are not present.
         features: Features that are traced into the programs.
         sampling: How tokens are drawn.
-        splits_experts: Whether experts are distributed over the devices, instead of dividing each expert.
+        is_expert_parallel: Whether experts are distributed over the devices, instead of dividing each expert.
         attend: Attention function that replaces the backend; None for the backend.
         min_shared_rows: Minimum number of sequences for cascade attention; 0 if it is off.
         num_state_slots: Number of slots for recurrent states, including one unused slot; 0 if no layer has
@@ -148,7 +148,7 @@ class TraceContext:
     mesh: Mesh | AbstractMesh | None
     features: FeatureSet
     sampling: SamplerOptions
-    splits_experts: bool = False
+    is_expert_parallel: bool = False
     attend: CustomAttention | None = None
     min_shared_rows: int = 0
     num_state_slots: int = 0
@@ -169,7 +169,7 @@ class TraceContext:
         """The devices that divide the model; None for a single device."""
         if self.mesh is None or self.mesh.size == 1:
             return None
-        return DeviceGrid(self.mesh, self.splits_experts)
+        return DeviceGrid(self.mesh, self.is_expert_parallel)
 
     @property
     def replicated(self) -> NamedSharding | None:

@@ -330,6 +330,7 @@ def _read_prompt(
         problems.append(f"`num_virtual_tokens` must be {allowed}, got {tokens}")
     elif not np.isfinite(prompt).all():
         problems.append("prompt_embeddings must have finite values")
+    # The pair serves only to compute the hash.
     return None if problems else Adapter(_key({"": LoraPair(prompt, prompt[:0])}), {}, prompt)
 
 

@@ -152,8 +152,8 @@ def row_functions(
 def unchanged(layout: LoraLayout) -> Mapping[str, RowFunction]:
     """Returns functions that return each linear map's output unchanged, by path.
 
-    With them, `layers.gated` computes the gate and up projections separately, as in a pass with adapters, so
-    that rounding is the same.
+    With them, `gated` of models/layers.py computes the gate and up projections separately, as in a pass with
+    adapters, so that rounding is the same.
 
     Args:
         layout: Layout of the arrays, which lists the linear maps.
