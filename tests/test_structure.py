@@ -93,7 +93,7 @@ def test_packages_have_few_files() -> None:
 
 
 def test_the_product_stays_small() -> None:
-    assert sum(len(code_lines(name)) for name in PRODUCT) <= 36_400
+    assert sum(len(code_lines(name)) for name in PRODUCT) <= 37_900
 
 
 @pytest.fixture(scope="module")
