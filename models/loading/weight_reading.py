@@ -156,7 +156,10 @@ def weight_at(model: LanguageModel | EagleHead, path: tuple[Any, ...], param: An
         path: NNX path of the weight.
         param: The parameter or QuantizedWeight at that path.
     """
-    return Weight(path, param, *model.weight_table.hf_key(".".join(map(str, path))))
+    key, transposed = model.weight_table.hf_key(".".join(map(str, path)))
+    # A quantized embedding table is a matrix whose columns are the vectors.
+    is_table = path[-1] == "embedding" and isinstance(param, QuantizedWeight)
+    return Weight(path, param, key, transposed or is_table)
 
 
 def _load(

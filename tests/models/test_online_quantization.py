@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jax_paged.models.quantization.online import _fit, _to_fp8, quantize_file
-from jax_paged.models.quantization.quantize import kernel_places, quantize_model
+from jax_paged.models.quantization.quantize import float_outline, kernel_places, quantize_model
 from jax_paged.models.quantization.quantized_linear import (
     QuantizationScheme,
     QuantizedArrays,
@@ -22,7 +22,7 @@ from jax_paged.models.quantization.quantized_linear import (
 )
 from jax_paged.models.weights import load_model, random_checkpoint, random_model
 from jax_paged.pallas_kernels import native
-from jax_paged.pallas_kernels.native import quantizing
+from jax_paged.pallas_kernels.native import quantized_products, quantizing
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -186,3 +186,35 @@ def test_native_int4_checks_its_argument() -> None:
         quantizing.quantize_groups(np.ones((2, 48), np.float32))
     with pytest.raises(ValueError, match="`groups` must be float32 or bfloat16, got float64"):
         quantizing.quantize_groups(np.ones((2, 64)))
+
+
+@pytest.mark.skipif(quantized_products.problem() is not None, reason="needs the native library")
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_has_8_bits(tied: bool, kind: Any, tmp_path: Path) -> None:
+    random_checkpoint(tmp_path, LLAMA | {"tie_word_embeddings": tied}, "float32")
+    floats = load_model(tmp_path, "float32").model
+    for model in (load_model(tmp_path, "float32", quantization=kind).model, quantize_model(floats, kind)):
+        head: Any = model.head.embedding if tied else model.head.kernel
+        given: Any = floats.head.embedding[...].T if tied else floats.head.kernel[...]
+        assert head.scheme == QuantizationScheme.online("int8", 64)
+        limit = np.abs(np.asarray(given)).max(0) / 127 / 2 * 1.001
+        assert (np.abs(np.asarray(head.dense("float32")) - np.asarray(given)) <= limit).all()
+        # The embeddings of an untied model remain floats.
+        assert isinstance(model.embed_tokens.embedding, QuantizedWeight) is tied
+        tokens = np.arange(96).reshape(4, 24)
+        float_model = load_model(tmp_path, "float32").model
+        places = {place.path: place.kernel for place in kernel_places(float_model)}
+        for place in kernel_places(model):
+            value = place.kernel.dense("float32") if isinstance(place.kernel, QuantizedWeight) else None
+            if value is not None and place.path in places:
+                places[place.path].set_value(value)
+            elif value is not None:
+                float_model.embed_tokens.embedding.set_value(value.T)
+        np.testing.assert_allclose(model(tokens), float_model(tokens), atol=1e-4, rtol=1e-5)
+        outline = float_outline(model, "float32")
+        shapes, expected = (
+            {path: (x.shape, x.dtype) for path, x in nnx.to_flat_state(nnx.state(m, nnx.Param))}
+            for m in (outline, floats)
+        )
+        assert shapes == expected
