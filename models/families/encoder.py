@@ -278,7 +278,7 @@ class EncoderModel(LanguageModel):
         if self.dense is None or self.classifier is None:
             return hidden
         context = ForwardContext(self, jnp.zeros(hidden.shape[:1], jnp.int32), _no_attention)
-        x = self.dense(hidden.astype(self.words.embedding.dtype), context)
+        x = self.dense(hidden.astype(self.words.dtype), context)
         x = jnp.tanh(x) if self.dense_norm is None else self.dense_norm(ACTIVATIONS["gelu"](x), context)
         return self.classifier(x, context).astype(jnp.float32)
 

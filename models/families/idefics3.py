@@ -121,7 +121,7 @@ class Idefics3ForConditionalGeneration(LlamaForCausalLM):
         ids = position_ids(vision.num_patches_per_side)
         positions = jnp.broadcast_to(ids, (len(tiles), vision.num_patches))
         context = ForwardContext(self, positions, _attend)
-        x = self.vision(pixels.astype(self.embed_tokens.embedding.dtype), context)
+        x = self.vision(pixels.astype(self.embed_tokens.dtype), context)
         return self.connector(self._shuffled(x), context)
 
     def _shuffled(self, x: Float[Array, "b p e"]) -> Float[Array, "b n f"]:

@@ -163,7 +163,7 @@ class Qwen3VLForConditionalGeneration(LlamaForCausalLM):
         attend, positions = _attend_to_first(sizes.prod()), jnp.arange(len(patches))
         context = ForwardContext(self, positions, attend, rotations={vision.rope: rotation})
         pixels = patches.reshape(len(patches), 3, -1) * scale[:, None] + offset[:, None]
-        return self.visual((pixels.astype(self.embed_tokens.embedding.dtype), coordinates), context)
+        return self.visual((pixels.astype(self.embed_tokens.dtype), coordinates), context)
 
 
 def _attend_to_first(num_keys: Int[Array, ""]) -> SelfAttention:

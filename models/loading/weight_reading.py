@@ -118,10 +118,11 @@ def read_weights(
     weights.sort(key=lambda w: -w.param.size)
     start = logged = time.monotonic()
     flat, num_read, num_values = [], 0, sum(w.param.size for w in weights)
-    # Reading a quantized weight needs temporary arrays that are several times as large as the result, so only
-    # one is read at a time.
-    has_quantized = any(isinstance(w.param, QuantizedWeight) for w in weights)
-    with ThreadPoolExecutor(1 if has_quantized else NUM_LOADING_THREADS) as pool:
+    # Converting a quantized weight from the checkpoint's layout needs temporary arrays that are several times
+    # as large as the result, so only one is read at a time. Float weights are quantized in small parts.
+    schemes = (w.param.scheme for w in weights if isinstance(w.param, QuantizedWeight))
+    has_stored = any(not isinstance(scheme.source, str) for scheme in schemes)
+    with ThreadPoolExecutor(1 if has_stored else NUM_LOADING_THREADS) as pool:
         values = pool.map(lambda w: jax.block_until_ready(_load(w, stored, dtype, grid)), weights)
         for w, value in zip(weights, values, strict=True):
             flat += value
@@ -155,7 +156,10 @@ def weight_at(model: LanguageModel | EagleHead, path: tuple[Any, ...], param: An
         path: NNX path of the weight.
         param: The parameter or QuantizedWeight at that path.
     """
-    return Weight(path, param, *model.weight_table.hf_key(".".join(map(str, path))))
+    key, transposed = model.weight_table.hf_key(".".join(map(str, path)))
+    # A quantized embedding table is a matrix whose columns are the vectors.
+    is_table = path[-1] == "embedding" and isinstance(param, QuantizedWeight)
+    return Weight(path, param, key, transposed or is_table)
 
 
 def _load(

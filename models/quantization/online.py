@@ -23,6 +23,8 @@ from jax_paged.models.quantization.quantized_linear import (
     QuantizationScheme,
     QuantizedArrays,
 )
+from jax_paged.pallas_kernels import native
+from jax_paged.pallas_kernels.native import quantizing
 
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 # Number of columns that are quantized to 8 bits at a time.
@@ -82,7 +84,7 @@ def _quantize_columns(
     largest = np.float32(_LARGEST["fp8" if is_fp8 else "int8"])
     for first in range(0, len(columns), _COLUMNS):
         part = slice(first, first + _COLUMNS)
-        x = np.ascontiguousarray(columns[part]).astype(dtype).astype(np.float32)
+        x = np.ascontiguousarray(columns[part]).astype(dtype, copy=False).astype(np.float32)
         magnitude = np.max(np.abs(x), axis=1)
         scales = np.where(magnitude > 0, magnitude, np.float32(1)) * (1 / largest)
         x /= scales[:, None]
@@ -115,12 +117,15 @@ def _quantize_groups(
     step = max(1, num_at_once // num_groups)
     for first in range(0, num_columns, step):
         part = slice(first, first + step)
-        groups = np.ascontiguousarray(columns[part]).astype(dtype).reshape(-1, group_size)
-        # All calls have the same shape, so that only one program is compiled.
-        pieces = [
-            _fitted(groups[i : i + num_at_once], num_at_once) for i in range(0, len(groups), num_at_once)
-        ]
-        values, scales, offsets = (np.concatenate(x) for x in zip(*pieces, strict=True))
+        groups = np.ascontiguousarray(columns[part]).astype(dtype, copy=False).reshape(-1, group_size)
+        if native.is_built() and jax.default_backend() == "cpu":
+            values, scales, offsets = quantizing.quantize_groups(groups)
+        else:
+            # All calls have the same shape, so that only one program is compiled.
+            pieces = [
+                _fitted(groups[i : i + num_at_once], num_at_once) for i in range(0, len(groups), num_at_once)
+            ]
+            values, scales, offsets = (np.concatenate(x) for x in zip(*pieces, strict=True))
         found.values[:, part] = values.reshape(-1, rows // 2).T
         found.scales[:, part] = scales.reshape(-1, num_groups).T
         found.offsets[:, part] = offsets.reshape(-1, num_groups).T

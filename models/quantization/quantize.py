@@ -1,7 +1,8 @@
 """Quantization of float weights while a model is loaded, and the selection of weights that are quantized.
 
-The weight matrices of linear maps and experts are quantized. The output head, routers, embeddings and all
-other weights remain floats.
+The weight matrices of linear maps and experts are quantized. The output head is quantized to 8 bits, with the
+embedding table if the two are tied, if the native CPU backend can multiply by it and look up its columns.
+Routers, other embeddings and all other weights remain floats.
 """
 
 import logging
@@ -12,8 +13,9 @@ import jax
 from flax import nnx
 
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.layers import Linear
+from jax_paged.models.layers import Embedding, Linear
 from jax_paged.models.moe import Experts
+from jax_paged.models.parallel.sharding import Split
 from jax_paged.models.quantization.online import quantize
 from jax_paged.models.quantization.quantized_linear import (
     INT4_GROUP_SIZES,
@@ -22,6 +24,7 @@ from jax_paged.models.quantization.quantized_linear import (
     QuantizationScheme,
     QuantizedWeight,
 )
+from jax_paged.pallas_kernels.native import quantized_products
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -48,6 +51,9 @@ class KernelPlace(NamedTuple):
 def kernel_places(model: nnx.Module) -> list[KernelPlace]:
     """Returns the locations of the weight matrices of all linear maps, experts and latent projections (MLA).
 
+    Embedding tables are included if they are quantized. A quantized table is a matrix whose columns are the
+    vectors; its shape is the reverse of the shape of a float table.
+
     Args:
         model: The model, or its outline.
     """
@@ -59,6 +65,8 @@ def _kernel_places(model: nnx.Module) -> Iterator[KernelPlace]:
         names = ("kernel",) if isinstance(module, Linear) else getattr(module, "kernel_names", ())
         for name in names:
             yield KernelPlace((*parts, name), module, name)
+        if isinstance(module, Embedding) and isinstance(module.embedding, QuantizedWeight):
+            yield KernelPlace((*parts, "embedding"), module, "embedding")
 
 
 def choose_online_dtype(models: Sequence[nnx.Module], quantization: str | None) -> OnlineDtype | None:
@@ -101,6 +109,30 @@ def apply_schemes(model: nnx.Module, scheme_of: Callable[[KernelPlace], Quantiza
             setattr(place.owner, place.name, kernel)
 
 
+def apply_table_schemes(
+    model: LanguageModel, scheme_of: Callable[[KernelPlace], QuantizationScheme | None]
+) -> None:
+    """Replaces the shapes of embedding tables in an outline as `apply_schemes` does for weight matrices.
+
+    Tables remain floats unless the native CPU backend can look up their columns.
+
+    Args:
+        model: A model with shapes in place of weights; it is modified.
+        scheme_of: See `apply_schemes`.
+    """
+    if not _packs_tables():
+        return
+    for parts, module in list(nnx.iter_modules(model)):
+        place = KernelPlace((*parts, "embedding"), module, "embedding")
+        if type(module) is Embedding and (scheme := scheme_of(place)) is not None:
+            module.embedding = QuantizedWeight(scheme, *_matrix_of(place))
+
+
+def _packs_tables() -> bool:
+    """Returns whether the native CPU backend can look up columns of quantized tables."""
+    return jax.default_backend() == "cpu" and quantized_products.problem() is None
+
+
 def quantize_outline[M: LanguageModel](model: M, target: OnlineDtype | None) -> M:
     """Returns an outline with the shapes that `quantize_model` would produce.
 
@@ -110,12 +142,9 @@ def quantize_outline[M: LanguageModel](model: M, target: OnlineDtype | None) -> 
     """
     if target is None:
         return model
-    paths = {place.path for place in _online_places(model)}
-
-    def scheme_of(place: KernelPlace) -> QuantizationScheme | None:
-        return QuantizationScheme.online(target, place.kernel.shape[-2]) if place.path in paths else None
-
-    apply_schemes(model, scheme_of)
+    for place, scheme in list(_online_places(model, target)):
+        shape, split = _matrix_of(place)
+        setattr(place.owner, place.name, QuantizedWeight(scheme, shape, split))
     return model
 
 
@@ -129,12 +158,11 @@ def quantize_model[M: nnx.Module](model: M, target: OnlineDtype | None) -> M:
     if target is None:
         return model
     model = nnx.merge(*nnx.split(model))
-    for place in list(_online_places(model)):
-        param = place.kernel
-        split, kernel = param.get_metadata()["split"], param[...]
-        scheme = QuantizationScheme.online(target, kernel.shape[-2])
-        weight = QuantizedWeight(scheme, kernel.shape, split, quantize(kernel, target))
-        setattr(place.owner, place.name, weight)
+    for place, scheme in list(_online_places(model, target)):
+        shape, split = _matrix_of(place)
+        kernel = place.kernel[...].T if isinstance(place.owner, Embedding) else place.kernel[...]
+        arrays = quantize(kernel, scheme.online_dtype)
+        setattr(place.owner, place.name, QuantizedWeight(scheme, shape, split, arrays))
     log_other_types(model, target)
     return model
 
@@ -147,7 +175,10 @@ def log_other_types(model: nnx.Module, target: OnlineDtype) -> None:
         target: The requested type.
     """
     kernels = [(p.path, p.kernel) for p in kernel_places(model) if isinstance(p.kernel, QuantizedWeight)]
-    other = [(".".join(map(str, path)), k) for path, k in kernels if k.scheme.source != target]
+    is_int4 = target == "int4"
+    other = [
+        (".".join(map(str, path)), k) for path, k in kernels if is_int4 and k.shape[-2] % INT4_GROUP_SIZES[-1]
+    ]
     if other:
         path, kernel = other[0]
         _LOGGER.warning(
@@ -176,17 +207,36 @@ def float_outline[M: nnx.Module](model: M, dtype: jax.typing.DTypeLike) -> M:
                     "the weights must be the folder or hub id of a checkpoint of the same format because the "
                     "model is served from a quantized checkpoint, got a model or tensors"
                 )
-            shape = jax.ShapeDtypeStruct(kernel.shape, dtype)
-            setattr(place.owner, place.name, nnx.Param(shape, split=kernel.split))
+            shape, split = kernel.shape, kernel.split
+            if isinstance(place.owner, Embedding):
+                shape, split = shape[::-1], split[::-1]
+            param = nnx.Param(jax.ShapeDtypeStruct(shape, dtype), split=split)
+            setattr(place.owner, place.name, param)
     return model
 
 
-def _online_places(model: nnx.Module) -> Iterator[KernelPlace]:
-    """Yields the locations of the float weights that are quantized while a model is loaded."""
+def _online_places(
+    model: nnx.Module, target: OnlineDtype
+) -> Iterator[tuple[KernelPlace, QuantizationScheme]]:
+    """Yields the locations and schemes of the float weights that are quantized while a model is loaded."""
     head = model.head if isinstance(model, LanguageModel) else None
     for place in kernel_places(model):
         # Routers, a subclass of Linear, are excluded: they are small, and a rounding error in them can select
         # other experts.
         is_quantizable = isinstance(place.owner, Experts) or type(place.owner) is Linear
         if is_quantizable and place.owner is not head and isinstance(place.kernel, nnx.Param):
-            yield place
+            yield place, QuantizationScheme.online(target, place.kernel.shape[-2])
+    if target == "fp8" or not _packs_tables():
+        return
+    # Errors of 4 bits in the head would change more tokens than those in other weights.
+    for parts, module in nnx.iter_modules(model):
+        name = "embedding" if type(module) is Embedding else "kernel"
+        if module is head and isinstance(getattr(head, name, None), nnx.Param):
+            place = KernelPlace((*parts, name), module, name)
+            yield place, QuantizationScheme.online("int8", _matrix_of(place)[0][0])
+
+
+def _matrix_of(place: KernelPlace) -> tuple[tuple[int, ...], Split]:
+    """Returns the shape and the split that a float weight has as a quantized matrix."""
+    shape, split = place.kernel.shape, place.kernel.get_metadata()["split"]
+    return (shape[::-1], split[::-1]) if isinstance(place.owner, Embedding) else (shape, split)

@@ -125,6 +125,12 @@ class QuantizationScheme:
             return cls.online("int8", rows)
         return cls("uint8", group_size, target, "bfloat16", has_offsets=True)
 
+    @property
+    def online_dtype(self) -> OnlineDtype:
+        """The type that float weights are quantized to."""
+        assert isinstance(self.source, str), "the weights are quantized in the checkpoint"
+        return self.source
+
     def shapes(self, shape: tuple[int, ...]) -> QuantizedArrays:
         """Returns the shapes and dtypes of the arrays of a quantized weight, as jax.ShapeDtypeStruct.
 

@@ -40,10 +40,10 @@ SIZES: dict[str, Any] = {
     "matmul_backend": "auto",
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True)
-QUICK = {"awq_32", "on_the_fly_int8"}
+QUICK = {"awq_32", "on_the_fly_int4"}
 NAMES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-    for name in (*FORMATS, "on_the_fly_int8", "on_the_fly_fp8")
+    for name in (*FORMATS, "on_the_fly_int4", "on_the_fly_int8", "on_the_fly_fp8")
 ]
 
 
@@ -68,9 +68,12 @@ def checkpoints(name: str, base: Path, folder: Path) -> tuple[Path, Path, dict[s
 def write_floats(base: Path, out: Path, kind: Any) -> None:
     """Writes the floats that kernels mean which are made small on the fly."""
     model, small = load_model(base, "float32").model, quantize_model(load_model(base, "float32").model, kind)
-    for place, made in zip(kernel_places(model), kernel_places(small), strict=True):
-        if isinstance(made.kernel, QuantizedWeight):
-            place.kernel.set_value(made.kernel.dense("float32"))
+    places = {place.path: place for place in kernel_places(model)}
+    for made in kernel_places(small):
+        if isinstance(made.kernel, QuantizedWeight) and made.path in places:
+            places[made.path].kernel.set_value(made.kernel.dense("float32"))
+        elif isinstance(made.kernel, QuantizedWeight):  # a table
+            model.head.embedding.set_value(made.kernel.dense("float32").T)
     save_model(model, out, json.loads((base / "config.json").read_text()))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         if (base / file).exists():

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_paged.models.quantization.online import _to_fp8, quantize_file
-from jax_paged.models.quantization.quantize import kernel_places, quantize_model
+from jax_paged.models.quantization.online import _fit, _to_fp8, quantize_file
+from jax_paged.models.quantization.quantize import float_outline, kernel_places, quantize_model
 from jax_paged.models.quantization.quantized_linear import (
     QuantizationScheme,
     QuantizedArrays,
@@ -21,6 +21,8 @@ from jax_paged.models.quantization.quantized_linear import (
     pack_pairs,
 )
 from jax_paged.models.weights import load_model, random_checkpoint, random_model
+from jax_paged.pallas_kernels import native
+from jax_paged.pallas_kernels.native import quantized_products, quantizing
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -155,3 +157,64 @@ def test_fp8_is_rounded_like_numpy() -> None:
     x = np.clip(np.concatenate([x[~np.isnan(x)], near.astype(np.float32)]), -448, 448)
     expected = x.astype(ml_dtypes.float8_e4m3fn)
     np.testing.assert_array_equal(_to_fp8(x).view(np.uint8), expected.view(np.uint8))
+
+
+@pytest.mark.skipif(not native.is_built(), reason="needs the native library")
+@pytest.mark.parametrize("size", [16, 32, 64])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_native_int4_is_that_of_xla(size: int, dtype: str) -> None:
+    rng = np.random.default_rng(size)
+    groups = (rng.standard_t(5, (3000, size)) * rng.uniform(1e-4, 10, (3000, 1))).astype(dtype)
+    groups[0], groups[1], groups[2, 1:] = 0, 3, 0
+    theirs, ours = ([np.asarray(x) for x in f(groups)] for f in (_fit, quantizing.quantize_groups))
+    assert [(x.shape, x.dtype) for x in ours] == [(x.shape, x.dtype) for x in theirs]
+    # Sums in another order change a few of the choices between nearly equal errors.
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a == b).mean() > 0.98
+    errors = []
+    for values, scales, offsets in (ours, theirs):
+        q = np.stack([values & 15, values >> 4], -1).reshape(-1, size)
+        found = q * scales.astype(np.float64)[:, None] + offsets.astype(np.float64)[:, None]
+        errors.append(np.sum((found - groups.astype(np.float64)) ** 2, axis=1))
+    assert np.isclose(*errors, rtol=0.01, atol=1e-12).mean() > 0.98
+    assert abs(errors[0].sum() / errors[1].sum() - 1) < 1e-3
+
+
+@pytest.mark.skipif(not native.is_built(), reason="needs the native library")
+def test_native_int4_checks_its_argument() -> None:
+    with pytest.raises(ValueError, match="`groups` must have rows of 16, 32 or 64 numbers, got 48"):
+        quantizing.quantize_groups(np.ones((2, 48), np.float32))
+    with pytest.raises(ValueError, match="`groups` must be float32 or bfloat16, got float64"):
+        quantizing.quantize_groups(np.ones((2, 64)))
+
+
+@pytest.mark.skipif(quantized_products.problem() is not None, reason="needs the native library")
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_has_8_bits(tied: bool, kind: Any, tmp_path: Path) -> None:
+    random_checkpoint(tmp_path, LLAMA | {"tie_word_embeddings": tied}, "float32")
+    floats = load_model(tmp_path, "float32").model
+    for model in (load_model(tmp_path, "float32", quantization=kind).model, quantize_model(floats, kind)):
+        head: Any = model.head.embedding if tied else model.head.kernel
+        given: Any = floats.head.embedding[...].T if tied else floats.head.kernel[...]
+        assert head.scheme == QuantizationScheme.online("int8", 64)
+        limit = np.abs(np.asarray(given)).max(0) / 127 / 2 * 1.001
+        assert (np.abs(np.asarray(head.dense("float32")) - np.asarray(given)) <= limit).all()
+        # The embeddings of an untied model remain floats.
+        assert isinstance(model.embed_tokens.embedding, QuantizedWeight) is tied
+        tokens = np.arange(96).reshape(4, 24)
+        float_model = load_model(tmp_path, "float32").model
+        places = {place.path: place.kernel for place in kernel_places(float_model)}
+        for place in kernel_places(model):
+            value = place.kernel.dense("float32") if isinstance(place.kernel, QuantizedWeight) else None
+            if value is not None and place.path in places:
+                places[place.path].set_value(value)
+            elif value is not None:
+                float_model.embed_tokens.embedding.set_value(value.T)
+        np.testing.assert_allclose(model(tokens), float_model(tokens), atol=1e-4, rtol=1e-5)
+        outline = float_outline(model, "float32")
+        shapes, expected = (
+            {path: (x.shape, x.dtype) for path, x in nnx.to_flat_state(nnx.state(m, nnx.Param))}
+            for m in (outline, floats)
+        )
+        assert shapes == expected
