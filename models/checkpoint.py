@@ -75,7 +75,7 @@ def resolve_model_dir(model: str) -> Path:
         except Exception as e:
             raise ValueError(
                 "`model` must be 'pagelet' (built in), 'smollm2' (downloaded at first use), a local folder "
-                "with config.json and *.safetensors, a GGUF file, or a Hugging Face hub id such as "
+                "with config.json and *.safetensors, a GGUF file, or a hub id such as "
                 "'meta-llama/Llama-3.2-1B' or 'org/repo:Q4_K_M' (GGUF), got "
                 f"{shown(model)}. There is no folder {folder.absolute()}, and the hub returned "
                 f"{type(e).__name__}: {e} Check the spelling and the network, run `hf auth login` for a "

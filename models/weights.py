@@ -46,6 +46,7 @@ from jax_paged.models.quantization.mxfp4 import with_decoded
 from jax_paged.models.quantization.quantize import (
     KernelPlace,
     apply_schemes,
+    apply_table_schemes,
     choose_online_dtype,
     kernel_places,
     log_other_types,
@@ -255,7 +256,7 @@ def _keep_gguf_blocks(
         dtype: Name of the dtype of the model.
 
     Returns:
-        The tensors, with floats in place of the blocks of other weights, such as embeddings.
+        The tensors, with floats in place of the blocks of other weights.
     """
 
     def scheme_of(place: KernelPlace) -> QuantizationScheme | None:
@@ -263,6 +264,7 @@ def _keep_gguf_blocks(
         return tensor.scheme if isinstance(tensor, GgufTensor) else None
 
     apply_schemes(model, scheme_of)
+    apply_table_schemes(model, scheme_of)
     quantized = {k for w in weights_of(model) if isinstance(w.param, QuantizedWeight) for k in w.keys}
     return {
         key: tensor.as_floats(dtype) if isinstance(tensor, GgufTensor) and key not in quantized else tensor

@@ -109,6 +109,30 @@ def apply_schemes(model: nnx.Module, scheme_of: Callable[[KernelPlace], Quantiza
             setattr(place.owner, place.name, kernel)
 
 
+def apply_table_schemes(
+    model: LanguageModel, scheme_of: Callable[[KernelPlace], QuantizationScheme | None]
+) -> None:
+    """Replaces the shapes of embedding tables in an outline as `apply_schemes` does for weight matrices.
+
+    Tables remain floats unless the native CPU backend can look up their columns.
+
+    Args:
+        model: A model with shapes in place of weights; it is modified.
+        scheme_of: See `apply_schemes`.
+    """
+    if not _packs_tables():
+        return
+    for parts, module in list(nnx.iter_modules(model)):
+        place = KernelPlace((*parts, "embedding"), module, "embedding")
+        if type(module) is Embedding and (scheme := scheme_of(place)) is not None:
+            module.embedding = QuantizedWeight(scheme, *_matrix_of(place))
+
+
+def _packs_tables() -> bool:
+    """Returns whether the native CPU backend can look up columns of quantized tables."""
+    return jax.default_backend() == "cpu" and quantized_products.problem() is None
+
+
 def quantize_outline[M: LanguageModel](model: M, target: OnlineDtype | None) -> M:
     """Returns an outline with the shapes that `quantize_model` would produce.
 
@@ -202,7 +226,7 @@ def _online_places(
         is_quantizable = isinstance(place.owner, Experts) or type(place.owner) is Linear
         if is_quantizable and place.owner is not head and isinstance(place.kernel, nnx.Param):
             yield place, QuantizationScheme.online(target, place.kernel.shape[-2])
-    if target == "fp8" or jax.default_backend() != "cpu" or quantized_products.problem() is not None:
+    if target == "fp8" or not _packs_tables():
         return
     # Errors of 4 bits in the head would change more tokens than those in other weights.
     for parts, module in nnx.iter_modules(model):
