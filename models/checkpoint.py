@@ -78,8 +78,8 @@ def resolve_model_dir(model: str) -> Path:
                 "with config.json and *.safetensors, a GGUF file, or a Hugging Face hub id such as "
                 "'meta-llama/Llama-3.2-1B' or 'org/repo:Q4_K_M' (GGUF), got "
                 f"{shown(model)}. There is no folder {folder.absolute()}, and the hub returned "
-                f"{type(e).__name__}: {e} Check the spelling and the network, run `hf auth login` for a gated "
-                "model, or download it elsewhere and pass its folder."
+                f"{type(e).__name__}: {e} Check the spelling and the network, run `hf auth login` for a "
+                "gated model, or download it elsewhere and pass its folder."
             ) from e
 
     config = download(["config.json"]) / "config.json"
