@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup serve test test-all test-slow test-browser test-server test-ray lint format bench bench-peers bench-server paper options docs wheels gpu-check \
+.PHONY: setup serve test test-all test-slow test-browser test-server test-ray lint format bench bench-peers bench-real bench-server paper options docs wheels gpu-check \
 	kernels-compile devices-compile devices-check kernels-emulate native-sanitize clean
 
 setup: $(READY)
@@ -84,6 +84,19 @@ bench-peers: setup $(PEERS)/vllm/.ready $(PEERS)/openvino/.ready
 	PYTHONPATH=benchmarks $(BIN)/python -m serving --engines ours,ours:num_scheduler_steps=8,vllm,vllm-eager,openvino --rounds 3 \
 		--out benchmarks/results/serving-$(shell date +%F) $(ARGS)
 
+# A real model with quantized weights, from GGUF, beside OpenVINO and llama.cpp. The other engines read a bfloat16
+# checkpoint that is made from the same file.
+REAL_MODEL    = benchmarks/checkpoints/$(basename $(notdir $(GGUF)))
+REAL_OURS     := ours:num_scheduler_steps=8
+REAL_OPENVINO := openvino:weights
+REAL_ENGINES  := $(REAL_OURS):quantization=int4,$(REAL_OURS):weights=gguf,$(REAL_OURS):quantization=int8,$(REAL_OURS)
+REAL_PEERS    := $(REAL_OPENVINO)=int4,llama.cpp,$(REAL_OPENVINO)=int8,$(REAL_OPENVINO)=fp16
+bench-real: setup $(PEERS)/openvino/.ready $(PEERS)/llama.cpp/.ready
+	@test -f '$(GGUF)' || { echo "GGUF must be a GGUF file: make bench-real GGUF=FILE"; exit 1; }
+	test -f $(REAL_MODEL)/config.json || PYTHONPATH=benchmarks $(PEERS)/openvino/bin/python -m serving.dequantize $(GGUF) $(REAL_MODEL)
+	PYTHONPATH=benchmarks $(BIN)/python -m serving --model $(REAL_MODEL) --gguf $(GGUF) --scenarios real-model --dtypes bfloat16 \
+		--engines $(REAL_ENGINES),$(REAL_PEERS) --rounds 3 --out benchmarks/results/real-model-$(shell date +%F) $(ARGS)
+
 # torchvision and torchaudio, which vLLM serves text without, do not load beside every build of torch.
 $(PEERS)/vllm/.ready:
 	$(PEERS_PYTHON) -m venv $(@D)
@@ -94,7 +107,20 @@ $(PEERS)/vllm/.ready:
 
 $(PEERS)/openvino/.ready:
 	$(PEERS_PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet openvino-genai==2026.4.1.0 openvino==2026.4.1 'optimum-intel[openvino]==2.2.0'
+	$(@D)/bin/pip install --quiet openvino-genai==2026.4.1.0 openvino==2026.4.1 'optimum-intel[openvino]==2.2.0' gguf
+	@touch $@
+
+# The source of llama.cpp is in the source distribution of its bindings for Python, which run with this build.
+LLAMA_CPP   := $(PEERS)/llama.cpp
+LLAMA_TOOLS := llama-bench llama-batched-bench llama-perplexity
+$(LLAMA_CPP)/.ready:
+	$(PEERS_PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet cmake ninja numpy typing-extensions diskcache jinja2
+	$(@D)/bin/pip download --quiet --no-deps --no-binary :all: --no-build-isolation --dest $(@D) llama-cpp-python==0.3.36
+	mkdir -p $(@D)/source && tar --extract --strip-components 1 --directory $(@D)/source --file $(@D)/llama_cpp_python-0.3.36.tar.gz
+	$(@D)/bin/cmake -S $(@D)/source/vendor/llama.cpp -B $(@D)/build -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(@D)/bin/ninja \
+		-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_OPENSSL=OFF
+	$(@D)/bin/cmake --build $(@D)/build --target $(LLAMA_TOOLS)
 	@touch $@
 
 # The PagedAttention paper's figures, run again, and docs/paper.md: about 15 minutes on two cores. What is kept in

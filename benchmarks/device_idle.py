@@ -33,7 +33,7 @@ from jax_paged.worker.step_rows import plan_logits_rows
 VOCAB_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, BLOCK_SIZE = 1000, 40_000, 2048, 16
 
 
-class StandIn:
+class SimulatedExecutor:
     """Executor with a simulated device, which records how long the device waits for steps.
 
     Attributes:
@@ -46,7 +46,7 @@ class StandIn:
         self, num_seqs: int, step_s: float, async_scheduling: bool, num_scheduler_steps: int
     ) -> None:
         self.config = EngineConfig(
-            model_name="stand-in",
+            model_name="simulated",
             architecture="none",
             dtype="float32",
             attention_backend="none",
@@ -71,7 +71,7 @@ class StandIn:
         self.finished, self.idle_s, self.busy_s = 0.0, 0.0, 0.0
         self._step_s = step_s
         self._rng = np.random.default_rng(0)
-        self._seats = InputBatch(
+        self._input_batch = InputBatch(
             max_num_seqs=num_seqs,
             num_groups=1,
             max_blocks_per_seq=MAX_MODEL_LEN // BLOCK_SIZE,
@@ -80,7 +80,7 @@ class StandIn:
             features=FeatureRows(num_seqs),
         )
         self._builder = BatchBuilder(
-            self._seats,
+            self._input_batch,
             block_size=BLOCK_SIZE,
             num_blocks=NUM_BLOCKS,
             groups=self.config.cache_groups,
@@ -90,7 +90,7 @@ class StandIn:
 
     def dispatch(self, output: SchedulerOutput) -> None:
         """Does the host's work for a step and computes when the device would run it."""
-        self._seats.update(output)
+        self._input_batch.update(output)
         if output.scheduled:
             n = len(output.scheduled)
             is_decode = output.num_batched_tokens == n
@@ -111,15 +111,17 @@ class StandIn:
         time.sleep(max(0.0, finished - time.perf_counter()))
         logits_rows = plan_logits_rows(output)
         n = len(logits_rows.rows)
+        # The layout of StepResult.tokens: row 0 has the tokens; the fifth row of multi-step decoding says
+        # whether the sequence continues.
         results = np.ones(
             (max(output.num_multi_step_tokens), 5, n) if output.num_multi_step_tokens else (4, n), np.int32
         )
         results[..., 0, :] = self._rng.integers(260, VOCAB_SIZE, results[..., 0, :].shape)
         if output.num_multi_step_tokens:
             results[:, 4] = np.arange(len(results))[:, None] < output.num_multi_step_tokens
-        none = np.full(len(logits_rows.samples), -1, np.int32)
+        num_top = np.full(len(logits_rows.samples), -1, np.int32)
         return PendingStep(
-            output.step_id, len(output.scheduled), len(output.samples), logits_rows, none, results, None
+            output.step_id, len(output.scheduled), len(output.samples), logits_rows, num_top, results, None
         ).read()
 
     def check_weights(self) -> None:
@@ -141,7 +143,7 @@ def idle_share(
         num_scheduler_steps: Number of decode steps per dispatch.
         num_steps: Number of decode steps to measure.
     """
-    executor = StandIn(num_seqs, step_s, async_scheduling, num_scheduler_steps)
+    executor = SimulatedExecutor(num_seqs, step_s, async_scheduling, num_scheduler_steps)
     engine = LLMEngine(EngineArgs(), executor)
     params = SamplingParams(
         max_tokens=MAX_MODEL_LEN - 64, ignore_eos=True, seed=0, output_kind=RequestOutputKind.DELTA

@@ -2,7 +2,7 @@
 
     make devices-compile                                in the environment of kernels-compile (4.5 GB)
     make devices-compile KERNELS_PYTHON=/path/python    in another environment with jax[cuda13]
-    make devices-check                                  four GPUs only, with a download of 200 MB; runs in CI
+    make devices-check                                  only one and four GPUs; downloads 200 MB; runs in CI
 
 XLA does the same work as on a machine with GPUs, except autotuning. Nothing is run, so no times are measured.
 The exit status is 1 if a step on several devices
@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 DOC = ROOT / "benchmarks" / "results" / "devices-compile.md"
 BEGIN, END = "<!-- devices-compile: begin -->", "<!-- devices-compile: end -->"
-MARK = "RESULT "
+MARK = "RESULT "  # prefix of the line with the result of a process
 NUM_BLOCKS = 4096
-MAX_RATIO = 1.1
+MAX_RATIO = 1.1  # of temporary memory, compared with one device
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 BYTES = {"bf16": 2, "f32": 4, "s32": 4}
 
@@ -41,18 +41,18 @@ class Check(NamedTuple):
 
     Args:
         num_hosts: Number of machines.
-        num_devices: Number of GPUs per machine.
+        gpus_per_host: Number of GPUs per machine.
         num_tokens: Number of token rows. 64 means a decode step of 64 sequences, other values a mixed step.
     """
 
     num_hosts: int
-    num_devices: int
+    gpus_per_host: int
     num_tokens: int
 
     @property
     def size(self) -> int:
         """The total number of GPUs."""
-        return self.num_hosts * self.num_devices
+        return self.num_hosts * self.gpus_per_host
 
 
 CHECKS = [Check(*hosts, t) for t in (64, 2048) for hosts in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4))]
@@ -83,7 +83,7 @@ def compile_step(check: Check, dump: Path) -> dict[str, Any]:
     topology = topologies.get_topology_desc(
         platform="cuda",
         topology_name="",
-        topology=f"{check.num_hosts}x1x{check.num_devices}",
+        topology=f"{check.num_hosts}x1x{check.gpus_per_host}",
         target_config=target,
     )
     mesh = Mesh(np.array(topology.devices), ("tensor",))
@@ -111,10 +111,10 @@ def compile_step(check: Check, dump: Path) -> dict[str, Any]:
 
 def graphs(dump: Path) -> list[int]:
     """Returns the number of CUDA graphs of a step, and the number of operations outside of graphs."""
-    for file in dump.glob("*thunk_sequence_after_thunk_passes.txt"):
-        top = [line for line in file.read_text().splitlines() if re.match(r"\d+: ", line)]
-        inside = sum("kCommandBuffer" in line for line in top)
-    return [inside, len(top) - inside]
+    *_, file = sorted(dump.glob("*thunk_sequence_after_thunk_passes.txt"))
+    top = [line for line in file.read_text().splitlines() if re.match(r"\d+: ", line)]
+    num_graphs = sum("kCommandBuffer" in line for line in top)
+    return [num_graphs, len(top) - num_graphs]
 
 
 def run_apart(check: Check) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def table(results: dict[Check, dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for check, found in results.items():
-        cells: list[Any] = [f"{check.num_hosts} x {check.num_devices}", check.num_tokens]
+        cells: list[Any] = [f"{check.num_hosts} x {check.gpus_per_host}", check.num_tokens]
         if "error" in found:
             cells += ["**failed**", *[""] * 8]
         else:
@@ -188,15 +188,15 @@ def main() -> int:
 
     results, wrong = dict[Check, dict[str, Any]](), 0
     asked = [
-        c for c in CHECKS if args.size is None or (c.num_hosts, c.num_devices) in ((1, 1), (1, args.size))
+        c for c in CHECKS if args.size is None or (c.num_hosts, c.gpus_per_host) in ((1, 1), (1, args.size))
     ]
     for check in asked:
         results[check] = found = run_apart(check)
         alone = results[Check(1, 1, check.num_tokens)]
-        said = problems(check, found, alone, LLAMA_8B["num_hidden_layers"])
-        wrong += bool(said)
-        name = f"{check.num_hosts} x {check.num_devices} GPUs, {check.num_tokens} rows"
-        print(f"{name}: {'; '.join(said) or 'ok'} {found.get('collectives', '')}", flush=True)
+        messages = problems(check, found, alone, LLAMA_8B["num_hidden_layers"])
+        wrong += bool(messages)
+        name = f"{check.num_hosts} x {check.gpus_per_host} GPUs, {check.num_tokens} rows"
+        print(f"{name}: {'; '.join(messages) or 'ok'} {found.get('collectives', '')}", flush=True)
     if args.size is None:
         begin, rest = DOC.read_text(encoding="utf-8").split(BEGIN)
         end = rest.split(END)[1]

@@ -5,7 +5,8 @@
     python benchmarks/gpu_check.py --allow-cpu --tiny     toy sizes, on any machine
 
 The parts check the exactness of the engine, measure the throughput of 1B and 8B Llamas with random weights,
-run the kernel tests, and compare the speed of the kernels with other implementations.
+run the kernel tests, and compare the speed of the kernels with other implementations. A part consists of one
+or several sections.
 
 Required packages: jax, flax, numpy, safetensors, tokenizers and jaxtyping. jax-paged need not be installed,
 and nothing is downloaded. Each section runs in a new process. If a section fails, hangs or runs out of
@@ -31,7 +32,7 @@ import gpu_engine
 import gpu_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
-PART_S = 520
+PART_S = 520  # time limit of a part (seconds)
 
 Report = dict[str, Any]
 
@@ -189,7 +190,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-<device>-<date>.json")
     parser.add_argument("--allow-cpu", action="store_true", help="run even if there is no GPU")
     parser.add_argument("--tiny", action="store_true", help="use toy sizes, to test this program")
-    parser.add_argument("--part", choices=PARTS, help="run only this part")
+    parser.add_argument("--part", choices=PARTS, help="run only the sections of this part")
     parser.add_argument("--section", choices=SECTIONS, help="run only this section, in this process")
     args = parser.parse_args()
     if args.section:

@@ -26,8 +26,8 @@ SCALE = HEAD_DIM**-0.5
 MARK = "RESULT "
 
 Report = dict[str, Any]
-# A function of (x, *arrays), and the arrays. They are arguments, because a program copies its constants.
-Step = tuple[Callable[..., Any], tuple[Any, ...]]
+# A function of (x, *arrays), and the arrays. As constants, the arrays would be copied into the program.
+TimedCall = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def self_check(is_tiny: bool) -> Iterator[Report]:
@@ -49,7 +49,7 @@ def self_check(is_tiny: bool) -> Iterator[Report]:
 
 
 def kernel_tests(is_tiny: bool) -> Iterator[Report]:
-    """Runs the kernel tests that are marked for GPUs in this process; with toy sizes, a few other tests."""
+    """Runs, in this process, the kernel tests with the marker gpu; with toy sizes, a few other tests."""
     if importlib.util.find_spec("pytest") is None:
         raise RuntimeError("pytest is not installed here: pip install pytest pytest-timeout")
     import pytest
@@ -128,10 +128,10 @@ def _speeds(is_tiny: bool) -> Iterator[Report]:
     for queries, context in chunks:
         name = f"prefill {queries} of {context}"
         # The backend `xla` is too slow for long prompts to be a useful reference.
-        mine = backends if queries * context <= 2**22 else backends[:1]
-        yield {name: _attempt(prefill_speed, queries, context, mine)}
+        chosen_backends = backends if queries * context <= 2**22 else backends[:1]
+        yield {name: _attempt(prefill_speed, queries, context, chosen_backends)}
         torch_cases.append({"name": name, "batch": 1, "context": context, "queries": queries})
-    yield from moves_speed(backends, is_tiny)
+    yield from cache_op_speed(backends, is_tiny)
     yield {"torch": torch_peers(torch_cases if not is_tiny else [])}
 
 
@@ -147,18 +147,19 @@ def token_bytes() -> int:
     return 2 * heads()[1] * HEAD_DIM * 2
 
 
-def seconds(step: Step, x: Any, repeats: int) -> float:
+def seconds(call: TimedCall, x: Any, repeats: int) -> float:
     """Returns the time of one call: the minimum of five rounds, or one round without a GPU.
 
     Args:
-        step: A function whose result has the shape and dtype of its first argument, and its other arguments.
+        call: A function and its arguments after the first. Its result has the shape and dtype of its first
+            argument.
         x: The first argument of the first call.
         repeats: Number of calls in a round; each receives the result of the previous call.
     """
     import jax
     from jax import lax
 
-    f, args = step
+    f, args = call
     run = jax.jit(lambda x, args: lax.fori_loop(0, repeats, lambda _, x: f(x, *args), x))
     jax.block_until_ready(run(x, args))
     times = []
@@ -224,7 +225,7 @@ def decode_speed(lens: list[int], page_size: int, backends: list[str], *, peers:
     q = jax.random.normal(jax.random.key(1), (len(lens), heads()[0], HEAD_DIM), jnp.bfloat16)
     num_bytes = sum(lens) * token_bytes()
     args = pool, tables, context_lens
-    steps: dict[str, Step] = {
+    calls: dict[str, TimedCall] = {
         backend: (functools.partial(ops.paged_decode, scale=SCALE, backend=backend), args)
         for backend in backends
     }
@@ -234,24 +235,24 @@ def decode_speed(lens: list[int], page_size: int, backends: list[str], *, peers:
         keys, values = (pool[:, i].swapaxes(0, 1) for i in range(2))
         splits = 16 if tables.shape[1] % 16 == 0 else 1
         run = functools.partial(paged_attention, k_splits=splits)  # unscaled scores do not change the time
-        steps["jax paged_attention"] = run, (keys, values, tables, context_lens)
-    return measured(steps, q, num_bytes, num_bytes / 1e9, "gb_per_s")
+        calls["jax paged_attention"] = run, (keys, values, tables, context_lens)
+    return measured(calls, q, num_bytes, num_bytes / 1e9, "gb_per_s")
 
 
-def measured(steps: dict[str, Step], x: Any, num_bytes: float, amount: float, unit: str) -> Report:
+def measured(calls: dict[str, TimedCall], x: Any, num_bytes: float, amount: float, unit: str) -> Report:
     """Returns the rate and the microseconds per call of each implementation.
 
     Args:
-        steps: Functions by name of the implementation.
+        calls: Functions by name of the implementation.
         x: Their first argument.
         num_bytes: Bytes that a call moves; it sets the number of repeats.
-        amount: Work of a call, in units of the rate times seconds.
+        amount: Work of a call, in the unit of the rate without "per second", such as GB.
         unit: Name of the rate.
     """
     found: Report = {}
-    for name, step in steps.items():
+    for name, call in calls.items():
         try:
-            s = seconds(step, x, repeats_of(num_bytes))
+            s = seconds(call, x, repeats_of(num_bytes))
             found[name] = {unit: float(f"{amount / s:.4g}"), "us": round(s * 1e6, 1)}
         except Exception as error:  # only an error of the Pallas kernels is a failure of this check
             kind = "error" if name.startswith("pallas") else "skipped"
@@ -285,7 +286,7 @@ def prefill_speed(queries: int, context: int, backends: list[str]) -> Report:
     start = jnp.array([0, queries], jnp.int32)
     flops = 4 * heads()[0] * HEAD_DIM * sum(range(context - queries + 1, context + 1))
     args = pool, tables, context_lens, start
-    steps: dict[str, Step] = {
+    calls: dict[str, TimedCall] = {
         backend: (functools.partial(ops.ragged_attention, scale=SCALE, backend=backend), args)
         for backend in backends
     }
@@ -297,11 +298,12 @@ def prefill_speed(queries: int, context: int, backends: list[str]) -> Report:
                 q[None], k, v, scale=SCALE, is_causal=True, implementation="cudnn"
             )[0]
 
-        steps["jax cudnn, dense"] = dense, (k, v)
-    return measured(steps, q, flops / 150, flops / 1e12, "tflop_per_s")
+        calls["jax cudnn, dense"] = dense, (k, v)
+    # The number of repeats depends on bytes: 150 FLOP are assumed to take as long as moving one byte.
+    return measured(calls, q, flops / 150, flops / 1e12, "tflop_per_s")
 
 
-def moves_speed(backends: list[str], is_tiny: bool) -> Iterator[Report]:
+def cache_op_speed(backends: list[str], is_tiny: bool) -> Iterator[Report]:
     """Yields the GB/s that write_kv and copy_blocks read and write."""
     import jax
     import jax.numpy as jnp
@@ -317,12 +319,13 @@ def moves_speed(backends: list[str], is_tiny: bool) -> Iterator[Report]:
         ("write_kv", 2 * num_rows * token_bytes(), (rows, rows, slots)),
         ("copy_blocks", num_pages * 16 * token_bytes(), (src, dst)),
     ):
-        steps: dict[str, Step] = {
+        calls: dict[str, TimedCall] = {
             backend: (functools.partial(getattr(ops, op), backend=backend), args) for backend in backends
         }
-        yield {op: measured(steps, pool, num_bytes, num_bytes / 1e9, "gb_per_s")}
+        yield {op: measured(calls, pool, num_bytes, num_bytes / 1e9, "gb_per_s")}
 
 
+# Script of `torch_peers`: reads cases from standard input and prints the results as JSON.
 TORCH = """
 import json, sys, time, torch
 import torch.nn.functional as F

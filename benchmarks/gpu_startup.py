@@ -6,7 +6,7 @@
 XLA and ptxas do the same work as on a machine with a GPU, except autotuning, so a real start takes longer.
 The programs are compiled one after another in one process, with an empty cache. "core s" is the processor
 time of all threads and of the compilers that XLA starts; other load on the machine hardly changes it. "s" is
-the elapsed time.
+the elapsed time. The row "(ready)" is the total of the first two programs, with which an engine is ready.
 """
 
 import argparse
@@ -86,9 +86,10 @@ def main() -> None:
             done = seconds()
             memory = compiled.memory_analysis()
             assert memory is not None
-            parts = np.subtract([*traced[::-1], *done[::-1]], [*start[::-1], *traced[::-1]])
-            totals += parts
-            cells = [f"{x:.1f}" for x in parts]
+            # Processor time and elapsed time: of tracing and lowering, then of compiling.
+            costs = np.subtract([*traced[::-1], *done[::-1]], [*start[::-1], *traced[::-1]])
+            totals += costs
+            cells = [f"{x:.1f}" for x in costs]
             print(
                 f"| {bucket} | {' | '.join(cells)} | {memory.temp_size_in_bytes / 2**20:.0f} MiB |",
                 flush=True,

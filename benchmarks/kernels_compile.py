@@ -38,11 +38,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DOC = ROOT / "benchmarks" / "results" / "kernels-compile.md"
 ACCEPTED = ROOT / "benchmarks" / "results" / "kernel-loops.json"
+# Fields of sass_loops.Loop, in the order of the numbers in kernel-loops.json.
 COUNTS = ("instructions", "barriers", "waits", "memory", "tensor", "cycles")
-MAX_RATIO = 1.05
+MAX_RATIO = 1.05  # of a count, compared with kernel-loops.json
 BEGIN, END = "<!-- kernels-compile: begin -->", "<!-- kernels-compile: end -->"
-MARK = "RESULT "
+MARK = "RESULT "  # prefix of the line with the result of a process
 NUM_BLOCKS = 4096
+# Patterns of PTX instructions, by their name in the tables.
 INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
     "mma": r"(?<!w)\bmma\.sync",
@@ -51,6 +53,7 @@ INSTRUCTIONS = {
     "cp.async": r"cp\.async\.c[ag]\b",
 }
 BLACKWELL = ("b200", "rtx5090")
+# Instructions that the kernels of an op must contain on a GPU.
 EXPECTED = {
     ("paged_decode", "h100"): {"mma", "TMA"},
     ("paged_decode", "a100"): {"mma", "cp.async"},
@@ -81,11 +84,11 @@ class KernelCheck:
     def __str__(self) -> str:
         shape = f"{self.heads}/{self.kv_heads} x {self.head_dim}, page {self.page_size}, {self.dtype}"
         flags = {"window": self.window, "soft cap": self.soft_cap, "sinks": self.has_sinks}
-        flags |= {"bias": self.has_bias, f"{self.kv_cache_dtype} pool": self.is_bytes}
+        flags |= {"bias": self.has_bias, f"{self.kv_cache_dtype} pool": self.is_quantized}
         return f"{self.op} {self.gpu} {shape}" + "".join(f", {k}" for k, v in flags.items() if v)
 
     @property
-    def is_bytes(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether the pool is quantized. Then the kernels do not copy pages asynchronously."""
         return self.kv_cache_dtype != "auto"
 
@@ -240,7 +243,7 @@ def lower_op(check: KernelCheck, device: Any) -> tuple[Callable[[], Any], tuple[
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     dtype = jnp.dtype(check.dtype)
-    pool_shape = (NUM_BLOCKS, 2, check.kv_heads, check.page_size, check.head_dim + check.is_bytes)
+    pool_shape = (NUM_BLOCKS, 2, check.kv_heads, check.page_size, check.head_dim + check.is_quantized)
     pool = spec(*pool_shape, dtype=DTYPES.get(check.kv_cache_dtype, dtype))
     rows = spec(num_rows, check.kv_heads, check.head_dim, dtype=dtype)
     tables, lens = spec(num_seqs, 512), spec(num_seqs)
@@ -301,7 +304,8 @@ def lower_step(check: StepCheck, device: Any) -> tuple[Callable[[], Any], tuple[
 def read_kernels(dump: Path) -> dict[str, dict[str, Any]]:
     """Returns registers, spills, shared memory and instruction counts of each Mosaic kernel, by its name.
 
-    If a name occurs several times, the result describes the kernel with the most registers.
+    If a name occurs several times, the result describes the kernel with the most registers, with the largest
+    number of spilled bytes of all.
     """
     kernels: dict[str, dict[str, Any]] = {}
     for file in sorted(dump.glob("*.ptxas")):
@@ -317,10 +321,11 @@ def read_kernels(dump: Path) -> dict[str, dict[str, Any]]:
             "instructions": {k: n for k, n in counts.items() if n},
             "is_serialized": "instructions are serialized" in text,
         }
-        if name not in kernels or found["registers"] > kernels[name]["registers"]:
-            kernels[name] = found | {
-                "spill_bytes": max(found["spill_bytes"], kernels.get(name, found)["spill_bytes"])
-            }
+        known = kernels.get(name, found)
+        spill_bytes = max(found["spill_bytes"], known["spill_bytes"])
+        kernels[name] = max(known, found, key=lambda kernel: kernel["registers"]) | {
+            "spill_bytes": spill_bytes
+        }
     return kernels
 
 
@@ -397,7 +402,7 @@ def problems(check: Check, found: dict[str, Any]) -> list[str]:
     if not isinstance(check, StepCheck):
         seen = {k for kernel in found["kernels"].values() for k in kernel["instructions"]}
         missing = EXPECTED.get((check.op, check.gpu), set()) - seen
-        if isinstance(check, KernelCheck) and check.is_bytes:
+        if isinstance(check, KernelCheck) and check.is_quantized:
             missing -= {"TMA", "cp.async"}
         out += [f"no {name}" for name in sorted(missing)]
         out += ["no kernel"] * (not found["kernels"])
@@ -473,7 +478,7 @@ def flags(check: KernelCheck | ExpertCheck) -> str:
         return ", ".join(names)
     names += ["window"] * bool(check.window) + ["soft cap"] * bool(check.soft_cap)
     names += ["sinks"] * check.has_sinks + ["bias"] * check.has_bias
-    return ", ".join(names + [f"{check.kv_cache_dtype} pool"] * check.is_bytes)
+    return ", ".join(names + [f"{check.kv_cache_dtype} pool"] * check.is_quantized)
 
 
 def accept(results: list[tuple[Check, dict[str, Any]]]) -> None:

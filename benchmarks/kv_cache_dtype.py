@@ -80,8 +80,8 @@ def measure(long: list[list[int]], short: list[list[int]], **settings: Any) -> d
     """
     with LLM(**({"model": "pagelet", "kv_cache_memory_bytes": POOL_BYTES} | settings)) as llm:
         engine = llm.llm_engine
-        asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
-        scored = llm.generate([{"prompt_token_ids": t} for t in long], asked, use_tqdm=False)
+        scoring = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+        scored = llm.generate([{"prompt_token_ids": t} for t in long], scoring, use_tqdm=False)
         logprobs, best = [], []
         for text, output in zip(long, scored, strict=True):
             for token, entry in zip(text[1:], output.prompt_logprobs[1:], strict=True):
@@ -113,11 +113,11 @@ def table(long: list[list[int]], short: list[list[int]]) -> str:
     ]
     for dtype in ("float32", "bfloat16"):
         runs = {cache: measure(long, short, dtype=dtype, kv_cache_dtype=cache) for cache in CACHES}
-        own = runs["auto"]
+        reference = runs["auto"]
         for cache, run in runs.items():
-            change = run["perplexity"] / own["perplexity"] - 1
-            same = (run["best"] == own["best"]).mean()
-            answers = sum(a == b for a, b in zip(run["answers"], own["answers"], strict=True))
+            change = run["perplexity"] / reference["perplexity"] - 1
+            same = (run["best"] == reference["best"]).mean()
+            answers = sum(a == b for a, b in zip(run["answers"], reference["answers"], strict=True))
             lines.append(
                 f"| {dtype} | {cache} | {run['bytes']:.0f} | {run['blocks']} | {run['perplexity']:.4f} | "
                 f"{change:+.3%} | {same:.2%} | {answers} of {len(short)} |"
@@ -141,7 +141,7 @@ def rounded(x: jax.Array, kind: str, scale: str) -> jax.Array:
         largest = jnp.repeat(largest.reshape(b, t // 16, 16, k, 1).max(2), 16, axis=1)
     top = 127.0 if kind == "int8" else 448.0
     unit = jnp.where(largest > 0, largest, 1) / top
-    if scale == "token, power of 2":
+    if scale == "token, power of 2":  # the largest value becomes 64 to 127 (int8) or 128 to 255 (fp8)
         unit = jnp.exp2(jnp.floor(jnp.log2(unit * top)) - (6 if kind == "int8" else 7))
     if scale == "none":
         unit = jnp.ones_like(unit)

@@ -98,11 +98,11 @@ def main() -> None:
                 seconds.append(clock() - begin)
                 llm.llm_engine.scheduler.forget_prefixes(None)
             rates.append(args.seqs * args.tokens / np.array(seconds))
-    base, without, every = np.array(rates[1:]).T
+    base, unused, used = np.array(rates[1:]).T
     backend = plain.llm_engine.config.matmul_backend
     what = f"{args.dtype} | {backend} | {args.slots} x {args.rank} | {args.seqs}"
-    speeds = " | ".join(f"{np.median(x):.0f}" for x in (base, without, every))
-    ratios = " | ".join(f"{np.median(x / base):.2f}" for x in (without, every))
+    speeds = " | ".join(f"{np.median(x):.0f}" for x in (base, unused, used))
+    ratios = " | ".join(f"{np.median(x / base):.2f}" for x in (unused, used))
     print(f"| {what} | {speeds} | {ratios} |")
 
 

@@ -33,7 +33,8 @@ from serving.report import processor
 from transformers import AutoTokenizer
 
 from jax_paged.models.pagelet.evaluate import FOLDER
-from jax_paged.models.quantization.quantized_linear import QuantizedArrays, dense, multiply, quantize
+from jax_paged.models.quantization.online import quantize
+from jax_paged.models.quantization.quantized_linear import QuantizedArrays, dense, multiply
 from jax_paged.pallas_kernels.native import products
 
 ROOT = Path(__file__).parents[1]
@@ -149,13 +150,13 @@ def table(num_texts: int) -> str:
         }
         for i, name in enumerate(CHECKPOINTS):
             kinds[name] = {"model": write(name, Path(folder) / str(i))}
-        own: dict[str, Any] = {}
+        reference: dict[str, Any] = {}
         for kind, settings in kinds.items():
             run = measure(long, short, **({"dtype": "float32"} | settings))
-            own = own or run
-            change = run["perplexity"] / own["perplexity"] - 1
-            same = (run["best"] == own["best"]).mean()
-            answers = sum(a == b for a, b in zip(run["answers"], own["answers"], strict=True))
+            reference = reference or run
+            change = run["perplexity"] / reference["perplexity"] - 1
+            same = (run["best"] == reference["best"]).mean()
+            answers = sum(a == b for a, b in zip(run["answers"], reference["answers"], strict=True))
             dtype, mebibytes = settings.get("dtype", "float32"), run["weight_bytes"] / 2**20
             lines.append(
                 f"| {kind} | {dtype} | {mebibytes:.1f} | {run['perplexity']:.4f} | {change:+.3%} | "
@@ -175,19 +176,19 @@ def times() -> str:
         "|---|---|---|" + "---|" * len(ROWS),
     ]
     kernel = jax.random.normal(jax.random.key(0), SHAPE)
-    byte = quantize(kernel, "int8")
-    four = QuantizedArrays(
+    int8_matrix = quantize(kernel, "int8")
+    int4_matrix = QuantizedArrays(
         jnp.zeros((SHAPE[0] // 2, SHAPE[1]), jnp.uint8), jnp.ones((SHAPE[0] // 128, SHAPE[1]))
     )
-    four = four._replace(zeros=jnp.full(four.scales.shape, 8, jnp.uint8))
-    assert dense(four, 128, "float32").shape == SHAPE
+    int4_matrix = int4_matrix._replace(zeros=jnp.full(int4_matrix.scales.shape, 8, jnp.uint8))
+    assert dense(int4_matrix, 128, "float32").shape == SHAPE
     for dtype in (jnp.float32, jnp.bfloat16):
         floats = kernel.astype(dtype)
         cases: dict[str, tuple[Any, Any]] = {
             "floats, XLA": (floats, lambda x, k: x @ k),
-            "int8": (byte, lambda x, k: multiply(x, k, SHAPE[0], x.dtype)),
+            "int8": (int8_matrix, lambda x, k: multiply(x, k, SHAPE[0], x.dtype)),
             "fp8": (quantize(kernel, "fp8"), lambda x, k: multiply(x, k, SHAPE[0], x.dtype)),
-            "int4, groups of 128": (four, lambda x, k: multiply(x, k, 128, x.dtype)),
+            "int4, groups of 128": (int4_matrix, lambda x, k: multiply(x, k, 128, x.dtype)),
         }
         if products.problem(dtype) is None:
             multiply_packed = lambda x, k: products.multiply(x, k, SHAPE[1], x.dtype)  # noqa: E731

@@ -2,19 +2,21 @@
 
     python benchmarks/router_simulation.py [--users 1000000] [--replicas 1000] [--write]
 
-This is a discrete-event simulation. It has no engines, steps, blocks or preemption; three times describe the
-speed of a replica (see Replica). The real jax_paged.core.replicas.router.ReplicaRouter chooses the replicas.
-As in a server, it is called when a request begins and when a request ends. Nothing was measured on a GPU: the
-three times are calculated for a model of 8B parameters on an H100 (docs/scale.md).
+This is a discrete-event simulation. It has no engines, steps, blocks or preemption; three constants describe
+the speed of a replica (see Replica). The real jax_paged.core.replicas.router.ReplicaRouter chooses the
+replicas. As in a server, it is called when a request begins and when a request ends. Nothing was measured on
+a GPU: the constants are calculated for a model of 8B parameters on an H100 (docs/scale.md).
 
-Users arrive at random times. Each user has one conversation with one application. Its first prompt is the
-application's system prompt and the first message; each later prompt contains the whole conversation so far.
+Users arrive at random times. Each user has one conversation with one application. A turn is a message of the
+user and its answer. The first prompt is the application's system prompt and the first message; each later
+prompt contains the whole conversation so far.
 A third of the conversations begin with a document. Users, messages and the times between an answer and the
 next message are the same for every policy.
 
 The first table has a row per policy: the share of prompt tokens that were cached, the time to the first token
 and the share of turns that went to the same replica as the previous turn. The second table compares values of
-max_lag, with a tenth of the replicas and users. --write saves the tables and a picture in results/.
+max_lag, with a tenth of the replicas and users: a request goes to its home replica if the load there is at
+most max_lag higher than the lowest load. --write saves the tables and a picture in results/.
 """
 
 import argparse
@@ -44,7 +46,7 @@ MAX_TURNS = 12
 PREFILL_S_PER_TOKEN = 40e-6
 STEP_S = 6e-3
 STEP_S_PER_SEQUENCE = 0.1e-3  # the time to read 2,000 tokens of context
-NUM_SEATS = 256
+NUM_BATCH_SLOTS = 256
 CACHE_TOKENS = 400_000
 
 
@@ -181,7 +183,8 @@ class Outcome:
         home_share: Share of turns after the first that went to the same replica as the previous turn.
         prefill_share: Share of the replicas' time in which they computed prompts.
         most_loaded: Highest load of a replica divided by the mean load of all replicas at that time. Loads
-            are compared every 1,000 requests, after a quarter of the users and before the last one arrived.
+            are compared every 1,000 requests, while more than a quarter of the users, but not all, have
+            arrived.
         first_token_s: Quantiles of the time to the first token (seconds), by quantile.
     """
 
@@ -208,10 +211,11 @@ def simulate(users: Users, num_replicas: int, policy: str, max_lag: int) -> tupl
     """
     router, replicas = RememberingRouter(num_replicas, max_lag), [Replica() for _ in range(num_replicas)]
     num_users, waits = len(users.arrival), array("f")
-    turn, size, place = (array("i", [0]) * num_users for _ in range(3))
+    # For each user: index of the turn, tokens of the conversation, and replica of the last turn.
+    turn, context_len, replica_of = (array("i", [0]) * num_users for _ in range(3))
     asked_at = array("d", [0.0]) * num_users
     events: list[tuple[float, int, int]] = []  # time, 0 for a new turn or 1 for the end of an answer, user
-    num_tokens = num_cached = num_moved = num_later = num_come = 0
+    num_tokens = num_cached = num_moved = num_later = num_arrived = 0
     most_loaded, end = 0.0, 0.0
     num_asked, names = 0, list(router.replica_ids)
     bar = tqdm(total=num_users, unit="user", desc=policy, unit_scale=True, mininterval=1)
@@ -222,44 +226,45 @@ def simulate(users: Users, num_replicas: int, policy: str, max_lag: int) -> tupl
         replica.num_running += 1
         if policy != "round robin":
             router.begin(names[at])
-        num_cached += replica.begin(now, user, application, users.system[application], size[user])
-        num_tokens += size[user]
+        num_cached += replica.begin(now, user, application, users.system[application], context_len[user])
+        num_tokens += context_len[user]
         first, last = replica.times(users.num_output[user * MAX_TURNS + turn[user]])
         waits.append(first - asked_at[user])
         heapq.heappush(events, (last, 1, user))
 
-    while events or num_come < num_users:
-        if num_come < num_users and (not events or users.arrival[num_come] <= events[0][0]):
-            user, now, what = num_come, users.arrival[num_come], 0
-            size[user] = users.system[users.application[user]]
-            num_come += 1
+    while events or num_arrived < num_users:
+        if num_arrived < num_users and (not events or users.arrival[num_arrived] <= events[0][0]):
+            user, now, what = num_arrived, users.arrival[num_arrived], 0
+            context_len[user] = users.system[users.application[user]]
+            num_arrived += 1
         else:
             now, what, user = heapq.heappop(events)
         if what == 0:
-            size[user] += users.num_new[user * MAX_TURNS + turn[user]]
+            context_len[user] += users.num_new[user * MAX_TURNS + turn[user]]
             asked_at[user] = now
             num_asked += 1
             key = None if policy == "least loaded" else str(user)
             at = num_asked % num_replicas if policy == "round robin" else int(router.choose(key))
             if turn[user]:
                 num_later += 1
-                num_moved += place[user] != at
-            place[user] = at
-            if replicas[at].num_running < NUM_SEATS:
+                num_moved += replica_of[user] != at
+            replica_of[user] = at
+            if replicas[at].num_running < NUM_BATCH_SLOTS:
                 begin(now, user, at)
             else:
                 replicas[at].waiting.append((user, at))
             # Loads are not compared while users are few: at the beginning and at the end.
-            if num_asked % 1000 == 0 and num_users / 4 < num_come < num_users:
+            if num_asked % 1000 == 0 and num_users / 4 < num_arrived < num_users:
+                # The load as ReplicaRouter defines it.
                 loads = [r.num_running + 4 * len(r.waiting) for r in replicas]
                 most_loaded = max(most_loaded, max(loads) / (sum(loads) / num_replicas))
             continue
-        at, end = place[user], now
+        at, end = replica_of[user], now
         if policy != "round robin":
             router.finish(names[at])
         replicas[at].num_running -= 1
-        size[user] += users.num_output[user * MAX_TURNS + turn[user]]
-        replicas[at].keep(user, size[user] - users.system[users.application[user]])
+        context_len[user] += users.num_output[user * MAX_TURNS + turn[user]]
+        replicas[at].keep(user, context_len[user] - users.system[users.application[user]])
         if replicas[at].waiting:
             begin(now, *replicas[at].waiting.popleft())
         turn[user] += 1
@@ -279,7 +284,7 @@ def simulate(users: Users, num_replicas: int, policy: str, max_lag: int) -> tupl
 def table(outcomes: list[Outcome]) -> str:
     """Returns the outcomes as a table in Markdown."""
     rows = [
-        "| policy | prompt tokens cached | turns at home | prefill busy | fullest replica / mean | "
+        "| policy | prompt tokens cached | turns at same replica | prefill busy | fullest replica / mean | "
         "first token p50, s | p90 | p99 | p99.9 |",
         "|---|---|---|---|---|---|---|---|---|",
     ]

@@ -125,8 +125,8 @@ def _loops(instructions: list[Instruction], labels: dict[str, int]) -> list[Loop
         for head, body in sorted(loops.items())
         if not any(other in body for other in loops if other != head)
     ]
-    ways = (_longest_way(head, loops[head], successors, waits) for head in inner)
-    return [_measure([instructions[i] for i in way]) for way in ways]
+    paths = (_longest_path(head, loops[head], successors, waits) for head in inner)
+    return [_measure([instructions[i] for i in path]) for path in paths]
 
 
 def parse(text: str) -> tuple[list[Instruction], dict[str, int]]:
@@ -223,18 +223,18 @@ def _is_wait(instructions: list[Instruction], body: set[int]) -> bool:
     return len(body) < MAX_WAIT and not names & (TENSOR | MEMORY)
 
 
-def _longest_way(
+def _longest_path(
     head: int, body: set[int], successors: list[list[int]], waits: dict[int, set[int]]
 ) -> list[int]:
     """Returns the longest path through one iteration, without polling loops that the path can avoid."""
     inside = set(body)
     for wait, polling in waits.items():
-        if wait in body and _way(head, inside - polling, successors, {wait}):
+        if wait in body and _path(head, inside - polling, successors, {wait}):
             inside -= polling
-    return _way(head, inside, successors, set(waits))
+    return _path(head, inside, successors, set(waits))
 
 
-def _way(head: int, inside: set[int], successors: list[list[int]], waits: set[int]) -> list[int]:
+def _path(head: int, inside: set[int], successors: list[list[int]], waits: set[int]) -> list[int]:
     """Returns the longest path from `head` back to `head` within `inside`; empty if there is none."""
     state: dict[int, int] = {}
     order: list[int] = []
@@ -259,30 +259,31 @@ def _way(head: int, inside: set[int], successors: list[list[int]], waits: set[in
             best[at] = max(options, key=lambda option: option[0])
     if head not in best:
         return []
-    way, at = [], head
+    path, at = [], head
     while at is not None:
-        way.append(at)
+        path.append(at)
         at = best[at][1]
-    return way
+    return path
 
 
-def _measure(way: list[Instruction]) -> Loop:
+def _measure(path: list[Instruction]) -> Loop:
     def count(names: Iterable[str]) -> int:
-        return sum(instruction.name in names for instruction in way)
+        return sum(instruction.name in names for instruction in path)
 
-    polls = sum("TRYWAIT" in instruction.opcode for instruction in way)
-    once, twice = _cycles(way), _cycles(way * 2)
-    return Loop(len(way), count({"BAR"}), polls, count(MEMORY), count(TENSOR), twice - once)
+    polls = sum("TRYWAIT" in instruction.opcode for instruction in path)
+    # The second iteration is measured, because it waits for the results of the first one.
+    once, twice = _cycles(path), _cycles(path * 2)
+    return Loop(len(path), count({"BAR"}), polls, count(MEMORY), count(TENSOR), twice - once)
 
 
-def _cycles(way: list[Instruction]) -> int:
+def _cycles(path: list[Instruction]) -> int:
     """Returns the model cycles in which one warp runs a path.
 
     Instructions are issued in order and wait for their scoreboards and for the tensor cores.
     """
     now = tensor_free = 0
     clear = [0] * 6
-    for instruction in way:
+    for instruction in path:
         now = max([now, *(clear[i] for i in instruction.waits)])
         if instruction.opcode.startswith("WARPGROUP.DEPBAR"):
             now = max(now, tensor_free)

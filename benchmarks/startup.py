@@ -100,24 +100,24 @@ def main() -> None:
                 start_script("everything", tree, environment(tree, caches / name))
         for i in range(args.rounds):
             for way in args.ways:
-                for temperature in ("cold", "warm") if args.only is None else (args.only,):
+                for cache_state in ("cold", "warm") if args.only is None else (args.only,):
                     for name, tree in trees.items():
                         cold = Path(folder) / f"{name}-{way}-{i}"
-                        variables = environment(tree, cold if temperature == "cold" else caches / name)
+                        variables = environment(tree, cold if cache_state == "cold" else caches / name)
                         is_server = way == "server"
                         found = (
                             start_server(tree, variables) if is_server else start_script(way, tree, variables)
                         )
-                        seen.setdefault((way, temperature, name), []).append(found)
+                        seen.setdefault((way, cache_state, name), []).append(found)
     print(
         f"\n| start | tree | {' | '.join(PHASES)} | answered, range |\n|---|---|{'---|' * (len(PHASES) + 1)}"
     )
-    for (way, temperature, name), rounds in seen.items():
+    for (way, cache_state, name), rounds in seen.items():
         medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
         cells = ["" if m != m else f"{m:.2f}" for m in medians]
         answers = [found[2] for found in rounds]
         cells.append(f"{min(answers):.2f} to {max(answers):.2f}")
-        print(f"| {way}, {temperature} | {name} | {' | '.join(cells)} |")
+        print(f"| {way}, {cache_state} | {name} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

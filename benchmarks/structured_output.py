@@ -5,7 +5,7 @@
 The tokenizer is synthetic: all single bytes, and random words, of which one in twenty is punctuation. Each
 row draws its tokens at random from all tokens that its schema allows. Two times per step are printed:
 "matchers" is the time to advance the matchers by the new tokens and to write the masks; "input" is the time
-to copy the masks into the input array of the step.
+to copy the masks into the input array of the step. The first NUM_COLD steps are reported separately.
 """
 
 import json

@@ -19,7 +19,7 @@ _HEADER = """\
 
 `jax-paged serve --help` prints the complete descriptions, and [server.md](server.md) explains how to use the
 options. A switch with the default `True` is turned off by `--no-...`, such as `--no-ui`. The default `None`
-means that the option is not set; `none` is an empty list or text.
+means that the option is not set; *empty* stands for an empty list or text.
 """
 _TEXTS = {
     "server": "These options control the HTTP server.",
@@ -56,7 +56,8 @@ def _row(action: argparse.Action) -> str:
         text += f" Values: {', '.join(f'`{value}`' for value in values)}."
     text = re.sub(r"[|*<]", r"\\\g<0>", text)
     text = re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text)
-    return f"| `{name}` | `{found[2]}` | {text} |"
+    default = "*empty*" if found[2] == "none" else f"`{found[2]}`"
+    return f"| `{name}` | {default} | {text} |"
 
 
 if __name__ == "__main__":

@@ -84,7 +84,8 @@ class LLM(PoolingMethods):
 
     Args:
         model: "pagelet" (built in), "smollm2" (a model of 135 million parameters that is downloaded at its
-            first use), a local folder in Hugging Face format, or a model id on the Hugging Face Hub.
+            first use), a local folder in Hugging Face format, a GGUF file, or a model id on the Hugging Face
+            Hub.
         tokenizer: Local folder or Hub id of the tokenizer; None uses the model's own.
         loaded: A model in memory to serve instead of the weights of `model`, such as a model in training. The
             weights are shared with the caller; see `from_module`.
@@ -219,9 +220,9 @@ class LLM(PoolingMethods):
     ) -> list[RequestOutput]:
         """Generates completions for prompts; all prompts run together in batches.
 
-        Requests that were added directly to `llm_engine` also advance during this call. If such a request
-        finishes meanwhile, its final output is lost, because only LLMEngine.step returns it. The same applies
-        to `chat` and `beam_search`.
+        Requests that were added directly to `llm_engine` also advance during this call, but their outputs are
+        not returned. If such a request finishes meanwhile, its final output is lost. The same applies to
+        `chat` and `beam_search`.
 
         Example:
             >>> outputs = llm.generate(["A block table is", [1, 2, 3]], SamplingParams(max_tokens=8))

@@ -196,8 +196,8 @@ class RequestOutput:
         finished: Whether all outputs have finished.
         metrics: Times of arrival, first token and end, in seconds of time.monotonic(); None for events that
             have not happened. The object does not change later.
-        num_cached_tokens: Number of prompt tokens found in the prefix cache; for a fork, number of tokens
-            whose blocks it shares with the forked request.
+        num_cached_tokens: Number of prompt tokens found in the prefix cache. For a request created by
+            LLMEngine.fork, number of tokens whose blocks it shares with the forked request.
         encoder_prompt: Text of the encoder's prompt; None if it was passed as token ids, or without an
             encoder.
         encoder_prompt_token_ids: Tokens of the encoder's prompt; None without an encoder.

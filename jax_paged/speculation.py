@@ -14,9 +14,9 @@ class Speculation:
     num_free_rows + n: reading the weights takes as long as computing num_free_rows rows.
 
     Args:
-        method: Source of the draft tokens. "ngram": the tokens that followed the last tokens at an earlier
-            position of the text. "draft_model": a smaller model. "eagle3": an EAGLE-3 head on the model's
-            hidden states.
+        method: Source of the draft tokens. "ngram": an earlier occurrence of the last tokens in the text; the
+            tokens that followed there are the draft. "draft_model": a smaller model. "eagle3": an EAGLE-3
+            head on the model's hidden states.
         num_tokens: Maximum number of draft tokens per sequence and step.
         min_match: For "ngram", the minimum number of last tokens that have to match.
         max_match: For "ngram", the maximum number of last tokens to compare.

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 MAX_CONSTRAINT_CHARACTERS = 128 * 1024
 MAX_SCHEMA_DEPTH = 60
 # Options of llguidance for JSON. Whitespace between tokens is not allowed, because an uncertain model would
-# generate it forever. Escapes by code, such as \u0061, are not allowed either: they would let a named key of
-# the schema pass as an additional key, because its spelling would differ. With "lenient", keywords that a
-# grammar can't enforce, such as uniqueItems, cause a warning instead of an error.
+# generate it forever. Escapes by code, such as \u0061, are not allowed either: the grammar compares keys as
+# they are spelled, so a key that the schema names would count as an additional key if it were spelled with an
+# escape. With "lenient", keywords that a grammar can't enforce, such as uniqueItems, cause a warning instead
+# of an error.
 JSON_OPTIONS: "JsonCompileOptions" = {
     "whitespace_flexible": False,
     "json_allowed_escapes": '"\\bfnrt',
@@ -55,12 +56,11 @@ class StructuredOutputsParams:
             structure whose "begin" starts with that trigger: the text "begin", JSON that matches "schema",
             and the text "end". Free text may follow.
         starts_after: Text after which the constraint applies, such as the closing tag of a model's reasoning.
-            The output before it is not constrained. The output may also satisfy the constraint without
-            containing this text. None applies the constraint from the start of the output.
-        reasoning_tag: Text that starts every output which contains `starts_after`, such as the opening tag of
-            the reasoning. In an output that does not start with it, the constraint applies from the start.
-            None if there is no such text: every output is unconstrained before `starts_after`. An output that
-            ends without `starts_after` has to satisfy the constraint as a whole.
+            The output before it is not constrained. An output that ends without this text has to satisfy the
+            constraint as a whole. None applies the constraint from the start of the output.
+        reasoning_tag: Text with which the unconstrained part of an output begins, such as the opening tag of
+            the reasoning. An output that begins differently is constrained from its start. None leaves every
+            output unconstrained up to `starts_after`.
 
     Raises:
         ValueError: If none or several of the constraints are set, or a value is too large, nested too deeply,

@@ -154,7 +154,7 @@ def _download_gguf(match: re.Match[str], download: Callable[..., str]) -> Path:
         patterns = [before + end for before in ("*[-._/]", "") for end in ends]
     try:
         folder = Path(download(repo, allow_patterns=patterns))
-    except (OSError, ValueError) as e:
+    except Exception as e:  # as in resolve_model_dir
         raise ValueError(
             f"`model` must be a GGUF file of a repository on the Hugging Face hub, got {match.string!r}, "
             f"and the hub returned {type(e).__name__}: {e} Check the spelling and the network, run `hf auth "

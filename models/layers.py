@@ -12,8 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.parallel.sharding import Split, padded
+from jax_paged.models.quantization import packed_weight
+from jax_paged.models.quantization.packed_weight import PackedWeight
 from jax_paged.models.quantization.quantized_linear import QuantizedWeight
-from jax_paged.pallas_kernels.native import products
+from jax_paged.pallas_kernels.native import products, quantized_products
 
 
 def _in_float32(activation: Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -76,7 +78,7 @@ class Linear(Module):
     """Linear map y = x @ kernel + bias.
 
     The kernel, the weight matrix, is float [in_features, out_features]. Loading a model may replace it with a
-    QuantizedWeight or a PackedKernel.
+    QuantizedWeight, a PackedWeight or a PackedKernel.
 
     Args:
         in_features: Size of x.
@@ -103,7 +105,7 @@ class Linear(Module):
         # If the packed kernel is shared with other maps: this map's first column in it, and the number of
         # columns of all maps together.
         self.first_column, self.num_columns = 0, out_features
-        self.kernel: nnx.Param | PackedKernel | QuantizedWeight = parameter(
+        self.kernel: nnx.Param | PackedKernel | QuantizedWeight | PackedWeight = parameter(
             normal(rngs.params(), (in_features, out_features), dtype, std), split
         )
         self.bias = parameter(jnp.zeros(out_features, dtype), split[1:]) if bias else None
@@ -149,6 +151,9 @@ class Linear(Module):
         if isinstance(self.kernel, PackedKernel):
             y = products.multiply(x, self.kernel[...], self.num_columns, dtype or x.dtype)
             return y[..., self.first_column : self.first_column + self.out_features]
+        if isinstance(self.kernel, PackedWeight):
+            y = self.kernel.product(x, dtype or x.dtype)
+            return y[..., self.first_column : self.first_column + self.out_features]
         if isinstance(self.kernel, QuantizedWeight):
             return self.kernel.product(x, dtype or x.dtype, is_divided=is_divided)
         return jnp.matmul(x, self.kernel[...], preferred_element_type=dtype)
@@ -167,6 +172,20 @@ class Linear(Module):
         columns = np.cumsum([0, *(m.out_features for m in maps)]).tolist()
         for m, first in zip(maps, columns, strict=False):
             m.kernel, m.first_column, m.num_columns = kernel, first, columns[-1]
+
+    @staticmethod
+    def pack_quantized(maps: "Sequence[Linear]") -> None:
+        """Replaces the quantized kernels of linear maps that have the same input by packed ones.
+
+        Kernels that cannot be packed remain as they are. See `pack` for kernels that share a packed one.
+
+        Args:
+            maps: Linear maps with a QuantizedWeight and the same in_features.
+        """
+        kernels = [m.kernel for m in maps if isinstance(m.kernel, QuantizedWeight)]
+        found = packed_weight.pack(kernels)
+        for m, (kernel, first) in zip(maps, found or (), strict=found is not None):
+            m.kernel, m.first_column = kernel, first
 
 
 def gated(
@@ -193,6 +212,12 @@ def gated(
     if is_packed and activation != "relu2" and not context.is_edited(gate, up):
         packed_gate, packed_up = (kernel[...] for kernel in kernels)
         return products.multiply_gated(x, packed_gate, packed_up, gate.out_features, activation)
+    if all(isinstance(kernel, PackedWeight) for kernel in kernels) and gate.bias is up.bias is None:
+        parts = tuple(kernel.packed for kernel in kernels)
+        keys = {quantized_products.mergeable(part) for part in parts}
+        is_native = activation in quantized_products.ACTIVATIONS and len(keys) == 1 and None not in keys
+        if is_native and not context.is_edited(gate, up):
+            return quantized_products.multiply_gated(x, *parts, activation)
     return ACTIVATIONS[activation](gate(x, context)) * up(x, context)
 
 
@@ -219,7 +244,11 @@ class Embedding(Module):
         rngs: nnx.Rngs,
     ) -> None:
         split = padded(vocab_size) if is_divided else None, None
-        self.embedding = parameter(normal(rngs.params(), (vocab_size, features), dtype, std), split)
+        # A quantized table is stored as a head matrix, [features, vocab_size].
+        self.embedding: nnx.Param | QuantizedWeight | PackedWeight = parameter(
+            normal(rngs.params(), (vocab_size, features), dtype, std), split
+        )
+        self.dtype, self.vocab_size = dtype, vocab_size
         self.packed_head: PackedKernel | None = nnx.data(None)
 
     def forward(self, x: Int[Array, "..."], context: ForwardContext) -> Float[Array, "... e"]:
@@ -232,6 +261,10 @@ class Embedding(Module):
         Returns:
             float [..., E].
         """
+        if isinstance(self.embedding, PackedWeight):
+            return self.embedding.columns(x, self.dtype)
+        if isinstance(self.embedding, QuantizedWeight):
+            return packed_weight.float_columns(self.embedding, x, self.dtype)
         return self.embedding[...][x]
 
     def logits(self, x: Float[Array, "... e"]) -> Float[Array, "... v"]:
@@ -243,15 +276,18 @@ class Embedding(Module):
         Returns:
             float32 [..., V].
         """
+        if isinstance(self.embedding, PackedWeight | QuantizedWeight):
+            return self.embedding.product(x, jnp.float32)
         if self.packed_head is not None:
             return products.multiply(x, self.packed_head[...], self.embedding.shape[0], jnp.float32)
         return jnp.einsum("...e,ve->...v", x, self.embedding[...], preferred_element_type=jnp.float32)
 
     def pack(self) -> None:
-        """Packs a transposed copy of the table for `logits`.
+        """Packs a transposed copy of the table for `logits`, if the table consists of floats.
 
         The table itself is kept, and `forward` still reads from it.
         """
+        assert isinstance(self.embedding, nnx.Param), "a quantized table needs no copy"
         self.packed_head = PackedKernel(products.pack(self.embedding[...], transposed=True))
 
 

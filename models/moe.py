@@ -23,8 +23,11 @@ from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.layers import ACTIVATIONS, Linear, normal, parameter
 from jax_paged.models.parallel.sharding import TENSOR, Split, Units, even
+from jax_paged.models.quantization.packed_weight import PackedWeight
 from jax_paged.models.quantization.quantized_linear import KernelStack, QuantizedWeight
 from jax_paged.pallas_kernels import grouped_loop
+from jax_paged.pallas_kernels.native import quantized_products
+from jax_paged.pallas_kernels.native.quantized_products import PackedQuantized
 
 # Llama's weight names, and a checkpoint tensor of its own for each expert.
 EXPERT_TABLE = WEIGHT_TABLE.with_names(
@@ -138,7 +141,7 @@ class Experts(Module):
             experts: int32 [N], index of each row's expert among the experts of this device; arbitrary for
                 rows that belong to none of them.
             weights: The weights of this device's experts, in the order of `divided_weights`: arrays, or
-                KernelStacks if they are quantized.
+                KernelStacks or PackedQuantized if they are quantized.
             multiply: Multiplies the rows of each expert by the expert's weight matrix. Rows that belong to no
                 expert of this device become 0.
 
@@ -172,7 +175,7 @@ class Experts(Module):
             float32 [*T, E].
         """
         own, grid = self.divided_weights(), context.grid
-        weights = [w.stack if isinstance(w, QuantizedWeight) else w[...] for w in own]
+        weights = [_arrays_of(w) for w in own]
         if grid is None:
             return self.local_weighted_sum(x, *weights, context=context)
         arrays, treedef = jax.tree.flatten(weights)
@@ -189,7 +192,7 @@ class Experts(Module):
     def local_weighted_sum(
         self,
         x: RoutedTokens,
-        *weights: Array | KernelStack,
+        *weights: Array | KernelStack | PackedQuantized,
         context: ForwardContext,
         first: Int[Array, ""] | int = 0,
     ) -> Float[Array, "*t e"]:
@@ -213,7 +216,9 @@ class Experts(Module):
         by_expert = jnp.argsort(experts, stable=True)
         sizes = jnp.bincount(experts, length=num_experts)[:num_here]
 
-        def multiply(rows: Array, kernels: Array | KernelStack) -> Array:
+        def multiply(rows: Array, kernels: Array | KernelStack | PackedQuantized) -> Array:
+            if isinstance(kernels, PackedQuantized):
+                return quantized_products.multiply(rows, kernels, rows.dtype, sizes)
             if isinstance(kernels, KernelStack):
                 return grouped_loop.by_group(rows, kernels.product, kernels.num_columns, sizes)
             return context.grouped_matmul(rows, kernels, sizes)
@@ -222,6 +227,13 @@ class Experts(Module):
         out = self.apply_experts(tokens[by_expert // top_k], own, weights, multiply)
         out = out[jnp.argsort(by_expert)].reshape(*leading, top_k, features) * x.weights[..., None]
         return jnp.sum(out, axis=-2)
+
+
+def _arrays_of(weight: Any) -> Any:
+    """Returns the arrays of a stacked weight; see Experts.apply_experts."""
+    if isinstance(weight, PackedWeight):
+        return weight.packed
+    return weight.stack if isinstance(weight, QuantizedWeight) else weight[...]
 
 
 class FusedExperts(Experts):

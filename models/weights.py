@@ -48,6 +48,7 @@ from jax_paged.models.quantization.quantize import (
     apply_schemes,
     choose_online_dtype,
     kernel_places,
+    log_other_types,
     quantize_outline,
 )
 from jax_paged.models.quantization.quantized_linear import ONLINE_DTYPES, QuantizationScheme, QuantizedWeight
@@ -115,7 +116,7 @@ def load_model(
         overrides: Values that replace fields of config.json.
         grid: The devices that share the weights; None for the default device. Every weight is read once,
             directly into the memory of the devices that need it.
-        quantization: "int8" or "fp8" to quantize float weights while they are read (see quantize.py).
+        quantization: "int4", "int8" or "fp8" to quantize float weights while they are read (see quantize.py).
             Otherwise None, or the quantization method of the checkpoint.
 
     Raises:
@@ -161,6 +162,8 @@ def load_stages(
     log_unused(folder, check.unused)
     if dtype == "auto":
         _warn_of_dtype(folder, _checkpoint_dtypes(hf_config, stored), model_dtype.name)
+    if (target := choose_online_dtype([whole], quantization)) is not None:
+        log_other_types(whole, target)
     models = split_model(whole, len(grids)) if len(grids) > 1 else [whole]
     for stage in stage_indices:
         read_weights(models[stage], stored, model_dtype, folder, grids[stage])

@@ -26,8 +26,8 @@ llm = LLM(model="pagelet")
 print(llm)
 
 # %% [markdown]
-# What it says: the model, its number format, the attention backend, the pool of KV blocks that all requests
-# share, and the shapes ("buckets") that steps are padded to, each compiled once.
+# The output shows the model, its number format, the attention backend, the pool of KV blocks that all
+# requests share, and the shapes ("buckets") that steps are padded to, each compiled once.
 #
 # ## Ask
 #
@@ -52,7 +52,7 @@ for text, output in zip(questions, llm.chat(conversations, greedy, use_tqdm=Fals
 # %% [markdown]
 # ## Complete
 #
-# `generate` goes on from a text, or from token ids.
+# `generate` continues a text, or token ids.
 
 # %%
 params = SamplingParams(temperature=0, max_tokens=12)
@@ -73,7 +73,7 @@ for seed in (1, 2, 1):
     print(seed, repr(output.outputs[0].text))
 
 # %% [markdown]
-# A value that makes no sense is an error that says what would.
+# An invalid value raises an error that names the allowed values.
 
 # %%
 try:
@@ -97,8 +97,8 @@ for token_id, entry in zip(output.outputs[0].token_ids, output.outputs[0].logpro
 # %% [markdown]
 # ## Watch the text grow
 #
-# Below `LLM` is an `LLMEngine`. Each `step` runs one batch on the device and returns the requests that got a
-# token. Requests may be added and aborted between any two steps.
+# `LLM` uses an `LLMEngine`. Each `step` of it runs one batch on the device and returns the requests that got
+# a token. Requests may be added and aborted between any two steps.
 
 # %%
 engine = llm.llm_engine
@@ -113,8 +113,8 @@ while engine.has_unfinished_requests():
 # %% [markdown]
 # ## What the engine did
 #
-# Every output carries its times. What an earlier prompt shares with a new one is not computed again: its
-# blocks are found by their hash.
+# Every output has its times. Full blocks that a prompt shares with an earlier prompt are not computed again:
+# they are found by their hash. `compile_plan` lists the programs of the engine.
 
 # %%
 long_prompt = "Paged attention keeps the keys and values of each request in blocks. " * 8

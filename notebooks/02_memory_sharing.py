@@ -14,10 +14,11 @@
 # %% [markdown]
 # # Memory sharing
 #
-# What a block table buys: samples, beams and requests that begin alike share the blocks of what they have in
-# common. `pool_map()` draws who holds which block; the cells below draw it while requests run.
+# Block tables let samples, beams and requests that begin alike share the blocks of their common tokens.
+# `pool_map()` draws which request holds which block. The cells below draw it while requests run.
 #
-# The pool is small here, so that all of it fits on the screen: 63 blocks of 8 tokens.
+# The pool is small here, so that all of it fits on the screen: 63 blocks of 8 tokens. Block 0, the null
+# block, holds no tokens.
 
 # %%
 from jax_paged import LLM, BeamSearchParams, SamplingParams
@@ -28,7 +29,7 @@ llm = LLM(
     num_gpu_blocks_override=64,
     max_num_seqs=16,
     max_model_len=256,
-    num_scheduler_steps=1,  # one token per step, and no step ahead of the pictures
+    num_scheduler_steps=1,  # one token per step; no step is in flight while a map is drawn
     async_scheduling=False,
 )
 engine = llm.llm_engine
@@ -47,8 +48,8 @@ llm.pool_map()
 # %% [markdown]
 # ## Parallel samples
 #
-# `n=4` computes the prompt once. Its blocks are shared by four samples, and the number in a block says so; a
-# block is coloured as high as it is full. Hover over one to see its owners.
+# `n=4` computes the prompt once. Its blocks are shared by four samples, as the number in each block shows.
+# The height of the colour shows how many slots of a block are filled. Hover over a block to see its owners.
 
 # %%
 prompt = "class Cache:\n    def __init__(self, size):\n        self.size = size\n\n    def "
@@ -58,8 +59,8 @@ run(1)
 llm.pool_map()
 
 # %% [markdown]
-# Each sample then writes its own tokens. The full blocks of the prompt stay shared. The last one was not
-# full: it was copied for each sample that wrote to it, and the last of them keeps the original.
+# Each sample then writes its own tokens. The full blocks of the prompt stay shared. Its last block was not
+# full, so three samples got a copy of it before they wrote to it, and the fourth sample keeps the original.
 
 # %%
 run(12)
@@ -72,13 +73,13 @@ for sample in outputs[0].outputs:
     print(sample.index, repr(sample.text[:70]))
 
 # %% [markdown]
-# Done. Nobody holds a block any more, but the full ones stay cached until their memory is needed: a prompt
-# that begins as one of them did starts with what is there.
+# All samples have ended, and no block is in use. The full blocks stay in the prefix cache until their memory
+# is needed, and a prompt that begins with the same tokens uses them.
 #
 # ## Beam search
 #
-# Beams share more than their prompt: at each step the best continuations live on, so most of them have a
-# common past, and a beam that is dropped gives back only what was its own.
+# Beams share more than their prompt. Each step keeps the best continuations, most of which have a common
+# beginning. A beam that is dropped frees only the blocks that no other beam uses.
 
 # %%
 engine.add_request("beams", "def is_empty(self):\n    return ", BeamSearchParams(beam_width=4, max_tokens=40))
@@ -99,8 +100,8 @@ for beam in found.sequences:
 # %% [markdown]
 # ## Pinned prefixes
 #
-# Prefixes are found by themselves as long as they are cached. A pinned one (a thick line) stays, whatever
-# else needs memory. Requests that begin with it skip its blocks.
+# The prefix cache finds prefixes automatically, as long as their blocks are not evicted. A pinned prefix
+# (with a thick border) is never evicted. Requests that begin with it do not compute its tokens.
 
 # %%
 prefix = (
@@ -122,8 +123,9 @@ llm.unpin_prefix(name)
 # %% [markdown]
 # ## When memory runs out
 #
-# Three requests of four samples each want more than there is. The last one is swapped out: its blocks move to
-# host memory, still shared as they were, and it goes on when there is room.
+# Three requests with four samples each need more blocks than the pool has. The last request is swapped out:
+# its blocks move to host memory, where they are still shared, and it continues when there are free blocks
+# again.
 
 # %%
 for i in range(3):

@@ -57,15 +57,15 @@ print(result.requests.dtype.names)
 figure, (above, below) = plt.subplots(2, sharex=True, figsize=(9, 4))
 above.plot(result.steps["time_s"], result.steps["num_running"])
 above.set_ylabel("running requests")
-below.plot(result.steps["time_s"], result.steps["num_blocks_used"] / 981)
+below.plot(result.steps["time_s"], result.steps["num_blocks_used"] / (15_700 // 16))
 below.set_ylabel("share of blocks used")
 _ = below.set_xlabel("seconds")
 
 # %% [markdown]
 # ## How long requests wait
 #
-# The same trace, faster and slower: `latencies` draws which share of the requests waits how long, in the
-# queue, for the first token, and for each further one.
+# The same trace at lower and higher rates. `latencies` draws the distributions of the time in the queue, the
+# time to the first token, and the time per further token.
 
 # %%
 rates = {}
@@ -83,7 +83,7 @@ Timeline(rates["3 per second"].steps)
 # %% [markdown]
 # ## Block sizes
 #
-# Of a sequence, only the last block has empty slots. Small blocks waste less.
+# Only the last block of a sequence has empty slots, so small blocks waste less memory.
 
 # %%
 for block_size in (1, 16, 256):
@@ -93,7 +93,8 @@ for block_size in (1, 16, 256):
 # %% [markdown]
 # ## Sharing
 #
-# Samples share their prompt; beams share more, as those that lead come from few parents.
+# Samples share their prompt. Beams share more, because the best beams descend from few parents. Requests with
+# several sequences need more time, so they arrive at a quarter of the rate here.
 
 # %%
 for name, extra in (("4 samples", {"n": 4}), ("beam search of width 4", {"beam_width": 4})):
@@ -104,8 +105,8 @@ for name, extra in (("4 samples", {"n": 4}), ("beam search of width 4", {"beam_w
 # %% [markdown]
 # ## Recordings
 #
-# An engine can write down what its scheduler was told and decided. `replay` tells a fresh scheduler the same
-# and checks that it decides the same, to the last block: to find out at home what happened elsewhere, or
+# An engine can record the calls and decisions of its scheduler. `replay` makes the same calls to a new
+# scheduler and checks that all its decisions are equal. This shows what happened on another machine, or
 # whether a change of the scheduler changes a decision.
 
 # %%

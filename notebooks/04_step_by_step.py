@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Step by step
 #
-# An engine decides, computes and looks at what came of it, hundreds of times per request. Here the decision
-# is yours: `schedule()` returns the next step as a plan, which can be looked at, changed and run. Every
-# request gets the tokens that it would have got anyway, whatever was left out on the way.
+# An engine schedules a step, runs it and processes the results, hundreds of times per request. Here you
+# decide about each step: `schedule()` returns the next step as a plan, which can be inspected, changed and
+# run. Requests that are left out of some steps still get the same tokens.
 
 # %%
 from jax_paged import LLM, SamplingParams
@@ -58,7 +58,7 @@ plan = engine.schedule()
 plan
 
 # %% [markdown]
-# A plan is a value. It has the step as the device gets it, and says whose rows these are.
+# A plan is immutable. It contains the step (`plan.output`) and the ids of the requests that compute tokens.
 
 # %%
 print(plan)
@@ -67,10 +67,10 @@ row = plan.output.scheduled[0]
 print(f"sequence {row.seq_id} computes {row.num_tokens} tokens from position {row.start} on")
 
 # %% [markdown]
-# ## Leaving someone out
+# ## Leaving a request out
 #
-# `without` takes a request out of a plan. The request keeps its blocks and its batch slot, and computes later
-# what it would have computed now. Nothing is lost, and nobody's tokens change.
+# `without` takes a request out of a plan. The request keeps its blocks and its batch slot, and computes the
+# same tokens in a later step.
 
 # %%
 engine.run(plan)
@@ -78,8 +78,8 @@ plan = engine.schedule().without("ben")
 plan
 
 # %% [markdown]
-# `only` does the opposite, and puts the rows in an order of your own. A plan runs once: when another step has
-# run since, or another plan was made, it is an error that says so.
+# `only` does the opposite, and sets the order of the requests. A plan can run once. If another step has run
+# since, or another plan was made, `run` raises an error.
 
 # %%
 engine.run(plan)
@@ -91,16 +91,18 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# ## A scheduler in three lines
+# ## A scheduler in two lines
 #
-# Whoever has the fewest tokens of output goes alone, and the others wait. `step()` may be called at any time,
-# too: it runs the plan that waits, or makes one. This loop notes who computes what.
+# `shortest_alone` runs only the request with the fewest output tokens; the others wait. `finish` counts the
+# tokens of each request. `step()` can be called at any time, too: it runs the current plan or, if there is
+# none, a new one.
 
 # %%
 from jax_paged.lab.timeline import timeline_of
 
 
 def finish(engine, edit=lambda plan: plan):
+    """Runs all requests to their end; returns their last outputs. Updates `num_tokens` after each step."""
     outputs = {}
     while engine.has_unfinished_requests():
         outputs |= {output.request_id: output.outputs[0] for output in engine.run(edit(engine.schedule()))}
@@ -120,9 +122,9 @@ for name in prompts:
     print(f"{name:4} got the same tokens as alone: {outputs[name].text!r}")
 
 # %% [markdown]
-# `record` writes down what is decided, and `timeline_of` draws it, once for the engine's own scheduler and
-# once for this one. Left to itself, the engine computes all three in each step. By hand, the one with the
-# fewest tokens goes first; the prompts take their turns, and from then on the three take turns.
+# `record` records the steps, and `timeline_of` draws them: the first picture is of the engine's own
+# scheduler, the second of this one. The engine's scheduler runs all three requests in each step. This one
+# runs one request per step: first the three prompts one after another, then the three requests in turn.
 
 # %%
 pictures = []
@@ -142,9 +144,9 @@ pictures[1]
 # %% [markdown]
 # ## Stopping in the middle
 #
-# `state()` returns all that it takes to go on: requests and their texts, block tables, queues, seeds, and
-# what the blocks hold that somebody still reads. `save` writes it as one JSON file and one safetensors file,
-# without pickle. Of the weights there is only a fingerprint, unless `state(weights=True)` asks for them.
+# `state()` returns everything that is needed to continue: requests and their texts, block tables, queues,
+# seeds, and the contents of the blocks in use. `save` writes one JSON file and one safetensors file, without
+# pickle. The weights are represented by a fingerprint, unless `state(weights=True)` includes them.
 
 # %%
 import tempfile
@@ -164,8 +166,9 @@ for file in sorted(folder.iterdir()):
     print(f"{file.suffix:12} {file.stat().st_size / 1024:7.1f} KiB")
 
 # %% [markdown]
-# The engine here goes on to the end. Then another one is made of the folder, as it could be in another
-# process, tomorrow. It generates what this one did, to the last bit of the log-probabilities.
+# The engine here finishes its requests. Then a second engine is restored from the folder, which could also
+# happen in another process and at another time. It generates the same tokens with exactly the same
+# log-probabilities.
 
 # %%
 here = finish(engine)

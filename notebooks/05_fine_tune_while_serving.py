@@ -15,10 +15,10 @@
 # # Fine-tune while serving
 #
 # One model in memory is trained and served at once: the engine draws answers, a reward judges them, a
-# gradient step changes the weights, and the engine goes on with these. No file is written and nothing is
-# compiled again.
+# gradient step changes the weights, and the engine continues with the new weights. No file is written and
+# nothing is compiled again.
 #
-# `pagelet` can add two numbers, but it was never taught to find them in a story. It will be.
+# `pagelet` can add two numbers, but it was not trained to find them in a story. Here it learns that.
 
 # %%
 import random
@@ -40,8 +40,8 @@ print(llm)
 # %% [markdown]
 # ## The task
 #
-# Word problems, each with two numbers, and a reward of 1 for the right last number of the answer. The numbers
-# of the examination are kept out of training.
+# Word problems, each with two numbers, and a reward of 1 if the last word of the answer is their sum. The
+# problems of the examination and of training are drawn with different seeds.
 
 # %%
 STORIES = (
@@ -52,7 +52,7 @@ STORIES = (
 
 
 def draw(rng, count):
-    """Returns word problems and what is right."""
+    """Returns word problems and their results."""
     numbers = [(rng.randrange(100), rng.randrange(100)) for _ in range(count)]
     return [rng.choice(STORIES).format(a=a, b=b) for a, b in numbers], [a + b for a, b in numbers]
 
@@ -82,12 +82,13 @@ print(f"{examine():.0%} of the examination is right")
 # %% [markdown]
 # ## The importance ratio of a rollout is exactly 1
 #
-# Reinforcement learning weighs each token by how likely the model makes it now, compared to when it was
-# drawn. If nothing has been trained in between, this ratio has to be 1. In most systems it is not, because
-# the trainer adds its numbers up in another order than the engine does, and so a bias creeps in.
+# Reinforcement learning weights each token by its importance ratio: its probability now, divided by its
+# probability when it was drawn. If nothing has been trained in between, this ratio has to be 1. In most
+# systems it is not, because the trainer adds numbers up in another order than the engine. This biases the
+# gradient.
 #
-# `score` computes given tokens by the very program that has drawn them. With `batch_invariant=True` the sums
-# are the same in any batch, so every single ratio is 1, to the last bit.
+# `score` computes the log-probabilities of given tokens with the program that also draws tokens. With
+# `batch_invariant=True` the sums are the same in any batch, so every single ratio is 1, to the last bit.
 
 # %%
 stories, right = draw(random.Random(2), 16)
@@ -116,12 +117,12 @@ scored = np.concatenate(llm.llm_engine.score(texts, lens))
 dense = np.asarray(dense_logprobs(model, jnp.asarray(pad(texts))))
 spans = [slice(n - 1, len(text) - 1) for n, text in zip(lens, texts, strict=True)]
 dense = np.concatenate([row[span] for row, span in zip(dense, spans, strict=True)])
-print(f"{len(drawn)} tokens; {np.sum(np.exp(scored - drawn) == 1)} ratios are exactly 1 by llm.score")
+print(f"{len(drawn)} tokens; {np.sum(np.exp(scored - drawn) == 1)} ratios are exactly 1 by engine.score")
 print(f"{np.sum(np.exp(dense - drawn) == 1)} are by the trainer's own forward pass")
 
 figure, axes = plt.subplots(figsize=(9, 2.8))
 axes.plot(np.exp(dense - drawn) - 1, "o", markersize=3, color="#d55e00", label="trainer's forward pass")
-axes.plot(np.exp(scored - drawn) - 1, "-", linewidth=2, color="#0072b2", label="llm.score")
+axes.plot(np.exp(scored - drawn) - 1, "-", linewidth=2, color="#0072b2", label="engine.score")
 axes.set(xlabel="token", ylabel="importance ratio - 1")
 _ = axes.legend(loc="upper right")
 
@@ -129,8 +130,8 @@ _ = axes.legend(loc="upper right")
 # ## A step of learning
 #
 # The advantage of an answer is its reward less the mean reward of all answers to the same question, and the
-# gradient makes the tokens of good answers likelier. The trainer needs nothing of the engine: it is the
-# dense call of the same module.
+# gradient makes the tokens of good answers likelier. The trainer needs no part of the engine: it calls the
+# same module with whole sequences.
 
 # %%
 optimizer = nnx.Optimizer(model, optax.adam(1e-4), wrt=nnx.Param)
@@ -169,7 +170,8 @@ first = rollout_and_learn(rng, seed=0)
 print(f"mean reward {first:.2f}")
 
 # %% [markdown]
-# The module has other weights now. The engine notices it, and does not serve the old ones in silence.
+# The weights of the module have changed. The engine detects this, and raises an error instead of using the
+# old ones.
 
 # %%
 try:
@@ -178,8 +180,8 @@ except RuntimeError as error:
     print(error)
 
 # %% [markdown]
-# `update_weights` hands them over. Keys and values that the old weights have computed are forgotten with
-# them: no request is served from a prefix of theirs.
+# `update_weights` passes the new weights to the engine. It also removes all cached keys and values, because
+# the old weights have computed them.
 
 # %%
 llm.update_weights(model)
@@ -205,10 +207,10 @@ for story, output in list(zip(examination[0], ask(examination[0][:4], temperatur
 print(f"{examine():.0%} of the examination is right")
 
 # %% [markdown]
-# What it could do before, it still can.
+# It still answers the questions that it could answer before.
 
 # %%
 for question in ("What is a block table?", "What is 61 - 20?"):
     print(ask([question], temperature=0)[0].outputs[0].text)
-print(f"{llm.llm_engine.executor.compile_progress[1]} programs, all of them compiled before the first step")
+print(f"{llm.llm_engine.executor.compile_progress[1]} programs; the new weights needed no other")
 llm.close()

@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Tree search
 #
-# A running request can be forked, rolled back, and handed a draft. These three operations are what a tree
-# search is made of: branches share the blocks of their common past, a branch that leads nowhere costs only
-# what was its own, and a scorer of yours decides which ones go on.
+# A running request can be forked, rolled back, and given a draft. A tree search consists of these three
+# operations. Branches share the blocks of their common beginning, a branch that is dropped has cost only its
+# own blocks, and your own function decides which branches continue.
 
 # %%
 import random
@@ -33,7 +33,7 @@ llm = LLM(
     num_gpu_blocks_override=160,
     max_num_seqs=16,
     max_model_len=256,
-    num_scheduler_steps=1,  # one token per step, and no step ahead of the pictures
+    num_scheduler_steps=1,  # one token per step; no step is in flight while a table is drawn
     async_scheduling=False,
 )
 engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
@@ -57,12 +57,12 @@ def run(num_steps=None):
 # %% [markdown]
 # ## Fork
 #
-# A fork is a request of its own with the same text so far, and a seed of its own. It shares all blocks until
-# it writes: the page table of a request says how many reference each block.
+# A fork is a new request with the same text so far and a different seed. It shares all blocks until it
+# writes. The page table of a request shows how many sequences use each block.
 
 # %%
-drawn = SamplingParams(temperature=1.0, seed=1, max_tokens=24)
-engine.add_request("root", prompt("What is a block table?"), drawn)
+params = SamplingParams(temperature=1.0, seed=1, max_tokens=24)
+engine.add_request("root", prompt("What is a block table?"), params)
 run(6)
 for seed in (2, 3):
     engine.fork("root", f"branch {seed}", seed=seed)
@@ -73,7 +73,7 @@ run(4)
 engine.page_table("branch 2")
 
 # %% [markdown]
-# Four tokens later the last block that was not full has been copied for each branch but one.
+# Four tokens later, the last block, which was not full, has been copied for two of the three branches.
 #
 # ## Rollback
 #
@@ -90,8 +90,9 @@ _ = run()
 # %% [markdown]
 # ## Draft
 #
-# `verify` computes a draft in one step, and accepts the tokens that the request draws itself: so the output
-# stays what it was. It also tells how likely each token of the draft is.
+# `verify` computes a draft in one step, and accepts draft tokens as long as they equal the tokens that the
+# request generates itself. So the output does not change. It also returns the log-probability of each draft
+# token.
 
 # %%
 greedy = SamplingParams(temperature=0, max_tokens=24)
@@ -106,14 +107,18 @@ print(found.num_accepted, "accepted;", repr(run()["sum"].outputs[0].text))
 # %% [markdown]
 # ## A scorer
 #
-# pagelet adds two numbers below 100 without mistakes, if they are asked for in a wording that it knows. In
-# others it often takes the question for another one. Whoever asks can check an answer without knowing it:
-# both numbers of the question have to stand on the left, and the equation has to hold.
+# pagelet adds two numbers below 100 without mistakes, if the question has a wording that it knows. It often
+# misunderstands other wordings. An answer can be checked without knowing it: both numbers of the question
+# have to be on the left side of the equation, and the equation has to hold.
 
 
 # %%
 def score(question, text):
-    """How good an answer looks so far: 1 for each number of the question, 2 for an equation that holds."""
+    """Returns the points of an answer so far, at most 5.
+
+    1 for each number of the question on the left side, 1 for a plus sign, -1 for a minus sign, and 2 if the
+    right side is the sum.
+    """
     left, equals, right = text.partition("=")
     numbers = re.findall(r"\d+", question)
     points = sum(number in re.findall(r"\d+", left) for number in numbers) + ("+" in left) - ("-" in left)
@@ -166,14 +171,14 @@ print(f"best of 8: {right['best of 8']} of {len(questions)} right")
 # %% [markdown]
 # ## A tree
 #
-# A tree spends its samples where it looks good: every two tokens each branch that is left is forked into
-# three, the scorer looks at all of them, and the best three go on. The others are aborted, and their blocks
-# are free.
+# A tree spends its samples on good branches. It begins with nine branches. After every two tokens, the three
+# branches with the highest scores continue, and each is forked into three. The others are aborted, and their
+# blocks are freed.
 
 
 # %%
 def search(question, width=3, num_children=3, num_tokens=2):
-    """Returns the best text, and what was seen on the way: a row per branch and level of the tree."""
+    """Returns the best text, and the tree: a row for each branch at each level."""
     engine.add_request("0", prompt(question), bold)
     names, parents, done, seen, level = ["0"], {"0": "0"}, [], [], 0
     while names:
@@ -185,7 +190,7 @@ def search(question, width=3, num_children=3, num_tokens=2):
         outputs, level = run(num_tokens), level + 1
         texts = {name: outputs[name].outputs[0].text for name in names}
         ranked = sorted(names, key=lambda name: score(question, texts[name]), reverse=True)
-        # Of branches with the same text one is enough.
+        # Only one of several branches with the same text can be kept.
         distinct = list({texts[name]: name for name in reversed(ranked)}.values())[::-1]
         kept = sorted(distinct, key=lambda name: score(question, texts[name]), reverse=True)[:width]
         for name in names:
@@ -196,7 +201,7 @@ def search(question, width=3, num_children=3, num_tokens=2):
         done += [texts[name] for name in kept if outputs[name].finished]
         engine.abort_request([name for name in names if name not in kept])
         names = [name for name in kept if not outputs[name].finished]
-        parents |= {name: name for name in names}
+        parents |= {name: name for name in names}  # a kept branch is its own parent at the next level
     return max(done, key=lambda text: score(question, text)), seen
 
 
@@ -217,8 +222,8 @@ plt.show()
 # %% [markdown]
 # ## The tree of one question
 #
-# Each box is a branch at one level: the text that it has come to, its score, and its blocks as squares,
-# filled where another branch shares them. Branches with a thin, broken edge were dropped there.
+# Each box is a branch at one level, with the end of its text and its score. The squares below are its blocks,
+# filled if another branch shares them. Thin dotted lines lead to branches that were dropped at this level.
 
 # %%
 index = next(

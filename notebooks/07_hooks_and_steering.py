@@ -14,10 +14,10 @@
 # %% [markdown]
 # # Hooks and steering
 #
-# A hook is a function of yours that stands behind a module of the model. It can read what the module returns,
-# or change it, for each row of a step. Requests ask for it by name and hand it numbers of their own; those
-# that do not ask are computed as if it were not there. Here one hook reads what `pagelet` has in mind halfway
-# through its layers, and another one changes its mind.
+# A hook is a function of yours that runs after a module of the model. It can read or change the output of the
+# module for each token of a step. Requests select the hook by name and pass it their own numbers. Other
+# requests are computed as if it did not exist. Here one hook reads the activations of `pagelet` after half of
+# its layers, and another one changes them.
 
 # %%
 import matplotlib.pyplot as plt
@@ -37,7 +37,7 @@ settings = {
 
 
 def read(params, activation, args):
-    """Leaves the activation as it is, and captures it."""
+    """Leaves the activation as it is, and captures it. This hook has no parameters."""
     return activation, activation
 
 
@@ -47,8 +47,8 @@ tokenizer = reader.get_tokenizer()
 # %% [markdown]
 # ## Looking inside
 #
-# What was captured comes with the finished answer: a row for each token that was computed, of the prompt and
-# of the answer. Only the last token of the answer has none, because nothing was computed from it.
+# The finished output contains the captured activations: a row for each token of the prompt and of the answer
+# that was computed. The last token of the answer has no row, because nothing was computed from it.
 
 # %%
 text = "A block table says which blocks belong to a request.\n\ndef read(self, name):\n    return self."
@@ -79,7 +79,7 @@ _ = figure.colorbar(image, label="standard deviations")
 # ## A direction from English to Python
 #
 # The direction is the mean activation of some beginnings of Python less that of some beginnings of English.
-# The first token of each text is left out, as the model treats it in a way of its own. Nothing is trained.
+# The first token of each text is left out, because its activation is unlike all others. Nothing is trained.
 
 # %%
 PYTHON = (
@@ -116,12 +116,13 @@ print("the direction has length {:.0f}, and the mean of English {:.0f}".format(*
 
 # %% [markdown]
 # Along this direction, 0 is the mean of the English texts and 1 that of the Python texts. So each token of
-# the text above has a place on it.
+# the text above has a position along it.
 
 # %%
-place = (seen - english) @ direction / (direction @ direction)
+position = (seen - english) @ direction / (direction @ direction)
 figure, axes = plt.subplots(figsize=(11, 2.8), layout="constrained")
-axes.bar(range(len(place)), place, color=["#d55e00" if value > 0.5 else "#0072b2" for value in place])
+colors = ["#d55e00" if value > 0.5 else "#0072b2" for value in position]
+axes.bar(range(len(position)), position, color=colors)
 axes.axhline(0.5, color="#888888", lw=0.8)
 axes.axvline(len(output.prompt_token_ids) - 0.5, color="black")
 axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=7)
@@ -130,13 +131,13 @@ _ = axes.set_ylabel("0 is English, 1 is Python")
 # %% [markdown]
 # ## Steering
 #
-# The second hook adds the direction to what the layer returns. How much of it is added is a number that each
-# request brings with it, so requests of different strengths run in one batch.
+# The second hook adds the direction, times a strength that each request passes, to the output of the layer.
+# So requests with different strengths run in one batch.
 
 
 # %%
 def add(direction, activation, args):
-    """Adds as much of the direction as the request of each row says."""
+    """Adds to each row (token) the direction times the strength of its request: args [rows, 1]."""
     return activation + args * direction
 
 
@@ -151,8 +152,8 @@ def steered(strength, **kwargs):
 
 strengths = (-1.5, -0.75, 0, 0.75, 1.5)
 for beginning in ("The", "Each", "In"):
-    each = [steered(strength, max_tokens=20) for strength in strengths]
-    outputs = llm.generate([beginning] * len(each), each, use_tqdm=False)
+    all_params = [steered(strength, max_tokens=20) for strength in strengths]
+    outputs = llm.generate([beginning] * len(all_params), all_params, use_tqdm=False)
     for strength, output in zip(strengths, outputs, strict=True):
         print(f"{strength:5}  {beginning + output.outputs[0].text!r}")
     print()
@@ -161,9 +162,9 @@ for beginning in ("The", "Each", "In"):
 # `pagelet` is a very small model, and what it writes means little. But one sees what kind of text it tries to
 # write: words about caches and requests at one end, and calls and brackets at the other.
 #
-# The next picture says it in numbers. For each strength, eight texts are drawn with a temperature, and it
-# shows the share of their characters that are signs of code, such as brackets and underscores. The dots are
-# single texts and the line is their mean.
+# For the next picture, eight texts are sampled with each strength. It shows the share of their characters
+# that are signs of code, such as brackets and underscores. The dots are single texts and the line is their
+# mean.
 
 # %%
 SIGNS = set("()[]{}_=:'\"%*+<>#@\\")
@@ -171,18 +172,18 @@ BEGINNINGS = ("The", "Each", "In", "It", "A", "If", "This", "When")
 
 
 def share_of_signs(text):
-    """Returns how many of the characters, without white space, are signs of code."""
+    """Returns the share of characters, without white space, that are signs of code."""
     characters = [character for character in text if not character.isspace()]
     return sum(character in SIGNS for character in characters) / max(1, len(characters))
 
 
 many = np.linspace(-1.5, 1.5, 13).tolist()
-each = [
+all_params = [
     steered(strength, temperature=0.7, seed=i, max_tokens=40)
     for strength in many
     for i in range(len(BEGINNINGS))
 ]
-outputs = llm.generate(list(BEGINNINGS) * len(many), each, use_tqdm=False)
+outputs = llm.generate(list(BEGINNINGS) * len(many), all_params, use_tqdm=False)
 shares = np.reshape([share_of_signs(output.outputs[0].text) for output in outputs], (len(many), -1))
 
 figure, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
@@ -207,8 +208,8 @@ print(f"{len(records)} programs: {', '.join(record.program for record in records
 print(f"{llm.llm_engine.executor.runner.compiled.num_traces - num_traces} traces since the first request")
 
 # %% [markdown]
-# A request that does not ask for the hook gets what it gets from an engine without it, even beside one that
-# is steered hard.
+# A request that does not select the hook gets the same tokens as from an engine without the hook, even in a
+# batch with a strongly steered request.
 
 # %%
 plain = SamplingParams(temperature=0, max_tokens=20)

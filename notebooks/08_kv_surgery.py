@@ -14,9 +14,9 @@
 # %% [markdown]
 # # KV surgery
 #
-# A running request is open: which block holds which of its tokens, the keys and values in them, what its next
-# token attends to. And blocks can be taken out of it, which is how StreamingLLM and H2O bound the memory of a
-# long text.
+# You can inspect a running request: the tokens in each of its blocks, their keys and values, and the
+# attention of its next token. You can also remove blocks from it, as StreamingLLM and H2O do to bound the
+# memory of a long text.
 
 # %%
 import inspect
@@ -60,8 +60,8 @@ engine.page_table("b")
 # %% [markdown]
 # ## Keys and values
 #
-# `kv` gathers the keys and values of a layer through the table. The first token of a text has keys and values
-# unlike all others: it is where a head looks that has nothing to look at.
+# `kv` gathers the keys and values of a layer through the table. The keys and values of the first token differ
+# from all others, because heads attend to this token if no other one is relevant.
 
 # %%
 figure, axes = plt.subplots(2, 1, figsize=(9, 3.4), sharex=True)
@@ -77,9 +77,9 @@ plt.show()
 # %% [markdown]
 # ## Attention
 #
-# `inspect` computes what a request attends to beside its steps, from the keys in the pool: of some layers and
-# heads, for the last token or for all. It changes nothing. Its logits are those that the next token is drawn
-# from.
+# `inspect` computes the attention of a request from the keys in the pool, without running a step and without
+# changing anything. You choose layers and heads, and the last token or all tokens. It also returns the logits
+# from which the next token will be sampled.
 
 # %%
 seen = engine.inspect("b", layers=range(4), num_queries=None)
@@ -98,13 +98,15 @@ plt.show()
 engine.abort_request(["a", "b"])
 
 # %% [markdown]
-# The bright first columns are attention sinks: many heads put what they do not need on the first tokens.
+# The bright first columns are attention sinks: many heads attend to the first tokens if no other ones are
+# relevant.
 #
 # ## Dropping blocks
 #
-# `drop_kv` keeps some blocks of a request and gives the others back. Positions stay those of the text. What
-# it does to a model shows in the log-probabilities of a text that goes on: `verify` returns those of a draft,
-# all in one step. Here it is the end of a class of Python's library, whose last 56 tokens are the draft.
+# `drop_kv` keeps some blocks of a request and frees the others. The positions of the remaining tokens do not
+# change. The log-probabilities of the tokens that follow show how much the model has lost; `verify` returns
+# them for a draft in one step. The text here is the end of a class in Python's library, and its last 56
+# tokens are the draft.
 
 # %%
 source = inspect.getsource(textwrap.TextWrapper)[-4000:]
@@ -114,8 +116,11 @@ prompt, first, draft = text[: -num_draft - 1], text[-num_draft - 1], text[-num_d
 
 
 def logprobs_with(choose):
-    """Returns the log-probabilities of the draft behind the blocks that a function chooses."""
-    # The first token is given, as the draft follows it.
+    """Returns the log-probabilities of the draft and the page table.
+
+    Only the last block and the blocks choose(num_blocks) are kept.
+    """
+    # The first output token is forced, because the draft begins after it.
     params = SamplingParams(temperature=0, max_tokens=100, allowed_token_ids=[first])
     engine.add_request("r", {"prompt_token_ids": prompt}, params)
     while not engine.step():
@@ -135,7 +140,7 @@ _, streaming = logprobs_with(lambda n: [0, *range(n - 4, n)])
 print(streaming)
 
 # %% [markdown]
-# Three ways to choose, with the same number of blocks: the latest ones, the first one and the latest
+# Three ways to choose the same number of blocks: the latest ones, the first one and the latest
 # (StreamingLLM), and the latest with those that got most attention so far (H2O, here by blocks).
 
 
@@ -183,11 +188,11 @@ axes.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# pagelet gains nothing from the far past here: its loss is lower with few blocks, whichever they are. The
-# same lines measure another model, or another text.
+# pagelet gains nothing from distant tokens here: its loss is lower with few blocks, whichever they are.
+# Another model or another text can be measured in the same way.
 #
-# And token by token, with eight blocks: where the log-probability falls, the model has lost something that it
-# had read before, and where it rises, something that led it astray.
+# The next picture shows the same with eight blocks, token by token. Where the log-probability falls, the
+# dropped blocks were useful for the token; where it rises, they were misleading.
 
 # %%
 figure, axes = plt.subplots(3, 1, figsize=(10, 5), sharex=True, sharey=True)
@@ -206,10 +211,10 @@ axes[-1].set_xticks(
 plt.show()
 
 # %% [markdown]
-# ## And on it goes
+# ## Dropping blocks again and again
 #
-# A request with dropped blocks goes on as any other. Kept to a few blocks, it needs no more memory however
-# long it gets.
+# A request with dropped blocks continues like any other. This one drops blocks whenever a new block has four
+# tokens, so its memory does not grow with its length.
 
 # %%
 engine.add_request("long", start, SamplingParams(temperature=0.7, seed=1, max_tokens=400, ignore_eos=True))

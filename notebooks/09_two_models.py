@@ -15,8 +15,8 @@
 # # Two models
 #
 # Two engines can live in one process, and some ways to generate text need two models. Contrastive decoding
-# asks a good model, the expert, and a worse one, the amateur, and prefers what only the expert knows.
-# Speculative decoding lets a drafter guess several tokens, which the expert checks in one step.
+# asks a good model, the expert, and a worse one, the amateur, and prefers tokens that only the expert finds
+# likely. Speculative decoding lets a drafter guess several tokens, which the expert checks in one step.
 #
 # The expert is pagelet. The amateur is pagelet with noise on its weights, so both have the same tokens.
 
@@ -76,11 +76,11 @@ for name, llm in (("expert", expert), ("amateur", amateur)):
     print(f"{name:8}", greedy(llm, prompt("What is paged attention?"), 40).text)
 
 # %% [markdown]
-# ## What each of them would say next
+# ## The next token of each model
 #
-# `inspect` returns the logits of a request's next token. It needs a request with one token to compute, so the
-# last token of the text is forced as the first one of the output. Each text is a new request, but the prefix
-# cache holds the blocks of the text before it, and only what is new is computed.
+# `inspect` returns the logits of a request's next token. The request must have its first output token. So the
+# prompt is the text without its last token, which is then forced as the first output token. Each text is a
+# new request, but the prefix cache holds the blocks of the previous text, and only new tokens are computed.
 
 
 # %%
@@ -154,9 +154,10 @@ for text, without, contrasted in changed[:4]:
     print(f"{text}\n    beta = 0: {without}\n    beta = 1: {contrasted}")
 
 # %% [markdown]
-# With `beta = 0` this is greedy decoding of the expert. What a contrast is worth depends on the amateur: it
-# has to make the expert's own mistakes, only more of them, as a smaller model of the same family does. Noise
-# makes mistakes of its own, and so its contrast says little about the expert's. Measure before you use it.
+# With `beta = 0` this is greedy decoding of the expert. The benefit of a contrast depends on the amateur: it
+# has to make the same mistakes as the expert, only more of them, like a smaller model of the same family.
+# Noise causes other mistakes, so this contrast says little about the mistakes of the expert. Measure before
+# you use it.
 #
 # ## Drafts
 #
@@ -164,8 +165,8 @@ for text, without, contrasted in changed[:4]:
 # all of them in one step of the expert: those that the expert would have chosen are accepted, and one more
 # token of the expert's own comes with them.
 #
-# The other drafter is no model at all. Prompt lookup searches the text for an earlier place with the same
-# last tokens, and proposes what followed there.
+# The other drafter is not a model. Prompt lookup searches the text for an earlier occurrence of its last
+# tokens, and proposes the tokens that followed there.
 
 
 # %%
@@ -199,7 +200,7 @@ def speculate(tokens, draft, max_tokens=40, num_draft=4):
                 output = list(result.outputs[0].token_ids)
             steps.append((0, 0))
     while engine.has_unfinished_requests():
-        engine.step()  # the end of the request is still to be told
+        engine.step()  # ends the request
     return output, steps
 
 
@@ -213,26 +214,26 @@ texts = {
     "code": tokenizer.encode(code, add_special_tokens=False),
 }
 drafters = {"the amateur": by_amateur, "prompt lookup": by_lookup}
-taken = {}
+steps_of = {}
 for text, tokens in texts.items():
     plain = list(greedy(expert, tokens, 40).token_ids)
     for name, draft in drafters.items():
         output, steps = speculate(tokens, draft)
         assert output == plain
-        taken[text, name] = steps
+        steps_of[text, name] = steps
         print(f"{text}, {name}: the same {len(plain)} tokens in {len(steps)} steps")
     print(repr(tokenizer.decode(plain)))
 
 # %% [markdown]
-# The assertion in this cell is the point: whatever is proposed, the output is the one of plain greedy
-# decoding, token for token. A bad draft costs time and nothing else.
+# The assertion in this cell always holds: for any draft, the output equals plain greedy decoding, token for
+# token. A bad draft costs time and nothing else.
 #
-# In the picture, a bar is a step of the expert. Outlined is what was proposed, blue what was accepted, and
-# orange the one token that each step brings in any case.
+# In the picture, a bar is a step of the expert. Proposed tokens are outlined, accepted ones blue. Orange is
+# the expert's own token, which each step adds in any case.
 
 # %%
 figure, axes = plt.subplots(2, 2, figsize=(9, 4), sharex=True, sharey=True, layout="constrained")
-for axis, ((text, name), steps) in zip(axes.flat, taken.items(), strict=True):
+for axis, ((text, name), steps) in zip(axes.flat, steps_of.items(), strict=True):
     proposed, accepted = np.array(steps).T
     places = np.arange(len(steps))
     axis.bar(places, 1, color="#E69F00", label="the expert's own")

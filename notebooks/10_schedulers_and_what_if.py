@@ -14,12 +14,12 @@
 # %% [markdown]
 # # Schedulers and what-if
 #
-# What would have happened with twice the memory, or with another scheduler? An engine can write down what
-# came when, and what it decided. Such a recording can be served again, by other settings or by a scheduler of
-# your own: the same requests at the same times, without a device, in less time than they took.
+# What would have happened with twice the memory, or with another scheduler? An engine can record its requests
+# and decisions. The recorded requests can then be served again with other settings or with your own
+# scheduler: they arrive at the same times, but no device is needed, and it takes less time.
 #
-# It works because an output does not depend on the steps that it was computed in: whoever is scheduled
-# differently still draws the tokens that were recorded.
+# This works because an output does not depend on the steps in which it was computed. A request that is
+# scheduled differently still generates the recorded tokens.
 
 # %%
 import matplotlib.pyplot as plt
@@ -39,7 +39,7 @@ engine.executor.wait_until_compiled()
 # ## A recording
 #
 # Eighty requests, most of them short and some long, come faster than the engine serves them. The pool is
-# small: 47 blocks of 16 tokens.
+# small: 48 blocks of 16 tokens, one of which (the null block) holds no tokens.
 
 # %%
 rng = np.random.default_rng(0)
@@ -63,9 +63,9 @@ print(f"{recorded.num_steps} steps, {recorded.summary()['preemptions']} preempti
 
 # %% [markdown]
 # The timeline of a recording has a column per step: how many tokens it computed, how many requests waited,
-# and where one lost its blocks. Below, a lane for each of the requests that were preempted and for the first
-# others: broad where its prompt is computed, or after a preemption all of its tokens again, and narrow where
-# it decodes.
+# and where one was preempted. Below, the preempted requests and the first of the others have a lane each. A
+# lane is broad where the request computes its prompt, or recomputes all of its tokens after a preemption, and
+# narrow where it decodes.
 
 # %%
 timeline_of(lines)
@@ -73,9 +73,9 @@ timeline_of(lines)
 # %% [markdown]
 # ## More memory, or less
 #
-# `replay` takes the arguments of the scheduler and of its block manager. How long a step then takes is fitted
-# to the recorded steps: so many seconds per step, and so many per token. With the recorded 48 blocks the
-# decisions differ from the recorded ones too, as these times do.
+# `replay` takes the arguments of the scheduler and of its block manager. It estimates the duration of each
+# step as a time per step plus a time per token, both fitted to the recorded steps. Because the estimates
+# differ from the recorded times, some decisions differ even with the recorded 48 blocks.
 
 
 # %%
@@ -102,8 +102,8 @@ _ = axes.legend()
 # %% [markdown]
 # ## How many tokens per step
 #
-# Long prompts are computed in chunks of what a step has room for. More room brings first tokens sooner, and
-# makes each step longer for those that decode.
+# Long prompts are computed in chunks of at most `max_num_batched_tokens`. A larger budget gives first tokens
+# sooner, but makes each step longer for the requests that decode.
 
 # %%
 budgets = {f"{n} tokens per step": replay(lines, max_num_batched_tokens=n) for n in (16, 32, 64, 128, 256)}
@@ -112,8 +112,8 @@ table(budgets)
 # %% [markdown]
 # ## A scheduler of your own
 #
-# A scheduler may be a subclass of Scheduler, or just the key that requests stand in order by.
-# `LLM(scheduler=...)` serves with it, and `replay` tells beforehand what comes of it. This one serves short
+# A scheduler is a subclass of Scheduler, or just a function that returns the sort key of a request.
+# `LLM(scheduler=...)` serves with it, and `replay` shows its effect before that. This one serves short
 # prompts first.
 
 
@@ -126,15 +126,14 @@ shortest = replay(lines, prompt_length)
 table({"first come first served": pools["48 blocks"], "shortest prompt first": shortest})
 
 # %% [markdown]
-# Most requests get their first token sooner, and the long ones pay for it: their preemptions and their
-# waiting. Every request has drawn the tokens that it had drawn before.
+# Most requests get their first token sooner, at the cost of the long ones, which wait longer and are
+# preempted more often. Every request has the same tokens as before.
 
 # %%
 latencies({"first come first served": pools["48 blocks"], "shortest prompt first": shortest})
 
 # %% [markdown]
-# What became of the others is seen in the timeline: the long prompts wait at the side, and go on when the
-# short ones are done.
+# The timeline shows the requests with long prompts: they wait, and continue when the short ones have ended.
 
 # %%
 Timeline(shortest.steps, shortest.outputs)

@@ -33,7 +33,7 @@ def start(batch_invariant, num_blocks=320):
         "pagelet",
         dtype="float32",
         batch_invariant=batch_invariant,
-        num_scheduler_steps=1,  # a batch invariant engine has no bursts, and the two are to be compared
+        num_scheduler_steps=1,  # a batch invariant engine always computes one token per step
         block_size=8,
         num_gpu_blocks_override=num_blocks,
         max_num_seqs=16,
@@ -53,8 +53,8 @@ for llm in engines.values():
 # The other engine has one program for each kind of step, and pads every step to it.
 #
 # A program for answers and a program for prompts have to add up in the same order, too. Whether they do
-# depends on the shapes and on the machine, so an engine tries it out at its start, and refuses rather than
-# break the promise in silence.
+# depends on the shapes and on the machine, so an engine checks it at its start, and raises an error if the
+# results differ.
 #
 # ## One request in four situations
 #
@@ -150,10 +150,10 @@ _ = axes[0].legend(loc="upper right", fontsize=8)
 #
 # ## What it costs
 #
-# A step for one request is padded to sixteen rows here, and prompts attend token by token. So the fewer
-# requests there are, the more of a step is padding. Each bar is a single reading on a machine with other
-# work, so only large differences mean anything. An ordinary engine can also make several tokens per step in
-# bursts, which were switched off here.
+# A step for one request is padded to sixteen rows here, and the attention of prompts is computed token by
+# token. So the fewer requests there are, the more of a step is padding. Each bar is a single reading on a
+# machine with other work, so only large differences mean anything. An ordinary engine can also compute
+# several tokens per dispatch (multi-step decoding), which is off here.
 
 # %%
 timed = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)

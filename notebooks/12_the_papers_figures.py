@@ -15,9 +15,9 @@
 # # The paper's figures
 #
 # The PagedAttention paper compares vLLM with Orca, a system that reserves one contiguous region of memory for
-# each request. Here both run under the same scheduler, this project's own; only who hands out the memory
-# differs. A model of an A100 says how long steps take, so that minutes of traffic take seconds.
-# `docs/paper.md` has all of the figures, and what was assumed.
+# each request. Here both run with this project's scheduler; only the memory manager differs. A model of an
+# A100 provides the step times, so that minutes of traffic take seconds. `docs/paper.md` has all figures and
+# assumptions.
 
 # %%
 import sys
@@ -40,12 +40,15 @@ colors = {"token states": "#0072b2", "reserved": "#56b4e9", "internal": "#e69f00
 hatches = {"token states": "", "reserved": "///", "internal": "xx", "other": ".."}
 
 # %% [markdown]
-# ## What a memory looks like
+# ## Contents of the memory
 #
 # Two requests per second reach OPT-13B, whose keys and values fill 12 GB: 15,700 tokens. This is the memory
 # after two minutes, from its first slot to its last. Orca (Max) reserves for the longest possible output,
-# Pow2 for the next power of two of the true length, Oracle for the true length; and each region is a power of
-# two long. vLLM takes a block of 16 tokens when it needs one.
+# Pow2 for the next power of two of the true length, Oracle for the true length. The size of each region is a
+# power of two. vLLM allocates a block of 16 tokens when a request needs it.
+#
+# "Reserved" slots are for tokens that will be computed later. "Internal" slots are beyond the true length and
+# stay empty, and "rounded up" are the slots that the power of two adds.
 
 # %%
 trace = draw_trace(SHAREGPT, 2.0, 130)
@@ -54,13 +57,13 @@ shades = np.array([[255, 255, 255], [0, 114, 178], [86, 180, 233], [230, 159, 0]
 
 
 def picture_of(system):
-    """Returns which kind of thing each slot holds."""
+    """Returns the index in `kinds` of each slot, and the number of running requests."""
     scheduler = make_scheduler(system, OPT_13B.num_slots, trace)
-    simulate(trace, scheduler, OPT_13B.device(), stop_s=120)
+    simulate(trace, scheduler, OPT_13B.step_time(), stop_s=120)
     manager, slots = scheduler.block_manager, np.zeros(OPT_13B.num_slots // 16 * 16, int)
     for seq, (table,) in manager.block_tables.items():
         held = np.concatenate([np.arange(block * 16 - 16, block * 16) for block in table])
-        request = trace[-1 - seq.prompt_token_ids[0]]
+        request = trace[-1 - seq.prompt_token_ids[0]]  # all prompt tokens of request i have the id -1 - i
         ends = [seq.num_computed_tokens, request.prompt_len + request.output_len]
         if isinstance(manager, BuddyManager):
             ends.append(manager.num_reserved_tokens(request.prompt_len, request.output_len))
@@ -84,8 +87,9 @@ _ = figure.legend(handles, kinds, loc="outside lower center", ncols=5)
 # %% [markdown]
 # ## Figure 2: where the memory goes
 #
-# Five minutes of traffic, averaged; the last bar of each group is what the paper measured in an hour. Nothing
-# here was fitted to it.
+# Five minutes and an hour of traffic, averaged; the last bar of each group has the paper's values. Nothing
+# here was fitted to them. "Other" slots of Orca are free or added by the rounding to powers of two. Those of
+# vLLM are the empty slots of blocks in use.
 
 # %%
 short = {system: points.batch(system, "ShareGPT", 2.0, 300) for system in SYSTEMS}
@@ -116,8 +120,9 @@ _ = figure.legend(handles, list(colors), loc="outside lower center", ncols=4)
 # %% [markdown]
 # ## Figure 13: how many requests are batched
 #
-# A fuller memory means larger batches. One number of the evaluation is fitted: the time that the host takes
-# per step, so that vLLM's bar of Alpaca comes out. The other seven are predictions.
+# Better use of the memory allows larger batches. One number of the evaluation is fitted: the time that the
+# host takes per step, so that the value of vLLM on Alpaca equals the paper's. The other seven values are
+# predictions. The vertical lines show the range for length distributions with lower and higher spreads.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
@@ -126,9 +131,7 @@ for axis, workload in zip(axes, published.BATCHES, strict=True):
     rows = [row for row in every if row.panel.startswith(workload)]
     for x, row in enumerate(rows):
         axis.bar(x - 0.2, row.ours, 0.4, color="#0072b2", label="simulated" if x == 0 else None)
-        axis.vlines(
-            x - 0.2, *row.band, color="black", label="band of the lengths' spread" if x == 0 else None
-        )
+        axis.vlines(x - 0.2, *row.band, color="black", label="range for other spreads" if x == 0 else None)
         paper = "the paper" if x == 0 else None
         axis.bar(x + 0.2, row.paper, 0.4, color="#e69f00", hatch="//", edgecolor="black", label=paper)
         axis.text(x - 0.2, row.band[1] + 0.5, f"{row.ours:.1f}", ha="center", va="bottom", fontsize=8)
@@ -147,8 +150,8 @@ for row in every:
 # %% [markdown]
 # ## Figure 15: what sharing saves
 #
-# Samples of one request share the blocks of its prompt; beams share more, as those that lead come from few
-# parents. Worked out here with few requests, and stored with many.
+# Samples of one request share the blocks of its prompt. Beams share more, because the best beams descend from
+# few parents. "here" is computed now with few requests, "stored" was computed with many.
 
 # %%
 lines = ["Alpaca            here  stored   paper"]

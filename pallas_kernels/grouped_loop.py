@@ -61,13 +61,13 @@ def by_group(
     first = (jnp.cumsum(group_sizes) - group_sizes)[group] + (items - (ends - num_blocks)[group]) * block
     x = jnp.pad(x, ((0, block), (0, 0)))
 
-    def add_block(i: Array, y: Array) -> Array:
+    def write_block(i: Array, y: Array) -> Array:
         rows = jax.lax.dynamic_slice_in_dim(x, first[i], block)
         # Rows past the end of the group belong to later groups. Their own blocks overwrite these results.
         return jax.lax.dynamic_update_slice_in_dim(y, multiply(rows, group[i]), first[i], 0)
 
     y = jnp.zeros((num_rows + block, num_columns), x.dtype)
-    y = jax.lax.fori_loop(0, ends[-1], add_block, y)[:num_rows]
+    y = jax.lax.fori_loop(0, ends[-1], write_block, y)[:num_rows]
     return jnp.where(jnp.arange(num_rows)[:, None] < jnp.sum(group_sizes), y, 0)
 
 

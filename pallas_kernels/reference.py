@@ -17,13 +17,14 @@ def write_kv(kv_pages: Array, k: Array, v: Array | None, slot_mapping: Array) ->
     """Writes k[t] and v[t] to slot slot_mapping[t]."""
     num_pages, parts, kv_heads, page_size, row_size = kv_pages.shape
     page, offset = slot_mapping // page_size, slot_mapping % page_size
-    size = row_size - is_quantized(kv_pages)
-    numbers = offset[:, None] * size + jnp.arange(size)
-    place = jnp.concatenate([numbers, page_size * size + offset[:, None]], axis=1)[:, :row_size]
+    head_dim = row_size - is_quantized(kv_pages)
+    # Indices of a row's elements in its flattened tile. In a quantized tile, the scales follow all numbers.
+    numbers = offset[:, None] * head_dim + jnp.arange(head_dim)
+    indices = jnp.concatenate([numbers, page_size * head_dim + offset[:, None]], axis=1)[:, :row_size]
     tiles = kv_pages.reshape(num_pages, parts, kv_heads, page_size * row_size)
     for which, rows in enumerate((k,) if v is None else (k, v)):
         rows = rows.astype(kv_pages.dtype).swapaxes(1, 2)
-        tiles = tiles.at[page[:, None], which, :, place].set(rows, mode="drop")
+        tiles = tiles.at[page[:, None], which, :, indices].set(rows, mode="drop")
     return tiles.reshape(kv_pages.shape)
 
 
@@ -37,13 +38,13 @@ def grouped_matmul(x: Array, kernels: Array, group_sizes: Array) -> Array:
     """Multiplies all rows by the kernel of each group in turn and keeps the rows that belong to the group."""
     group = jnp.sum(jnp.arange(len(x))[:, None] >= jnp.cumsum(group_sizes), axis=1)
 
-    def add(out: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
-        number, kernel = one
+    def set_rows(out: Array, numbered_kernel: tuple[Array, Array]) -> tuple[Array, None]:
+        number, kernel = numbered_kernel
         product = jnp.dot(x, kernel, preferred_element_type=jnp.float32)
         return jnp.where((group == number)[:, None], product, out), None
 
     out = jnp.zeros((len(x), kernels.shape[2]), jnp.float32)
-    return jax.lax.scan(add, out, (jnp.arange(len(kernels)), kernels))[0].astype(x.dtype)
+    return jax.lax.scan(set_rows, out, (jnp.arange(len(kernels)), kernels))[0].astype(x.dtype)
 
 
 def paged_decode(

@@ -48,9 +48,9 @@ MASKED_SCORE, MASKED_EXPONENT = -1e30, -1e29
 LOG2_E = 1.4426950408889634
 ITEM_TOKENS = 64
 PREFILL_TILE_ROWS = 16
-# Items per chunk in decode, per sequence, and the limit for the bytes of a chunk's keys. Unused items of a
+# Items per chunk in decode for each tile, and the limit for the bytes of a chunk's keys. Unused items of a
 # chunk are computed too, so chunks should not be larger than the batch needs.
-DECODE_ITEMS_PER_SEQ = 2
+DECODE_TILE_ITEMS = 2
 CHUNK_BYTES = 2 * 2**20
 
 
@@ -92,7 +92,10 @@ def copy_blocks(
 
 
 class Tiles(NamedTuple):
-    """Query tiles. The R rows of a kv head are the rows of its query heads, one head after the other.
+    """Query tiles.
+
+    A tile has R rows for each kv head: all query rows of the tile for its first query head, then all query
+    rows for the next query head, and so on.
 
     Args:
         queries: [N, K, R, D].
@@ -138,13 +141,13 @@ def paged_decode(
     num_seqs, _, head_dim = q.shape
     queries = q.reshape(num_seqs, kv_pages.shape[2], -1, head_dim)
     positions = jnp.broadcast_to(context_lens[:, None] - 1, (num_seqs, queries.shape[2]))
-    prefixes, first = None, _before_window(positions, window)
+    prefixes, first = None, _first_tokens(positions, window)
     if shared_blocks is not None:
-        rows = min(PREFILL_TILE_ROWS, num_seqs)
-        prefixes = shared_tiles(block_tables, context_lens, shared_blocks, kv_pages.shape[3], rows)
+        tile_rows = min(PREFILL_TILE_ROWS, num_seqs)
+        prefixes = shared_tiles(block_tables, context_lens, shared_blocks, kv_pages.shape[3], tile_rows)
         first = prefixes.num_tokens
     tiles = Tiles(queries, positions, context_lens, jnp.arange(num_seqs), first)
-    sums = _attend(tiles, kv_pages, block_tables, DECODE_ITEMS_PER_SEQ * num_seqs, window=window, **options)
+    sums = _attend(tiles, kv_pages, block_tables, DECODE_TILE_ITEMS * num_seqs, window=window, **options)
     if prefixes is not None:
         together = functools.partial(_attend_shared, prefixes=prefixes, **options)
         sums = lax.cond(
@@ -170,7 +173,7 @@ def ragged_attention(
 ) -> Float[Array, "t h v"]:
     """See ops.ragged_attention. Sequences with one query use paged_decode; others are divided into tiles."""
     (num_tokens, num_heads, head_dim), (num_seqs, _) = q.shape, block_tables.shape
-    kv_heads, rows = kv_pages.shape[2], min(PREFILL_TILE_ROWS, num_tokens)
+    kv_heads, tile_rows = kv_pages.shape[2], min(PREFILL_TILE_ROWS, num_tokens)
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
     is_decode = query_lens == 1
     decoded = paged_decode(
@@ -185,33 +188,33 @@ def ragged_attention(
     )
 
     # Upper bound: each sequence of at least two rows leaves at most one tile partly filled.
-    num_tiles = num_tokens // rows + min(num_seqs, num_tokens // 2) + 1
-    tile_counts = jnp.where(is_decode, 0, -(-query_lens // rows))
+    num_tiles = num_tokens // tile_rows + min(num_seqs, num_tokens // 2) + 1
+    tile_counts = jnp.where(is_decode, 0, -(-query_lens // tile_rows))
     tile_ends = jnp.cumsum(tile_counts)
     seq, index, is_used = _expand_counts(tile_ends, tile_counts, num_tiles)
-    offset = index * rows
-    row = (query_start_loc[seq] + offset)[:, None] + jnp.arange(rows)
-    queries = q.at[row].get(mode="clip").reshape(num_tiles, rows, kv_heads, -1, head_dim)
+    offset = index * tile_rows
+    row = (query_start_loc[seq] + offset)[:, None] + jnp.arange(tile_rows)
+    queries = q.at[row].get(mode="clip").reshape(num_tiles, tile_rows, kv_heads, -1, head_dim)
     queries = queries.transpose(0, 2, 3, 1, 4).reshape(num_tiles, kv_heads, -1, head_dim)
-    positions = (context_lens[seq] - query_lens[seq] + offset)[:, None] + jnp.arange(rows)
-    seen = jnp.where(is_used, jnp.minimum(positions[:, -1] + 1, context_lens[seq]), 0)
+    positions = (context_lens[seq] - query_lens[seq] + offset)[:, None] + jnp.arange(tile_rows)
+    tile_lens = jnp.where(is_used, jnp.minimum(positions[:, -1] + 1, context_lens[seq]), 0)
     positions = jnp.tile(positions, (1, num_heads // kv_heads))
-    tiles = Tiles(queries, positions, seen, seq, _before_window(positions, window))
+    tiles = Tiles(queries, positions, tile_lens, seq, _first_tokens(positions, window))
     out = _normalize(_attend(tiles, kv_pages, block_tables, num_tiles, window=window, **options), sinks)
-    out = out.reshape(num_tiles, kv_heads, -1, rows, out.shape[-1]).transpose(0, 3, 1, 2, 4)
-    out = out.reshape(num_tiles * rows, num_heads, -1).astype(q.dtype)
+    out = out.reshape(num_tiles, kv_heads, -1, tile_rows, out.shape[-1]).transpose(0, 3, 1, 2, 4)
+    out = out.reshape(num_tiles * tile_rows, num_heads, -1).astype(q.dtype)
 
     # Gather the results of the token rows from the tiles.
     token = jnp.arange(num_tokens)
     seq = jnp.sum(token[:, None] >= query_start_loc[1:], axis=1)
     is_padding = seq >= num_seqs
     seq = jnp.minimum(seq, num_seqs - 1)
-    prefilled = (tile_ends - tile_counts)[seq] * rows + token - query_start_loc[seq]
-    out = jnp.where(is_decode[seq][:, None, None], decoded[seq], out.at[prefilled].get(mode="clip"))
+    out_row = (tile_ends - tile_counts)[seq] * tile_rows + token - query_start_loc[seq]
+    out = jnp.where(is_decode[seq][:, None, None], decoded[seq], out.at[out_row].get(mode="clip"))
     return jnp.where(is_padding[:, None, None], 0, out)
 
 
-def _before_window(positions: Int[Array, "n r"], window: int | None) -> Int[Array, " n"] | None:
+def _first_tokens(positions: Int[Array, "n r"], window: int | None) -> Int[Array, " n"] | None:
     """Returns the first token that each tile attends to; None if all tiles attend from token 0 on."""
     return None if window is None else jnp.maximum(positions[:, 0] - window + 1, 0)
 
@@ -229,11 +232,12 @@ def _attend_shared(
     Returns:
         The sums of each sequence; neutral values (zero weights) for sequences without shared pages.
     """
-    rows = prefixes.members.shape[1]
+    tile_rows = prefixes.members.shape[1]
     queries = prefixes.queries(q, kv_pages.shape[2])
-    positions = jnp.tile(context_lens[prefixes.members] - 1, (1, queries.shape[2] // rows))
+    positions = jnp.tile(context_lens[prefixes.members] - 1, (1, queries.shape[2] // tile_rows))
     tiles = Tiles(queries, positions, prefixes.context_lens, prefixes.members[:, 0], None)
-    sums = _attend(tiles, kv_pages, block_tables, 2 * (len(q) // rows + 1), **options)
+    # If all sequences share the same pages, there are at most as many tiles as the factor in parentheses.
+    sums = _attend(tiles, kv_pages, block_tables, DECODE_TILE_ITEMS * (len(q) // tile_rows + 1), **options)
     nothing = (0, MASKED_EXPONENT, 0)
     return Sums(*(prefixes.gather_results(x, fill) for x, fill in zip(sums, nothing, strict=True)))
 
@@ -451,9 +455,9 @@ class _ChunkAttention:
         probs = lax.optimization_barrier(probs).reshape(scores.shape)
         # The values in dead slots are replaced by 0 because they may be NaN, and 0 * NaN is NaN.
         slot = jnp.arange(shape.page_size * shape.head_dim) // shape.head_dim
-        is_there = slot < self.broadcast_to_tiles(high[:, None, None] - self.page_start)[:, None]
+        is_there = slot < self.broadcast_to_page_tiles(high[:, None, None] - self.page_start)[:, None]
         if tiles.first is not None:
-            is_there &= slot >= self.broadcast_to_tiles(low[:, None, None] - self.page_start)[:, None]
+            is_there &= slot >= self.broadcast_to_page_tiles(low[:, None, None] - self.page_start)[:, None]
         values = keys if shape.parts == 1 else self.load(pages, 1)
         values = self.as_tokens(jnp.where(is_there, values, 0))[..., : self.value_dim]
         weighted = jnp.einsum(
@@ -484,14 +488,14 @@ class _ChunkAttention:
         """
         shape = self.shape
         row = (pages[:, None] * shape.parts + part) * shape.kv_heads + jnp.arange(shape.kv_heads)[:, None]
-        loaded = self.page_tiles.at[self.broadcast_to_tiles(row)].get(mode="promise_in_bounds")
+        loaded = self.page_tiles.at[self.broadcast_to_page_tiles(row)].get(mode="promise_in_bounds")
         if not shape.is_quantized:
             return loaded.astype(shape.dtype)
         stored = lax.optimization_barrier(loaded).reshape(-1, shape.page_size, shape.head_dim + 1)
         return dequantize(rows_of(stored), shape.dtype).reshape(len(loaded), -1)
 
-    def broadcast_to_tiles(self, values: Array) -> Array:
-        """Broadcasts values to [I, K, pages] and flattens them: one value per page tile of a chunk."""
+    def broadcast_to_page_tiles(self, values: Array) -> Array:
+        """Broadcasts values to [I, K, pages] and flattens them: one value for each page tile of a chunk."""
         shape = self.shape
         values = jnp.broadcast_to(values, (shape.size, shape.kv_heads, shape.pages))
         return lax.optimization_barrier(values.reshape(-1))

@@ -9,13 +9,13 @@ from helpers.real_model import VOCAB_SIZE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper import figures, measured, published
-from paper.buddy import Buddies, BuddyManager, Demand, Region
+from paper.buddy import BuddyAllocator, BuddyManager, Demand, Region
 from paper.devices import A100_40, HOST_S, OPT_13B, OPT_66B, OPT_175B
 from paper.figures import FIGURES, Row
 from paper.lengths import ALPACA, SHAREGPT, WORKLOADS, draw_lengths, draw_trace
 from paper.page import DOCS
 from paper.picture import number
-from paper.points import Point, batch, highest_rate, sharing, work_out
+from paper.points import Point, batch, compute, highest_rate, sharing
 from paper.runner import complete
 from paper.store import RESULTS, Store
 from paper.systems import ORCAS, SYSTEMS, make_scheduler, serve, serve_static
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.thorough
 @given(st.integers(1, 300), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_regions_never_overlap_and_merge_again(num_units: int, rng: random.Random) -> None:
-    buddies = Buddies(num_units)
+    buddies = BuddyAllocator(num_units)
     whole = {size: set(starts) for size, starts in buddies.free.items()}
     held: list[Region] = []
     for _ in range(200):
@@ -136,7 +136,7 @@ def test_what_the_baselines_reserve() -> None:
 def test_every_request_ends_and_all_memory_is_free_again(system: str, several: dict[str, int]) -> None:
     trace = draw_trace(ALPACA, 40.0, 2.0, **several)
     scheduler = make_scheduler(system, 2048, trace)
-    result = simulate(trace, scheduler, OPT_13B.device())
+    result = simulate(trace, scheduler, OPT_13B.step_time())
     assert not np.isnan(result.requests["finished_time"]).any()
     scheduler.block_manager.check_integrity()
     assert scheduler.block_manager.num_free_blocks == 128
@@ -152,7 +152,10 @@ def test_outputs_do_not_depend_on_the_memory(small_engine: LLMEngine, several: i
     rng = random.Random(several)
     jobs = []
     for i in range(6):
-        prompt = [*(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))), measured.FIRST_NAME + i]
+        prompt = [
+            *(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))),
+            measured.FIRST_REQUEST_TOKEN + i,
+        ]
         output_len = rng.randint(2, 20)
         params = (
             BeamSearchParams(several, max_tokens=output_len, ignore_eos=True)
@@ -179,7 +182,7 @@ def test_outputs_do_not_depend_on_the_memory(small_engine: LLMEngine, several: i
 def test_a_simulation_can_stop_early() -> None:
     trace = [Request(0.0, 10, 100), Request(0.1, 10, 2), Request(50.0, 10, 2)]
     scheduler = make_scheduler("vLLM", 2048, trace)
-    result = simulate(trace, scheduler, OPT_13B.device(), stop_s=1.0)
+    result = simulate(trace, scheduler, OPT_13B.step_time(), stop_s=1.0)
     assert result.steps["time_s"].max() < 1.0 <= (result.steps["time_s"] + result.steps["step_s"]).max()
     assert np.isnan(result.requests["finished_time"]).tolist() == [True, False]
 
@@ -211,10 +214,10 @@ def test_arrivals_are_poisson() -> None:
 
 
 def test_steps_take_what_a_data_sheet_says() -> None:
-    device = OPT_13B.device()
-    assert device.step_s(0, 1, 0, 0, 0) - HOST_S == pytest.approx(26e9 / 1.555e12)
-    assert device.step_s(1000, 0, 0, 0, 0) - HOST_S == pytest.approx(2 * 13e9 * 1000 / 312e12)
-    more = device.step_s(0, 1, 1000, 0, 0) - device.step_s(0, 1, 0, 0, 0)
+    step_time = OPT_13B.step_time()
+    assert step_time.step_s(0, 1, 0, 0, 0) - HOST_S == pytest.approx(26e9 / 1.555e12)
+    assert step_time.step_s(1000, 0, 0, 0, 0) - HOST_S == pytest.approx(2 * 13e9 * 1000 / 312e12)
+    more = step_time.step_s(0, 1, 1000, 0, 0) - step_time.step_s(0, 1, 0, 0, 0)
     assert more == pytest.approx(1000 * 819_200 / A100_40.bytes_per_s)
     for setup, paper in ((OPT_13B, 12e9), (OPT_66B, 21e9), (OPT_175B, 264e9)):
         assert setup.num_slots * setup.bytes_per_token == pytest.approx(paper, rel=0.1)
@@ -234,7 +237,7 @@ def test_points_are_kept_and_not_worked_out_again(tmp_path: object) -> None:
     complete(points, store, 1)
     again = Store(tmp_path)
     assert again[points[0]] == "as it was"
-    assert again[points[1]] == work_out(points[1])
+    assert again[points[1]] == compute(points[1])
     again.keep_only(points[1:])
     assert points[0] not in Store(tmp_path)
 

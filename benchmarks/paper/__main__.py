@@ -1,4 +1,4 @@
-"""The command line of the evaluation; benchmarks/README.md describes it."""
+"""Command line of the reproduced evaluation. benchmarks/README.md describes it."""
 
 import argparse
 import sys
@@ -10,20 +10,20 @@ from paper.store import RESULTS, Store
 
 
 def main() -> None:
-    """Runs the experiments that the command line selects."""
+    """Computes the figures that the command line selects and writes them."""
     parser = argparse.ArgumentParser(
-        prog="python -m paper", description="Runs the PagedAttention paper's evaluation again."
+        prog="python -m paper", description="Reproduces the PagedAttention paper's evaluation."
     )
     chosen = parser.add_mutually_exclusive_group(required=True)
-    chosen.add_argument("--figure", help=f"one of {', '.join(FIGURES)}; 18 and 19 mean both of theirs")
-    chosen.add_argument("--all", action="store_true", help="all of them, and the page docs/paper.md")
+    chosen.add_argument("--figure", help=f"one of {', '.join(FIGURES)}; 18 and 19 select a and b")
+    chosen.add_argument("--all", action="store_true", help="all figures, and the page docs/paper.md")
     parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="where values are kept (default: %(default)s)"
+        "--results", type=Path, default=RESULTS, help="folder of the stored values (default: %(default)s)"
     )
     parser.add_argument(
-        "--docs", type=Path, default=page.DOCS, help="where pictures and page go (default: %(default)s)"
+        "--docs", type=Path, default=page.DOCS, help="folder for pictures and page (default: %(default)s)"
     )
-    parser.add_argument("--processes", type=int, default=2, help="that simulate at a time (default: 2)")
+    parser.add_argument("--processes", type=int, default=2, help="processes for simulations (default: 2)")
     args = parser.parse_args()
     names = list(FIGURES) if args.all else names_of(args.figure)
     if not names:
@@ -34,7 +34,8 @@ def main() -> None:
         runner.complete(points, store, args.processes)
     except KeyboardInterrupt:
         print(
-            f"stopped; what is done is in {store.path}, and the next run goes on from there", file=sys.stderr
+            f"stopped; {store.path} has the finished points, and the next run continues from them",
+            file=sys.stderr,
         )
         sys.exit(130)
     for name in names:

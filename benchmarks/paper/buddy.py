@@ -1,4 +1,4 @@
-"""Orca's memory as the paper describes it: contiguous reservations from a buddy allocator.
+"""Orca's memory management as the paper describes it: contiguous reservations from a buddy allocator.
 
 Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, SOSP 2023, section 6.1.
 """
@@ -14,22 +14,25 @@ Reserve = Literal["max", "pow2", "oracle"]
 
 
 class Region(NamedTuple):
-    """Contiguous units of a memory: a power of two of them, at a multiple of it."""
+    """Contiguous units of a memory. The size is a power of two, and the start is a multiple of the size."""
 
     start: int
     size: int
 
 
-class Buddies:
-    """Hands out regions of a memory, splitting and merging them by halves.
+class BuddyAllocator:
+    """Buddy allocator: splits free regions into halves and merges free halves again.
 
     Args:
-        num_units: Of the memory; need not be a power of two.
+        num_units: Size of the memory (units); need not be a power of two.
+
+    Attributes:
+        free: Starts of the free regions, by size.
     """
 
     def __init__(self, num_units: int) -> None:
         self.num_units = num_units
-        self.free: dict[int, set[int]] = {}  # size -> starts
+        self.free: dict[int, set[int]] = {}
         start = 0
         for power in reversed(range(num_units.bit_length())):
             if num_units & 1 << power:
@@ -37,7 +40,7 @@ class Buddies:
                 start += 1 << power
 
     def take(self, num_units: int) -> Region | None:
-        """Returns the least region that holds so many units, the first of its size; None if there is none."""
+        """Allocates the smallest free region of at least `num_units` units; None if there is none."""
         size = wanted = 1 << (num_units - 1).bit_length()
         while not self.free.get(size):
             size *= 2
@@ -51,7 +54,7 @@ class Buddies:
         return Region(start, size)
 
     def give_back(self, region: Region) -> None:
-        """Frees a region, and merges it with its buddy as long as that is free too."""
+        """Frees a region, and merges it with its buddy while the buddy is free as well."""
         start, size = region
         while start ^ size in self.free.get(size, ()):
             self.free[size].remove(start ^ size)
@@ -60,11 +63,11 @@ class Buddies:
 
 
 class Demand(NamedTuple):
-    """What a baseline is told of a request when it comes.
+    """Size of a request, which an Orca system knows when the request arrives.
 
     Args:
-        output_len: Tokens of each of its outputs; only "oracle" may know.
-        num_seqs: Sequences that it will have, each with a region of its own: nothing is shared.
+        output_len: Number of tokens of each output. "oracle" uses it, and "pow2" uses it rounded up.
+        num_seqs: Number of sequences. Each gets its own region, because Orca shares no memory.
     """
 
     output_len: int
@@ -72,7 +75,14 @@ class Demand(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What the slots of a memory hold, each a number of tokens; figure 2's categories."""
+    """Use of the slots of a memory, in the categories of figure 2.
+
+    Args:
+        tokens: Slots that hold the keys and values of a token.
+        reserved: Slots for tokens that will be computed later.
+        internal: Slots that are reserved beyond the true length of a sequence.
+        other: The remaining slots: added by the rounding of the buddy allocator, or free.
+    """
 
     tokens: int
     reserved: int
@@ -81,19 +91,19 @@ class Usage(NamedTuple):
 
 
 class BuddyManager(BlockManager):
-    """A block manager under which sequences have one contiguous region each, reserved when they are admitted.
+    """Block manager that reserves one contiguous region for each sequence when a request is admitted.
 
-    The scheduler, unmodified, sees a manager that never runs out of blocks for a running request. A block
-    table names the blocks of a region in order, so an engine can run under this manager too: sequences that
-    were forked move to a region of their own before they write, and all their tokens are copied.
+    The scheduler needs no changes: it never runs out of blocks for a running request. The block table of a
+    sequence contains the blocks of its region in order, so engines can use this manager, too. A forked
+    sequence moves to its own region before it writes for the first time, and all its tokens are copied.
 
     Args:
-        num_blocks: Blocks of the pool, the null block included.
-        block_size: Tokens per block, the least that is reserved.
-        reserve: For how long an output: "max" for all that the model can hold, "pow2" for the next power of
-            two of the true length, "oracle" for the true length.
-        max_model_len: Maximum tokens of a prompt and its output together.
-        demand: Tells of the sequence that a request begins with what comes of it.
+        num_blocks: Number of blocks of the pool, including the null block.
+        block_size: Number of tokens per block. A region has at least one block.
+        reserve: The output length for which memory is reserved: "max" for the maximum length of the model,
+            "pow2" for the true length rounded up to a power of two, "oracle" for the true length.
+        max_model_len: Maximum number of tokens of a prompt and its output together.
+        demand: Returns the size of a request from its first sequence.
     """
 
     def __init__(
@@ -107,14 +117,15 @@ class BuddyManager(BlockManager):
         super().__init__(num_blocks, block_size, enable_prefix_caching=False)
         self.reserve = reserve
         self.max_model_len = max_model_len
-        self.buddies = Buddies(num_blocks - 1)
+        self.buddies = BuddyAllocator(num_blocks - 1)
         self._demand = demand
-        self._regions: dict[Sequence, list[Region]] = {}  # of each request, by any of its sequences
+        self._regions: dict[Sequence, list[Region]] = {}  # all regions of a request, by each of its sequences
         self._final_len: dict[Sequence, int] = {}
-        self._left: list[list[Region]] = []  # of requests that ended, until no step may write to them
+        # Regions of ended requests. They are freed when no step in flight can write to them any more.
+        self._regions_to_free: list[list[Region]] = []
 
     def num_reserved_tokens(self, prompt_len: int, output_len: int) -> int:
-        """Returns for how many tokens a sequence reserves, before the buddy allocator rounds it up."""
+        """Returns the number of tokens reserved for a sequence, before the buddy allocator rounds it up."""
         if self.reserve == "max":
             return self.max_model_len
         if self.reserve == "pow2":
@@ -124,7 +135,7 @@ class BuddyManager(BlockManager):
     def allocate(
         self, seq: Sequence, salt: str, *, use_cache: bool, num_reserved: int, num_encoder_tokens: int = 0
     ) -> bool:
-        """Reserves the regions of a request, all or none; see BlockManager.allocate."""
+        """Reserves all regions of a request, or none if one does not fit; see BlockManager.allocate."""
         prompt_len, (output_len, num_seqs) = len(seq.prompt_token_ids), self._demand(seq)
         num_tokens = self.num_reserved_tokens(prompt_len, output_len)
         regions: list[Region] = []
@@ -137,12 +148,12 @@ class BuddyManager(BlockManager):
             regions.append(region)
         self._regions[seq] = regions
         self._final_len[seq] = prompt_len + output_len
-        self._sit_down(seq, regions[0])
+        self._set_block_table(seq, regions[0])
         seq.num_computed_tokens = 0
         return True
 
     def append_slots(self, rows: list[tuple[Sequence, int]]) -> Copies:
-        """Moves sequences that share a region with others to one of their own; see BlockManager."""
+        """Moves sequences that share a region to their own regions; see BlockManager.append_slots."""
         copies: Copies = []
         for seq, _ in rows:
             (table,) = self.block_tables[seq]
@@ -150,7 +161,7 @@ class BuddyManager(BlockManager):
                 continue
             region = next(r for r in self._regions[seq] if not self.pool.ref_counts[r.start + 1])
             num_blocks = self.num_blocks_of(seq.next_position)
-            self._sit_down(seq, region)
+            self._set_block_table(seq, region)
             for block in table:
                 self.pool.release(block)
             copies += zip(table[:num_blocks], self.block_tables[seq][0], strict=False)
@@ -158,7 +169,7 @@ class BuddyManager(BlockManager):
         return copies
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> bool:
-        """Lets a child read its parent's region until it writes; see BlockManager.fork."""
+        """Shares the parent's region with a child until the child writes; see BlockManager.fork."""
         self._regions[child], self._final_len[child] = self._regions[parent], self._final_len[parent]
         self.block_tables[child] = [list(self.block_tables[parent][0])]
         for block in self.block_tables[child][0]:
@@ -166,25 +177,21 @@ class BuddyManager(BlockManager):
         return True
 
     def free(self, seq: Sequence) -> None:
-        """Takes away a sequence's region; with its last sequence, a request gives all of them back."""
+        """Frees a sequence. The regions of a request are freed together with its last sequence."""
         super().free(seq)
         regions = self._regions.pop(seq)
         del self._final_len[seq]
         if all(other is not regions for other in self._regions.values()):
-            self._left.append(regions)
-            self._give_back()
+            self._regions_to_free.append(regions)
+            self._free_regions()
 
     def end_step(self, step_id: int) -> None:
-        """Frees what waited for this step."""
+        """Frees regions of ended requests if no step in flight can write to them any more."""
         super().end_step(step_id)
-        self._give_back()
+        self._free_regions()
 
     def usage(self) -> Usage:
-        """Returns what the slots of the whole memory hold now.
-
-        Reserved are the slots of tokens to come; internal those that were reserved beyond the true length;
-        other is the rest: what the buddy allocator rounds up, and what is free.
-        """
+        """Returns the current use of all slots."""
         tokens = reserved = internal = 0
         for seq in self.block_tables:
             final_len = self._final_len[seq]
@@ -196,16 +203,16 @@ class BuddyManager(BlockManager):
         num_slots = self.num_usable_blocks * self.block_size
         return Usage(tokens, reserved, internal, num_slots - tokens - reserved - internal)
 
-    def _sit_down(self, seq: Sequence, region: Region) -> None:
-        # The block of unit i is i + 1: the null block is none of them.
+    def _set_block_table(self, seq: Sequence, region: Region) -> None:
+        # Unit i is block i + 1, because block 0 is the null block.
         first, size = region.start + 1, min(region.size, self.num_blocks_of(self.max_model_len))
         self.block_tables[seq] = [list(range(first, first + size))]
         for block in self.block_tables[seq][0]:
             self.pool.share(block)
 
-    def _give_back(self) -> None:
+    def _free_regions(self) -> None:
         if not self.pool.num_held:
-            for regions in self._left:
+            for regions in self._regions_to_free:
                 for region in regions:
                     self.buddies.give_back(region)
-            self._left.clear()
+            self._regions_to_free.clear()

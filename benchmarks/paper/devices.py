@@ -1,21 +1,22 @@
-"""How long a step of one of the paper's models takes on its GPUs: a roofline of published peak figures."""
+"""Step times of the paper's models on its GPUs: a roofline model with peak rates from data sheets."""
 
 import dataclasses
 
-# The one fitted number of the evaluation, in seconds per step: what the host and the gaps between kernels add
-# to the roofline. Fitted to the batch of vLLM on Alpaca in figure 13; tests/test_paper.py fits it again.
+# Time per step that the host and the gaps between kernels add to the roofline (seconds). It is the only
+# fitted number: with it, vLLM's batch size on Alpaca equals the one in figure 13. tests/test_paper.py checks
+# the fit.
 HOST_S = 0.0122
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Peak figures of a GPU, from its data sheet.
+    """Peak rates of a GPU, from its data sheet.
 
     Args:
-        name: Its name.
+        name: Name of the GPU.
         bytes_per_s: Memory bandwidth.
-        flop_per_s: Of dense products in half precision.
-        link_bytes_per_s: NVLink, one direction.
+        flop_per_s: Rate of dense matrix products in half precision.
+        link_bytes_per_s: Bandwidth of NVLink in one direction.
     """
 
     name: str
@@ -27,23 +28,23 @@ class Gpu:
 A100_40 = Gpu("A100-40GB", 1.555e12, 312e12, 300e9)
 A100_80 = Gpu("A100-80GB", 2.039e12, 312e12, 300e9)
 PCIE_BYTES_PER_S = 32e9  # PCIe 4.0 with 16 lanes, one direction
-COPY_CALL_S = 2.5e-6  # of one asynchronous copy, about what a driver takes to queue it
-ALL_REDUCE_S = 10e-6  # of one all-reduce, besides its bytes
+COPY_CALL_S = 2.5e-6  # time for a driver to queue one asynchronous copy
+ALL_REDUCE_S = 10e-6  # latency of one all-reduce, without the transfer of its bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A model on its GPUs: table 1 of the paper.
+    """A model and its GPUs, as in table 1 of the paper.
 
     Args:
-        name: Of the model.
-        num_params: Weights, in 2 bytes each.
-        num_layers: Of the model.
-        hidden_size: Of the model.
-        gpu: Kind of GPU.
-        num_gpus: Over which the model is split.
-        num_slots: Tokens whose keys and values the GPUs hold.
-        host_s: Added to every step.
+        name: Name of the model.
+        num_params: Number of weights. Each has 2 bytes.
+        num_layers: Number of layers.
+        hidden_size: Hidden size.
+        gpu: GPU type.
+        num_gpus: Number of GPUs. The model runs with tensor parallelism on all of them.
+        num_slots: Size of the KV cache of all GPUs together (tokens).
+        host_s: Time that the host adds to every step (seconds).
     """
 
     name: str
@@ -57,12 +58,12 @@ class Setup:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of keys and values in all layers."""
+        """The bytes of a token's keys and values in all layers."""
         return 2 * 2 * self.num_layers * self.hidden_size
 
-    def device(self, block_size: int = 16) -> "Device":
-        """Returns how long steps take with blocks of a size."""
-        return Device(self, block_size)
+    def step_time(self, block_size: int = 16) -> "RooflineStepTime":
+        """Returns the model of step times for a block size (tokens)."""
+        return RooflineStepTime(self, block_size)
 
 
 OPT_13B = Setup("OPT-13B", 13e9, 40, 5120, A100_40, 1, 15_700)
@@ -72,15 +73,20 @@ SETUPS = {setup.name: setup for setup in (OPT_13B, OPT_66B, OPT_175B)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
-    """The time of a step: weights read or multiplied by, keys and values read, bytes moved, and the host.
+class RooflineStepTime:
+    """Roofline model of step times for the simulator (a StepTime).
 
-    Products take what is more, reading the weights or the arithmetic; attention reads keys and values at full
-    bandwidth; its arithmetic is left out. It is a simulator's StepTime.
+    The time of a step is a sum:
+
+    - Matrix products: the time to read the weights, or the time of the arithmetic if that is longer.
+    - Attention and copied blocks: the time to read (and write) the bytes at full bandwidth. The arithmetic of
+      attention is left out.
+    - Two all-reduces per layer, if there are several GPUs.
+    - Swapped blocks, and the time of the host.
 
     Args:
         setup: Model and GPUs.
-        block_size: Tokens per block.
+        block_size: Number of tokens per block.
     """
 
     setup: Setup
@@ -94,7 +100,7 @@ class Device:
         num_blocks_swapped: int,
         num_blocks_copied: int,
     ) -> float:
-        """Returns the seconds of a step."""
+        """Returns the duration of a step (seconds); see StepTime."""
         s, n = self.setup, self.setup.num_gpus
         num_tokens = num_prefill_tokens + num_decode_seqs
         block_bytes = s.bytes_per_token * self.block_size
@@ -111,7 +117,7 @@ class Device:
 
     @property
     def swap_s(self) -> float:
-        """Seconds to move a block to or from host memory: keys and values of each layer on their own."""
+        """The time to copy a block to or from host memory (seconds), with two copies per layer."""
         s = self.setup
         num_bytes = s.bytes_per_token * self.block_size / s.num_gpus
         return num_bytes / PCIE_BYTES_PER_S + 2 * s.num_layers * COPY_CALL_S

@@ -1,9 +1,9 @@
-"""The figures: which points each needs, and what they come to beside the paper's values.
+"""The figures: the points that each figure needs, and the conversion of points to rows and curves.
 
 from paper import figures
 from paper.store import Store
-figures.rows(13, Store())           # of the stored results: no work
-figures.complete(13, Store(folder)) # works out what is missing
+figures.rows(13, Store())  # from stored points
+figures.complete(13, Store(folder))  # computes missing points
 """
 
 import dataclasses
@@ -12,26 +12,27 @@ from typing import Any
 
 from paper import published, runner
 from paper.points import STATIC, Point
+from paper.scale import BIN
 from paper.store import Store
 from paper.systems import ORCAS, SYSTEMS
 
 BLOCK_SIZES = (1, 4, 16, 64, 256)
-# What the project's first simulation of the paper took for prompts and outputs, for comparison.
+# Sigmas of prompts and outputs in the project's first simulation of the paper, for comparison.
 EARLIER_SIGMAS = {"ShareGPT": [1.2, 0.9], "Alpaca": [0.5, 0.9]}
 EXPONENTIAL_SIGMAS = [0.833, 0.833]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A value of ours beside the paper's.
+    """A value of this project and the paper's value for it.
 
     Args:
-        panel: Of the picture.
-        label: Of the bar.
-        ours: Our value.
-        paper: The paper's: a value, a range, or None if it gives none.
-        band: Our value under lower and higher spreads of the lengths; None if it has none.
-        is_fitted: Whether the one fitted number was fitted to it.
+        panel: Title of the panel that contains the bar.
+        label: Label of the bar.
+        ours: The value of this project.
+        paper: The paper's value or range; None if the paper has none.
+        band: Range of `ours` under other assumptions (see Figure.band); None if it was not computed.
+        is_fitted: Whether HOST_S was fitted to this value.
     """
 
     panel: str
@@ -43,7 +44,10 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """How far ours is from the paper's, as a share of it; 0 within a range; None without the paper's."""
+        """The relative difference from the paper's value.
+
+        0 if the paper's value is a range that contains `ours`; None if there is no such value, or it is 0.
+        """
         if self.paper is None or self.paper == 0:
             return None
         low, high = self.paper if isinstance(self.paper, tuple) else (self.paper, self.paper)
@@ -52,7 +56,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A line of a picture: y over x."""
+    """A line with the points (x, y) in a panel."""
 
     panel: str
     label: str
@@ -62,19 +66,19 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A figure, and how it is made.
+    """A figure and the points that it is made from.
 
     Args:
-        name: Its number in the paper, or a word.
-        title: What it shows.
-        unit: Of the rows' values.
-        points: What it needs.
-        rows: Makes the rows of the points' values.
-        curves: Makes the lines, if it has any; then the picture shows these.
-        axes: What the lines' axes show.
-        notes: How it was made, or how the paper's values are defined; empty if that is clear.
-        band: What the band of the rows is.
-        digits: After the point.
+        name: Its number in the paper, or a word for figures that the paper does not have.
+        title: Title of the picture.
+        unit: Unit of the rows' values.
+        points: The required points.
+        rows: Returns the rows for the values of the points.
+        notes: Notes below the table, such as the definition of the paper's values.
+        curves: Returns the lines. If it is set, the picture shows lines instead of the rows.
+        axes: Labels of the x axis and the y axis of the lines.
+        digits: Number of decimals.
+        band: Description of the rows' band, for the legend.
     """
 
     name: str
@@ -139,7 +143,7 @@ _BAND_POINTS = [
     for system in SYSTEMS
     for settings in ({}, {"sigma_shift": -0.2}, {"sigma_shift": 0.2})
 ]
-# What else could have been chosen: shown in the notes of figure 13, and in the table on the page.
+# Points of figure 13 under alternative assumptions, for a table in docs/paper.md.
 OTHER_POINTS = {
     "prompts in the steps of decodes, 19 ms": [
         _batch_point(system, workload, mixes=True, host_s=0.019)
@@ -151,7 +155,7 @@ OTHER_POINTS = {
         for workload in published.BATCHES
         for system in SYSTEMS[1:]
     ],
-    "spreads of 0.833": [
+    "spreads of 0.833 also for Alpaca's prompts": [
         _batch_point(system, workload, sigmas=EXPONENTIAL_SIGMAS)
         for workload in published.BATCHES
         for system in SYSTEMS[1:]
@@ -382,7 +386,7 @@ def _engine_rows(values: Any) -> list[Row]:
     ]
     rows += [
         Row(
-            "19b: recompute, swap = 1",
+            "19b: time of recompute / time of swap",
             f"blocks of {n}",
             found[f"recovery {n}"]["recompute"] / found[f"recovery {n}"]["swap"],
             None,
@@ -393,17 +397,20 @@ def _engine_rows(values: Any) -> list[Row]:
 
 
 NUM_REPLICAS = 40
-_MILLION = [
+_MILLION_REQUESTS = [
     Point.of("replicas", num_replicas=NUM_REPLICAS, first=i, last=i + 2, per_replica=25_000)
     for i in range(0, NUM_REPLICAS, 2)
 ]
-_FEWER = {n: Point.of("replicas", num_replicas=n, first=0, last=1, per_replica=4000) for n in (4, 8, 16, 160)}
+# One replica each, for several numbers of replicas that share the rate.
+_SHORT_RUNS = {
+    n: Point.of("replicas", num_replicas=n, first=0, last=1, per_replica=4000) for n in (4, 8, 16, 160)
+}
 
 
 def _scale_rows(values: Any) -> list[Row]:
     total = million(values)
     rows = [Row("microseconds per row", f"{NUM_REPLICAS} replicas", total["us_per_row"], None)]
-    for n, point in _FEWER.items():
+    for n, point in _SHORT_RUNS.items():
         value = values[point]
         rows.append(
             Row(
@@ -415,8 +422,8 @@ def _scale_rows(values: Any) -> list[Row]:
 
 
 def million(values: Any) -> dict[str, float]:
-    """Returns the sums of the run of a million requests."""
-    found = [values[point] for point in _MILLION]
+    """Returns the totals of the simulation of a million requests."""
+    found = [values[point] for point in _MILLION_REQUESTS]
     sums = {name: sum(value[name] for value in found) for name in ("num_requests", "num_steps", "num_rows")}
     seconds = sum(value["scheduling_s"] for value in found)
     return sums | {
@@ -429,13 +436,13 @@ def million(values: Any) -> dict[str, float]:
 
 
 def longest_queue(values: Any) -> int:
-    """Returns the most requests that waited at one of the fewest replicas."""
-    return values[_FEWER[min(_FEWER)]]["most_waiting"]
+    """Returns the maximum number of waiting requests at a replica in the run with the fewest replicas."""
+    return values[_SHORT_RUNS[min(_SHORT_RUNS)]]["most_waiting"]
 
 
 def _scale_curves(values: Any) -> list[Curve]:
-    groups = {f"{NUM_REPLICAS} replicas": [values[point] for point in _MILLION]}
-    groups |= {f"{n} replicas": [values[point]] for n, point in _FEWER.items()}
+    groups = {f"{NUM_REPLICAS} replicas": [values[point] for point in _MILLION_REQUESTS]}
+    groups |= {f"{n} replicas": [values[point]] for n, point in _SHORT_RUNS.items()}
     curves = []
     for label, found in groups.items():
         steps: dict[int, int] = {}
@@ -449,7 +456,7 @@ def _scale_curves(values: Any) -> list[Curve]:
             Curve(
                 "one schedule() and update()",
                 label,
-                [rows + 16.0 for rows in bins],
+                [rows + BIN / 2 for rows in bins],
                 [seconds[rows] / steps[rows] * 1e3 for rows in bins],
             )
         )
@@ -587,7 +594,7 @@ FIGURES: dict[str, Figure] = {
             "scale",
             "Scheduling time of a million requests at 1,000 per second (OPT-13B, Alpaca)",
             "us per row",
-            [*_MILLION, *_FEWER.values()],
+            [*_MILLION_REQUESTS, *_SHORT_RUNS.values()],
             _scale_rows,
             "",
             _scale_curves,
@@ -599,15 +606,15 @@ FIGURES: dict[str, Figure] = {
 
 
 def names_of(number: str) -> list[str]:
-    """Returns the figures that a number stands for: 18 is 18a and 18b."""
+    """Returns the names of the figures with a number: 18a and 18b for 18."""
     return [name for name in FIGURES if name in (number, f"{number}a", f"{number}b")]
 
 
 def rows(name: str | int, store: Store) -> list[Row]:
-    """Returns a figure's rows from what the store holds."""
+    """Returns the rows of a figure from stored points."""
     return FIGURES[str(name)].rows(store)
 
 
 def complete(name: str | int, store: Store, num_processes: int = 2) -> None:
-    """Works out what a figure still lacks."""
+    """Computes the missing points of a figure."""
     runner.complete(FIGURES[str(name)].points, store, num_processes)

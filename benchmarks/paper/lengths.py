@@ -1,4 +1,4 @@
-"""Traces of requests: lengths of the means that the paper publishes, and Poisson arrivals."""
+"""Request traces: log-normal lengths with the means that the paper publishes, and Poisson arrivals."""
 
 import dataclasses
 
@@ -7,32 +7,30 @@ import numpy as np
 from jax_paged.lab.simulator import Request
 
 MAX_MODEL_LEN = 2048
-# Of the lengths only the means are published, and of ShareGPT's that the tails go to about 2000 tokens. The
-# spreads are two conventions: a text has that of an exponential distribution, whose standard deviation is its
-# mean, as if it could end after any token alike; a sentence (Alpaca's instructions, WMT's lines) half a unit
-# of its logarithm, the spread that sentences of prose have. One of 190 of ShareGPT's outputs would then be
-# longer than 2000 tokens, and one of 3400 of its prompts.
+# The paper publishes only the mean lengths, and that the longest ShareGPT texts have about 2000 tokens. So
+# the standard deviations of the logarithms are assumptions. For texts, the standard deviation of the length
+# equals its mean, as in an exponential distribution (a text may end after any token). For sentences (Alpaca's
+# instructions, WMT's lines), 0.5 is typical of prose. With these values, one in 190 ShareGPT outputs and one
+# in 3400 prompts have more than 2000 tokens.
 TEXT_SIGMA = 0.833
 SENTENCE_SIGMA = 0.5
-# Each figure has a band: all spreads 0.2 lower and 0.2 higher.
-SIGMA_BAND = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What requests are like.
+    """Distribution of prompt and output lengths.
 
     Args:
-        name: Of the data set.
-        prompt_mean: Tokens.
-        output_mean: Tokens.
-        prompt_sigma: Standard deviation of the length's logarithm, before requests that are too long are
-            left out.
-        output_sigma: The same of outputs.
-        prefix_len: Tokens that all prompts begin with, in addition.
-        is_chat: Whether a prompt is the end of a conversation, cut at 1024 tokens, as most of the paper's
-            are; outputs then have at most 1024 tokens.
-        max_len: Most tokens of a prompt, with its prefix, and its output.
+        name: Name of the data set.
+        prompt_mean: Mean length of prompts, without the prefix (tokens).
+        output_mean: Mean length of outputs (tokens).
+        prompt_sigma: Standard deviation of the logarithm of the prompt length, before requests that are too
+            long are left out.
+        output_sigma: The same for outputs.
+        prefix_len: Length of the prefix that all prompts have in common (tokens).
+        is_chat: Whether prompts are conversations. As in the paper, only the last 1024 tokens of a
+            conversation are used, and outputs have at most 1024 tokens. Here every prompt has 1024 tokens.
+        max_len: Maximum length of prefix, prompt and output together (tokens).
     """
 
     name: str
@@ -48,8 +46,8 @@ class Workload:
 SHAREGPT = Workload("ShareGPT", 161.31, 337.99, TEXT_SIGMA, TEXT_SIGMA)
 ALPACA = Workload("Alpaca", 19.31, 58.45, SENTENCE_SIGMA, TEXT_SIGMA)
 CHAT = Workload("Chat", 1024, 337.99, 0.0, TEXT_SIGMA, is_chat=True)
-# The paper gives no lengths for WMT16: a sentence of news has about 25 words, in German too.
-# The figure's band goes up to twice that.
+# The paper gives no lengths for WMT16. A sentence of news has about 25 words, in English and in German. The
+# band of figure 16 extends to sentences of twice this length.
 SENTENCE_LEN = 32.0
 WORKLOADS = {
     workload.name: workload
@@ -67,16 +65,16 @@ WORKLOADS = {
 
 
 def draw_lengths(workload: Workload, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the lengths of prompts (without a prefix) and of outputs, int [count] each.
+    """Returns the lengths of prompts (without the prefix) and of outputs, int [count] each.
 
-    Requests of more than max_len tokens are left out, and the means are those of the others.
+    Requests with more than max_len tokens are left out. The remaining ones have the means of the workload.
     """
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal((2, 2 * count + 100))
     means = np.array([1024.0 if workload.is_chat else workload.prompt_mean, workload.output_mean])
     limit = workload.max_len - workload.prefix_len
     mu, sigmas = np.log(means), np.array([[workload.prompt_sigma], [workload.output_sigma]])
-    for _ in range(60):
+    for _ in range(60):  # shifts the logarithms until the remaining requests have the wanted means
         lengths = np.maximum(np.rint(np.exp(mu[:, None] + sigmas * normal)), 1)
         if workload.is_chat:
             lengths[0], lengths[1] = 1024, np.minimum(lengths[1], 1024)
@@ -96,9 +94,17 @@ def draw_trace(
     beam_width: int | None = None,
     seed: int = 0,
 ) -> list[Request]:
-    """Returns the same requests each time: `rate` per second for a time, with n samples or beams each.
+    """Returns Poisson arrivals of requests; equal arguments give equal requests.
 
-    The last token of a prompt names its request: -1 - its index.
+    The last token of the prompt of request i has the id -1 - i, by which the Orca systems find the request.
+
+    Args:
+        workload: Distribution of the lengths.
+        rate: Requests per second.
+        duration_s: Time in which requests arrive (seconds).
+        n: Number of samples per request.
+        beam_width: Number of beams per request; None generates samples.
+        seed: Seed of the random numbers.
     """
     count = max(1, round(rate * duration_s))
     prompts, outputs = draw_lengths(workload, count, seed)

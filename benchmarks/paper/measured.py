@@ -1,8 +1,8 @@
-"""Measured, not simulated: the engine with its built-in model, under paged memory and under Orca's.
+"""Measurements of the engine with the built-in model on a CPU, with paged memory and with Orca's memory.
 
-The scheduler and the model are the same; only the block manager differs. OPT-13B's setting is taken at a
-quarter of its size, so that the built-in model, which holds 2048 tokens, runs it on a CPU: a quarter of the
-slots, of the lengths, and of the longest request.
+Scheduler and model are the same in all systems; only the block manager differs. OPT-13B's number of slots and
+maximum length are divided by 4, because the built-in model supports at most 2048 tokens. ShareGPT's lengths
+are divided by 4 as well; the lengths of Alpaca and of translations are not.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ from paper.systems import ORCAS
 SCALE = 4
 NUM_SLOTS = 15_700 // SCALE
 MAX_LEN = 2048 // SCALE
-FIRST_NAME = 16  # the token that names the first request; those before it are the model's special tokens
+FIRST_REQUEST_TOKEN = 16  # last prompt token of request 0; smaller ids are special tokens of the model
 
 
 class Job(NamedTuple):
     """A request of a measurement.
 
     Args:
-        prompt: Token ids; the last one names the request.
-        params: What is asked for.
-        demand: What a baseline is told of it.
+        prompt: Token ids. The last one is FIRST_REQUEST_TOKEN plus the index of the request.
+        params: Sampling or beam search parameters.
+        demand: Size of the request, which the Orca systems use.
     """
 
     prompt: list[int]
@@ -45,13 +45,13 @@ class Job(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What serving some jobs came to.
+    """Result of serving some jobs.
 
     Args:
-        seconds: Until the last had ended.
-        batched: Requests that ran, on average over the steps.
-        saved: Share of the blocks that sharing saved, on average over the steps.
-        num_preemptions: How often a request lost its blocks.
+        seconds: Time until the last job ended.
+        batched: Mean number of running requests over the steps.
+        saved: Share of blocks that sharing saved, from the sums over all steps.
+        num_preemptions: Number of preemptions of all requests.
     """
 
     seconds: float
@@ -79,7 +79,7 @@ def make_engine(block_size: int = 16, max_num_seqs: int = 64) -> LLMEngine:
 
 @functools.cache
 def _text() -> tuple[int, ...]:
-    """Returns token ids of text like that which the model has learned."""
+    """Returns token ids of Python source code, a kind of text that the built-in model knows."""
     from jax_paged.engine.text.tokenizer import Tokenizer
     from jax_paged.models.checkpoint import resolve_model_dir
 
@@ -89,13 +89,13 @@ def _text() -> tuple[int, ...]:
 
 
 def make_jobs(workload: Workload, count: int, n: int = 1, beam_width: int | None = None) -> list[Job]:
-    """Returns requests with prompts of real text, each after the workload's prefix."""
+    """Returns requests whose prompts are the workload's prefix and a part of `_text`."""
     text = _text()
     prefix = list(text[: workload.prefix_len])
     jobs = []
     for i, (prompt_len, output_len) in enumerate(zip(*draw_lengths(workload, count), strict=True)):
         start = (i * 97) % (len(text) - MAX_LEN)
-        prompt = [*prefix, *text[start : start + int(prompt_len) - 1], FIRST_NAME + i]
+        prompt = [*prefix, *text[start : start + int(prompt_len) - 1], FIRST_REQUEST_TOKEN + i]
         params: SamplingParams | BeamSearchParams
         if beam_width is None:
             params = SamplingParams(
@@ -110,10 +110,10 @@ def make_jobs(workload: Workload, count: int, n: int = 1, beam_width: int | None
 def scheduler_of(
     system: str, jobs: Items[Job], *, shares_prefixes: bool = False, preemption_mode: str | None = None
 ) -> type[Scheduler]:
-    """Returns the engine's scheduler with the block manager of a system; the baselines know the jobs."""
+    """Returns a scheduler class with the block manager of a system. The Orca systems know the jobs' sizes."""
 
     def demand(seq: Sequence) -> Demand:
-        return jobs[seq.prompt_token_ids[-1] - FIRST_NAME].demand
+        return jobs[seq.prompt_token_ids[-1] - FIRST_REQUEST_TOKEN].demand
 
     class SystemScheduler(Scheduler):
         def __init__(self, *, block_manager: BlockManager, **settings: Any) -> None:
@@ -132,13 +132,13 @@ def scheduler_of(
 
 
 def serve(idle: LLMEngine, system: str, jobs: Items[Job], **settings: Any) -> Run:
-    """Serves jobs that all come at once, under a system's manager and the same scheduler.
+    """Serves jobs that all arrive at once, with the block manager of a system.
 
     Args:
-        idle: Has no requests; an engine on its executor does the work.
+        idle: An engine without requests, whose executor is used.
         system: One of SYSTEMS.
-        jobs: What it serves.
-        settings: As scheduler_of has them.
+        jobs: The jobs.
+        settings: Further arguments of `scheduler_of`.
     """
     engine = LLMEngine(idle.args, idle.executor, scheduler=scheduler_of(system, jobs, **settings))
     manager, size = engine.scheduler.block_manager, engine.config.block_size
@@ -163,7 +163,7 @@ def serve(idle: LLMEngine, system: str, jobs: Items[Job], **settings: Any) -> Ru
 
 
 def engine_batches(count: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Measures figure 13 in small: requests that run at a time, and output tokens per second, per system."""
+    """Measures figure 13: mean number of running requests, and output tokens per second, for each system."""
     workload = _quarter(SHAREGPT)
     jobs = make_jobs(workload, count)
     num_tokens = sum(job.demand.output_len for job in jobs)
@@ -179,7 +179,7 @@ def engine_batches(count: int, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def engine_sharing(count: int) -> dict[str, float]:
-    """Measures figure 15 in small: percent of the blocks that samples and beams save, lengths as Alpaca's."""
+    """Measures figure 15: percent of blocks that samples and beams save, with Alpaca's lengths."""
     workload = dataclasses.replace(ALPACA, max_len=MAX_LEN)
     found: dict[str, float] = {}
     with make_engine() as engine:
@@ -191,7 +191,7 @@ def engine_sharing(count: int) -> dict[str, float]:
 
 
 def engine_prefix(count: int, rounds: int) -> dict[str, float]:
-    """Measures figure 16 in small: throughput with a shared prefix over Orca (Oracle)'s, by its length."""
+    """Measures figure 16: throughput relative to Orca (Oracle), by the length of the shared prefix."""
     found: dict[str, float] = {}
     with make_engine() as engine:
         for prefix_len in (80, 341):
@@ -211,7 +211,7 @@ def engine_prefix(count: int, rounds: int) -> dict[str, float]:
 
 
 def engine_recovery(block_size: int, count: int, rounds: int) -> dict[str, float]:
-    """Measures figure 19b in small: seconds under recomputation and under swapping, by block size."""
+    """Measures figure 19b: time of all jobs with recomputation and with swapping (seconds)."""
     workload = _quarter(SHAREGPT)
     jobs = make_jobs(workload, count)
     modes = {mode: ("vLLM", jobs, {"preemption_mode": mode}) for mode in ("recompute", "swap")}
@@ -222,9 +222,9 @@ def engine_recovery(block_size: int, count: int, rounds: int) -> dict[str, float
 
 
 def kernel_overhead(batch: int, context: int, rounds: int) -> float:
-    """Measures figure 18a on this processor: how many percent slower attention is through a block table.
+    """Measures figure 18a on a CPU: additional time of attention through block tables, in percent.
 
-    The native kernel attends once over blocks of 16 in random places, and once over one block per sequence.
+    The native kernel attends to blocks of 16 tokens in random order, and to one block per sequence.
     """
     import jax
     import jax.numpy as jnp
@@ -245,7 +245,7 @@ def kernel_overhead(batch: int, context: int, rounds: int) -> float:
 
     @jax.jit
     def attend(query: jax.Array, pool: jax.Array, tables: jax.Array) -> jax.Array:
-        for _ in range(20):  # so that the call itself does not count
+        for _ in range(20):  # repeated in one program, so that the time of the call does not count
             query = ops.paged_decode(query, pool, tables, lens, scale=head_dim**-0.5, backend="native")
         return query
 
@@ -262,7 +262,7 @@ def kernel_overhead(batch: int, context: int, rounds: int) -> float:
 def _in_turns(
     engine: LLMEngine, turns: dict[str, tuple[str, Items[Job], Any]], rounds: int
 ) -> dict[str, list[Run]]:
-    """Serves several ways in turn, after a round that does not count."""
+    """Serves jobs in several ways, which alternate round by round, after a warm-up round."""
     found: dict[str, list[Run]] = {name: [] for name in turns}
     for i in range(rounds + 1):
         for name, (system, jobs, settings) in turns.items():

@@ -1,4 +1,4 @@
-"""The page in docs/: the picture of every figure, and a table of ours beside the paper's."""
+"""Writing of docs/paper.md and of one SVG and JSON file per figure."""
 
 import dataclasses
 import json
@@ -16,7 +16,14 @@ DOCS = RESULTS.parent.parent.parent / "docs"
 
 
 def write_figure(name: str, store: Store, pictures: Path, results: Path) -> None:
-    """Writes a figure's picture and its JSON; the store has all that it needs."""
+    """Writes the SVG and the JSON file of a figure from stored points.
+
+    Args:
+        name: Key of FIGURES.
+        store: Contains all points of the figure.
+        pictures: Folder for the SVG.
+        results: Folder for the JSON file.
+    """
     figure = FIGURES[name]
     draw(figure, store, pictures / f"figure-{name}.svg")
     content: dict[str, Any] = {
@@ -31,7 +38,7 @@ def write_figure(name: str, store: Store, pictures: Path, results: Path) -> None
 
 
 def write_page(store: Store, path: Path) -> None:
-    """Writes the page; its pictures lie in the folder paper/ beside it."""
+    """Writes docs/paper.md from the template page.md. The pictures are in the folder paper/ beside it."""
     (path.parent / "paper").mkdir(parents=True, exist_ok=True)
     template = (Path(__file__).parent / "page.md").read_text()
     parts: dict[str, str] = {f"figure {name}": _section(figure, store) for name, figure in FIGURES.items()}
@@ -91,7 +98,7 @@ def _section(figure: Figure, values: Any) -> str:
 
 
 def _others(values: Any) -> str:
-    """Returns figure 13 under the choices that were not taken."""
+    """Returns a table of the errors in figure 13 under OTHER_POINTS, the alternative assumptions."""
     lines = ["| | " + " | ".join(f"{w}: {s}" for w in published.BATCHES for s in SYSTEMS[1:]) + " |"]
     lines.append("|" + "---|" * (2 * len(SYSTEMS) - 1))
     papers = [published.BATCHES[w][s] for w in published.BATCHES for s in SYSTEMS[1:]]

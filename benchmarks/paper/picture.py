@@ -1,4 +1,4 @@
-"""Draws a figure: bars of ours beside the paper's, or lines, that need neither colour nor a light screen."""
+"""Drawing of figures as SVG, with bars or lines. They can be read without color and on dark screens."""
 
 import io
 import re
@@ -8,7 +8,8 @@ from typing import Any
 from paper.figures import Curve, Figure, Row
 from paper.points import LATENCY_LIMIT_S, rate_between
 
-# Okabe and Ito's colours, which colour-blind readers tell apart; hatches and marks say the same again.
+# Okabe and Ito's colors for color-blind readers. Hatches and markers make the same distinctions without
+# color.
 OURS, PAPER = "#0072b2", "#e69f00"
 LINES = (
     ("#0072b2", "o", "-"),
@@ -17,24 +18,25 @@ LINES = (
     ("#cc79a7", "D", ":"),
     ("#56b4e9", "v", (0, (5, 1, 1, 1, 1, 1))),
 )
-INK, GROUND = "#1b1f24", "#fdfdfd"  # changed by the style below where the reader's screen is dark
+# Colors of lines and background. On dark screens, the style DARK replaces them.
+INK, BACKGROUND = "#1b1f24", "#fdfdfd"
 DARK = """<style>@media (prefers-color-scheme: dark) {
  svg { color: #e6e6e6; } .ground { fill: #16191d !important; }
 }</style>"""
 
 
 def draw(figure: Figure, values: Any, path: Path) -> None:
-    """Writes a figure as an SVG.
+    """Writes a figure as an SVG file.
 
     Args:
-        figure: What to draw.
-        values: Of its points.
-        path: Of the file.
+        figure: The figure.
+        values: Values by point, such as a Store.
+        path: Path of the file.
     """
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
-    matplotlib.rcParams["svg.hashsalt"] = "paper"  # the same bytes each time
+    matplotlib.rcParams["svg.hashsalt"] = "paper"  # makes the bytes of the file reproducible
     if figure.curves is not None:
         canvas = _lines(Canvas, figure, figure.curves(values))
     else:
@@ -46,11 +48,11 @@ def draw(figure: Figure, values: Any, path: Path) -> None:
     path.write_text(_themed(text.getvalue()))
 
 
-def _bars(canvas_of: Any, figure: Figure, rows: list[Row]) -> Any:
+def _bars(canvas_class: Any, figure: Figure, rows: list[Row]) -> Any:
     panels = list(dict.fromkeys(row.panel for row in rows))
     num_columns = min(2, len(panels))
     num_lines = -(-len(panels) // num_columns)
-    canvas = canvas_of(figsize=(10, 0.9 + 2.9 * num_lines), layout="constrained", facecolor=GROUND)
+    canvas = canvas_class(figsize=(10, 0.9 + 2.9 * num_lines), layout="constrained", facecolor=BACKGROUND)
     axes = list(canvas.subplots(num_lines, num_columns, squeeze=False).flat)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
@@ -81,8 +83,8 @@ def _bars(canvas_of: Any, figure: Figure, rows: list[Row]) -> Any:
         axis.set_xlim(-0.6, len(chosen) - 0.4)
         axis.axhline(0, color=INK, linewidth=0.6)
         axis.set_title(panel, loc="left", fontsize=10, color=INK)
-        _plain(axis)
-    _head(canvas, f"{figure.title}, {figure.unit}" if figure.unit else figure.title)
+        _style_axes(axis)
+    _set_title(canvas, f"{figure.title}, {figure.unit}" if figure.unit else figure.title)
     handles = _legend_handles(
         figure.band if any(row.band for row in rows) else None, any(row.paper is not None for row in rows)
     )
@@ -104,12 +106,12 @@ def _legend_handles(band: str | None, has_paper: bool) -> list[Any]:
     return handles
 
 
-def _lines(canvas_of: Any, figure: Figure, curves: list[Curve]) -> Any:
+def _lines(canvas_class: Any, figure: Figure, curves: list[Curve]) -> Any:
     panels = list(dict.fromkeys(curve.panel for curve in curves))
     labels = list(dict.fromkeys(curve.label for curve in curves))
     num_columns = min(3, len(panels))
     num_lines = -(-len(panels) // num_columns)
-    canvas = canvas_of(figsize=(10, 1.2 + 3.0 * num_lines), layout="constrained", facecolor=GROUND)
+    canvas = canvas_class(figsize=(10, 1.2 + 3.0 * num_lines), layout="constrained", facecolor=BACKGROUND)
     axes = canvas.subplots(num_lines, num_columns, squeeze=False).flat
     handles: dict[str, Any] = {}
     for axis, panel in zip(axes, panels, strict=True):
@@ -139,9 +141,9 @@ def _lines(canvas_of: Any, figure: Figure, curves: list[Curve]) -> Any:
         axis.set_ylabel(figure.axes[1], fontsize=9, color=INK)
         axis.label_outer()
         axis.tick_params(labelbottom=True)
-        _plain(axis)
+        _style_axes(axis)
         axis.tick_params(which="minor", left=False, labelleft=False)
-    _head(canvas, figure.title)
+    _set_title(canvas, figure.title)
     canvas.legend(
         handles=list(handles.values()),
         loc="outside lower center",
@@ -154,7 +156,7 @@ def _lines(canvas_of: Any, figure: Figure, curves: list[Curve]) -> Any:
 
 
 def _over_rates(axis: Any, curves: list[Curve]) -> None:
-    """Finishes a panel of figure 12: a scale of rates, and the rate at the limit beside each line."""
+    """Adds the rate axis to a panel of figure 12, and labels the rate at which each line meets the limit."""
     axis.set_xscale("log")
     low, high = min(min(curve.x) for curve in curves) * 0.8, max(max(curve.x) for curve in curves) * 1.3
     ticks = [m * 10.0**k for k in range(-2, 3) for m in (1, 2, 5) if low <= m * 10.0**k <= high]
@@ -179,11 +181,11 @@ def _over_rates(axis: Any, curves: list[Curve]) -> None:
         )
 
 
-def _head(canvas: Any, text: str) -> None:
+def _set_title(canvas: Any, text: str) -> None:
     canvas.suptitle(text, x=0.01, ha="left", fontsize=11, color=INK)
 
 
-def _plain(axis: Any) -> None:
+def _style_axes(axis: Any) -> None:
     axis.set_facecolor("none")
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set_color(INK)
@@ -195,12 +197,12 @@ def _label(axis: Any, text: str, x: float, y: float, up: float = 2) -> None:
 
 
 def number(value: float, digits: int) -> str:
-    """Returns a value as it stands on its bar: large ones have one digit after the point."""
+    """Returns the label of a bar: at most one decimal for values of 10 or more, otherwise `digits`."""
     return f"{value:.{min(digits, 1) if value >= 10 else digits}f}"
 
 
 def _themed(svg: str) -> str:
-    """Lets the reader's screen choose ink and ground."""
-    svg = svg.replace(f'style="fill: {GROUND}"', f'style="fill: {GROUND}" class="ground"')
+    """Makes the colors INK and BACKGROUND of an SVG follow the reader's light or dark mode."""
+    svg = svg.replace(f'style="fill: {BACKGROUND}"', f'style="fill: {BACKGROUND}" class="ground"')
     svg = re.sub(rf"(fill|stroke): {INK}", r"\1: currentColor", svg)
     return re.sub(r"(<svg [^>]*)>", rf'\1 color="{INK}" font-family="sans-serif">{DARK}', svg, count=1)

@@ -1,4 +1,4 @@
-"""What is worked out for the figures, piece by piece: functions of plain values that return plain values."""
+"""Points: function calls whose stored results make the figures. Arguments and results are JSON values."""
 
 import dataclasses
 import json
@@ -12,8 +12,8 @@ from paper.devices import OPT_13B, SETUPS, Setup
 from paper.lengths import MAX_MODEL_LEN, WORKLOADS, Workload, draw_lengths, draw_trace
 from paper.systems import MAX_NUM_SEQS, ORCAS, Policy, normalized_latency, serve, serve_static
 
-# Two systems are compared at the rates at which both take so long per output token, in seconds: the steep
-# part of figure 12's curves.
+# Normalized latency (seconds per output token) at which the request rates of systems are compared. It is in
+# the steep part of figure 12's curves.
 LATENCY_LIMIT_S = 0.25
 STATIC = "FasterTransformer"
 
@@ -28,25 +28,25 @@ def batch(
     mixes: bool = False,
     host_s: float | None = None,
 ) -> dict[str, Any]:
-    """Serves OPT-13B at a rate, and looks at the last three quarters of the time.
+    """Simulates OPT-13B at one request rate. The results are means over the last three quarters of the time.
 
     Args:
         system: One of SYSTEMS.
         workload: Name of a workload.
         rate: Requests per second.
-        duration_s: How long requests come.
-        sigma_shift: Is added to the workload's spreads.
-        sigmas: Take the place of the spreads of prompts and outputs, if not None.
-        mixes: Whether prompts share steps with decodes.
-        host_s: Takes the place of the fitted number, if not None.
+        duration_s: Time in which requests arrive (seconds).
+        sigma_shift: Number that is added to the workload's sigmas (the spreads of its lengths).
+        sigmas: Sigmas of prompts and outputs; None uses the workload's.
+        mixes: Whether prompts are computed in the same steps as decodes.
+        host_s: Host time per step (seconds); None uses the fitted HOST_S.
 
     Returns:
-        batched: Requests that run, on average over time.
-        memory: Percent of the slots that hold token states, are reserved, internal, other (of vLLM, of the
-            slots of blocks in use).
-        per_token_ms: batched / (rate * output tokens): by Little's law the time per output token, if no
-            queue grows.
-        step_ms, num_preemptions: Of the steps; of the requests.
+        batched: Mean number of running requests.
+        memory: Percent of slots in the categories of buddy.Usage. For vLLM, only blocks in use count.
+        per_token_ms: Time per output token by Little's law: batched / (rate * mean output length). This is
+            valid if no queue grows.
+        step_ms: Mean duration of a step.
+        num_preemptions: Number of preemptions.
     """
     chosen = WORKLOADS[workload]
     prompt_sigma, output_sigma = sigmas or (chosen.prompt_sigma, chosen.output_sigma)
@@ -82,21 +82,21 @@ def highest_rate(
     beam_width: int | None = None,
     shares_prefixes: bool = False,
 ) -> dict[str, Any]:
-    """Finds the request rate at which a system's normalized latency is LATENCY_LIMIT_S.
+    """Finds the request rate at which the normalized latency of a system is LATENCY_LIMIT_S.
 
     Args:
-        system: One of SYSTEMS, or FasterTransformer.
+        system: One of SYSTEMS, or STATIC.
         setup: Name of a model.
         workload: Name of a workload.
-        duration_s: How long requests come: the same for systems that are compared, as an overload needs time
-            to show.
-        n: Samples per request.
-        beam_width: Beams per request.
-        shares_prefixes: Whether vLLM keeps prefixes.
+        duration_s: Time in which requests arrive (seconds). Compared systems need the same time, because in
+            an overload the latency grows with it.
+        n: Number of samples per request.
+        beam_width: Number of beams per request.
+        shares_prefixes: Whether vLLM caches prefixes.
 
     Returns:
-        rate: Per second, between the last rate below the limit and the first one above it.
-        runs: (rate, normalized latency) of every rate that was tried.
+        rate: The rate (requests per second), interpolated between two simulated rates.
+        runs: Pairs of rate and normalized latency for all simulated rates.
     """
     chosen, model = WORKLOADS[workload], SETUPS[setup]
     runs: dict[float, float] = {}
@@ -126,13 +126,13 @@ def highest_rate(
 
 
 def rate_between(below: tuple[float, float], above: tuple[float, float]) -> float:
-    """Returns the rate of LATENCY_LIMIT_S between two pairs of rate and normalized latency."""
+    """Interpolates the rate at LATENCY_LIMIT_S between two pairs (rate, normalized latency)."""
     share = np.log(LATENCY_LIMIT_S / below[1]) / np.log(above[1] / below[1])
     return round(below[0] * (above[0] / below[0]) ** float(share), 4)
 
 
 def sharing(workload: str, count: int, n: int = 1, beam_width: int | None = None) -> float:
-    """Returns the percentage of blocks that vLLM saves by sharing, at half the rate that fills the memory."""
+    """Returns the percentage of blocks that sharing saves in vLLM, at half the rate that fills the memory."""
     chosen = WORKLOADS[workload]
     rate = _likely_rate("vLLM", OPT_13B, chosen, beam_width or n) / 2
     trace = draw_trace(chosen, rate, count / rate, n=n, beam_width=beam_width)
@@ -143,7 +143,7 @@ def sharing(workload: str, count: int, n: int = 1, beam_width: int | None = None
 def block_size_latency(
     workload: str, block_size: int, rate: float, count: int, preemption_mode: str | None = None
 ) -> dict[str, float]:
-    """Returns vLLM's normalized latency in ms, and how many preemptions there were, by block size."""
+    """Returns the normalized latency (ms) and the number of preemptions of vLLM with a block size."""
     trace = draw_trace(WORKLOADS[workload], rate, count / rate)
     policy = Policy(block_size=block_size, preemption_mode=preemption_mode)
     requests = serve("vLLM", OPT_13B, trace, policy).result.requests
@@ -152,16 +152,16 @@ def block_size_latency(
 
 
 def recovery_ms(block_size: int, num_tokens: int) -> dict[str, float]:
-    """Returns how long a sequence's blocks take to be computed again, and to be swapped out and in, in ms."""
-    device = OPT_13B.device(block_size)
+    """Returns the times to recompute a sequence, and to swap its blocks out and in (ms)."""
+    step_time = OPT_13B.step_time(block_size)
     host_s = OPT_13B.host_s
-    recompute_s = device.step_s(num_tokens, 0, 0, 0, 0) - host_s
-    swap_s = 2 * -(-num_tokens // block_size) * device.swap_s
+    recompute_s = step_time.step_s(num_tokens, 0, 0, 0, 0) - host_s
+    swap_s = 2 * -(-num_tokens // block_size) * step_time.swap_s
     return {"recompute": round(recompute_s * 1e3, 2), "swap": round(swap_s * 1e3, 2)}
 
 
 def _likely_rate(system: str, setup: Setup, workload: Workload, num_seqs: int) -> float:
-    """Returns about the rate that fills the memory: where a search begins."""
+    """Returns an estimate of the request rate that fills the memory, as the start of a search."""
     prompts, outputs = draw_lengths(workload, 500)
     prompts = prompts + workload.prefix_len
     mean_context = np.average(prompts + outputs / 2, weights=outputs)
@@ -172,7 +172,7 @@ def _likely_rate(system: str, setup: Setup, workload: Workload, num_seqs: int) -
     else:
         num_slots = mean_context
     capacity = min(setup.num_slots / num_slots, MAX_NUM_SEQS)
-    step_s = setup.device().step_s(0, round(capacity), round(capacity * mean_context), 0, 0)
+    step_s = setup.step_time().step_s(0, round(capacity), round(capacity * mean_context), 0, 0)
     return round(float(capacity / num_seqs / step_s / outputs.mean()) * 0.8, 4)
 
 
@@ -192,17 +192,17 @@ KINDS: dict[str, Callable[..., Any]] = {
         scale.replicas,
     )
 }
-# These measure time on this machine: nothing else may run beside them.
+# These functions measure elapsed time, so nothing else may run at the same time.
 ALONE = {"kernel_overhead", "engine_batches", "engine_prefix", "engine_recovery"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A piece of work, by name and arguments.
+    """A function call whose result is stored.
 
     Args:
-        kind: One of KINDS.
-        key: Kind and arguments, as they are kept.
+        kind: Name of the function, a key of KINDS.
+        key: Name and arguments as text, the key in the store.
     """
 
     kind: str
@@ -210,16 +210,16 @@ class Point:
 
     @classmethod
     def of(cls, kind: str, **arguments: Any) -> "Point":
-        """Returns the piece of work of a kind with such arguments."""
+        """Returns the point for a function and its arguments."""
         assert kind in KINDS, kind
         return cls(kind, f"{kind} {json.dumps(arguments, sort_keys=True)}")
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keywords for the function."""
+        """The keyword arguments of the function."""
         return json.loads(self.key.removeprefix(self.kind))
 
 
-def work_out(point: Point) -> Any:
-    """Returns the value of a piece of work."""
+def compute(point: Point) -> Any:
+    """Computes the value of a point."""
     return KINDS[point.kind](**point.arguments)

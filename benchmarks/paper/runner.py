@@ -1,4 +1,4 @@
-"""Works out what is missing, in two processes, with a progress bar; Ctrl-C keeps what is done."""
+"""Computation of missing points in several processes, with a progress bar. Ctrl-C keeps finished points."""
 
 import concurrent.futures
 import multiprocessing
@@ -7,20 +7,20 @@ from collections.abc import Iterable
 
 from tqdm import tqdm
 
-from paper.points import ALONE, Point, work_out
+from paper.points import ALONE, Point, compute
 from paper.store import Store
 
 
 def complete(points: Iterable[Point], store: Store, num_processes: int = 2) -> None:
-    """Works out every point that the store does not have yet.
+    """Computes all points that the store does not contain.
 
-    Points that measure time on this machine come first, one at a time. The others are simulated in
-    processes of their own, which Ctrl-C ends at once.
+    Points that measure elapsed time are computed first, one at a time. The others are simulated in separate
+    processes, which Ctrl-C ends immediately.
 
     Args:
-        points: What is needed.
-        store: Gets each value as soon as it is there.
-        num_processes: That simulate.
+        points: The required points.
+        store: Receives each value as soon as it is computed.
+        num_processes: Number of processes for the simulations.
     """
     missing = [point for point in dict.fromkeys(points) if point not in store]
     alone = [point for point in missing if point.kind in ALONE]
@@ -28,7 +28,7 @@ def complete(points: Iterable[Point], store: Store, num_processes: int = 2) -> N
     with tqdm(total=len(missing), unit="point", disable=not missing) as bar:
         for point in alone:
             bar.set_postfix_str(point.kind)
-            store[point] = work_out(point)
+            store[point] = compute(point)
             bar.update()
         if not others:
             return
@@ -36,7 +36,7 @@ def complete(points: Iterable[Point], store: Store, num_processes: int = 2) -> N
         context = multiprocessing.get_context("spawn")
         pool = concurrent.futures.ProcessPoolExecutor(num_processes, context, _ignore_interrupts)
         try:
-            waiting = {pool.submit(work_out, point): point for point in others}
+            waiting = {pool.submit(compute, point): point for point in others}
             for done in concurrent.futures.as_completed(waiting):
                 store[waiting[done]] = done.result()
                 bar.set_postfix_str(waiting[done].kind)

@@ -1,4 +1,4 @@
-"""What scheduling costs at a thousand requests per second, over many replicas of one model."""
+"""Processor time of scheduling at a thousand requests per second, spread over many replicas of one model."""
 
 import time
 from typing import Any
@@ -16,11 +16,15 @@ from paper.lengths import ALPACA, MAX_MODEL_LEN, draw_trace
 from paper.systems import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
 RATE = 1000.0  # requests per second, over all replicas
-BIN = 32  # sequences
+BIN = 32  # width of the histogram bins (sequences per step)
 
 
 class Timed(Scheduler):
-    """Scheduler that measures the processor time of its steps by the number of scheduled sequences."""
+    """Scheduler that measures the processor time of each step.
+
+    Attributes:
+        costs: Number of scheduled sequences and processor time (seconds) of each step.
+    """
 
     costs: list[tuple[int, float]]
 
@@ -55,7 +59,8 @@ def replicas(num_replicas: int, first: int, last: int, per_replica: int) -> dict
         scheduling_s, all_s: Processor time in schedule() and update(), and of the whole simulation.
         latency_s: Mean time from arrival to the end of a request.
         most_waiting: The longest queue.
-        bins: (sequences in a step, at least, steps, seconds in the scheduler) in bins of BIN.
+        bins: A histogram over the number of sequences in a step: lower bound of the bin, number of steps, and
+            processor time in the scheduler (seconds).
     """
     bins: dict[int, list[float]] = {}
     num_steps = num_rows = most_waiting = 0
@@ -72,7 +77,7 @@ def replicas(num_replicas: int, first: int, last: int, per_replica: int) -> dict
             eos_token_ids=frozenset(),
         )
         scheduler.costs = []
-        result = simulate(trace, scheduler, OPT_13B.device())
+        result = simulate(trace, scheduler, OPT_13B.step_time())
         for rows, seconds in scheduler.costs:
             entry = bins.setdefault(rows // BIN * BIN, [0, 0.0])
             entry[0] += 1

@@ -1,4 +1,4 @@
-"""Keeps what was worked out, so that a second run goes on where the first one stopped."""
+"""Storage of computed points, so that a second run continues where the first one stopped."""
 
 import json
 import os
@@ -12,10 +12,10 @@ RESULTS = Path(__file__).resolve().parent.parent / "results" / "paper"
 
 
 class Store:
-    """Values of points, in one file of JSON that is replaced as a whole after each new one.
+    """Values of points in one JSON file, which is replaced atomically after each new value.
 
     Args:
-        folder: Where the file is; made if it is not there.
+        folder: Folder of the file points.json; created if it does not exist.
     """
 
     def __init__(self, folder: Path = RESULTS) -> None:
@@ -30,12 +30,12 @@ class Store:
         return self._values[point.key]
 
     def __setitem__(self, point: Point, value: Any) -> None:
-        # Another run may have added some.
+        # Another process may have added values.
         self._values = self._read() | {point.key: value}
         self._write()
 
     def keep_only(self, points: Iterable[Point]) -> None:
-        """Drops values that no figure asks for any more."""
+        """Removes the values of all other points."""
         keys = {point.key for point in points}
         self._values = {key: value for key, value in self._values.items() if key in keys}
         self._write()

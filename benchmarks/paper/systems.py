@@ -1,4 +1,7 @@
-"""The systems that the paper compares, under this project's scheduler; FasterTransformer has none."""
+"""Simulation of the systems that the paper compares.
+
+vLLM and Orca run with this project's scheduler. FasterTransformer runs batches one after another.
+"""
 
 import dataclasses
 from collections.abc import Sequence as Items
@@ -22,13 +25,14 @@ MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 2560
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """How a system is set up beside its memory.
+    """Settings of a system.
 
     Args:
-        block_size: Tokens per block; of Orca the least reservation.
-        mixes: Whether prompts share steps with decodes. False computes them in steps of their own, first.
-        shares_prefixes: Whether vLLM keeps the prefixes of prompts.
-        preemption_mode: As the scheduler has it.
+        block_size: Number of tokens per block; for Orca, the smallest reservation.
+        mixes: Whether prompts are computed in the same steps as decodes. False computes them in separate
+            steps, before decodes.
+        shares_prefixes: Whether vLLM caches the prefixes of prompts.
+        preemption_mode: The argument of Scheduler.
     """
 
     block_size: int = 16
@@ -56,13 +60,13 @@ class Watched(Scheduler):
 
 
 def make_scheduler(system: str, num_slots: int, trace: Items[Request], policy: Policy = DEFAULT) -> Watched:
-    """Returns the scheduler of a system over an empty pool.
+    """Returns the scheduler of a system, with an empty pool.
 
     Args:
         system: One of SYSTEMS.
-        num_slots: Tokens that the pool holds.
-        trace: What it will serve: the baselines are told how long outputs become.
-        policy: Its set-up.
+        num_slots: Size of the pool (tokens).
+        trace: The requests to serve, whose output lengths the Orca systems use.
+        policy: Settings of the system.
     """
 
     def demand(seq: Sequence) -> Demand:
@@ -74,7 +78,7 @@ def make_scheduler(system: str, num_slots: int, trace: Items[Request], policy: P
     if system in ORCAS:
         manager = BuddyManager(num_blocks, size, ORCAS[system], MAX_MODEL_LEN, demand)
     else:
-        # As much host memory as the pool has: it never runs out.
+        # The host memory for swapping is as large as the pool, so that it is never full.
         manager = BlockManager(num_blocks, size, policy.shares_prefixes, num_swap_blocks=num_blocks)
     scheduler = Watched(
         block_manager=manager,
@@ -92,12 +96,11 @@ def make_scheduler(system: str, num_slots: int, trace: Items[Request], policy: P
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a system made of a trace.
+    """Result of serving a trace.
 
     Args:
-        steps: As the simulator has them.
-        usages: What an Orca's memory held, once per second; empty for others.
-        result: All that the simulator tells.
+        result: Result of the simulator.
+        usages: Memory use of an Orca system, once per simulated second; empty for other systems.
     """
 
     result: SimulationResult
@@ -112,22 +115,22 @@ def serve(
     *,
     stop_s: float = float("inf"),
 ) -> Outcome:
-    """Serves a trace by simulation; the same each time.
+    """Simulates serving a trace; equal arguments give equal results.
 
     Args:
         system: One of SYSTEMS.
         setup: Model and GPUs.
-        trace: In the order of arrival.
-        policy: The system's set-up.
-        stop_s: Where the simulation stops.
+        trace: The requests, in order of arrival.
+        policy: Settings of the system.
+        stop_s: Time at which the simulation ends (seconds).
     """
     scheduler = make_scheduler(system, setup.num_slots, trace, policy)
-    result = simulate(trace, scheduler, setup.device(policy.block_size), stop_s=stop_s)
+    result = simulate(trace, scheduler, setup.step_time(policy.block_size), stop_s=stop_s)
     return Outcome(result, scheduler.usages)
 
 
 def normalized_latency(trace: Items[Request], finished_s: Items[float]) -> float:
-    """Returns the paper's measure: the mean over requests of latency / output tokens, in seconds."""
+    """Returns the paper's normalized latency: the mean of latency / output tokens over requests (seconds)."""
     per_token = [
         (end - request.arrival_s) / request.output_len for request, end in zip(trace, finished_s, strict=True)
     ]
@@ -135,21 +138,22 @@ def normalized_latency(trace: Items[Request], finished_s: Items[float]) -> float
 
 
 def serve_static(setup: Setup, trace: Items[Request]) -> list[float]:
-    """Returns when each request of a trace ends under FasterTransformer with a batcher.
+    """Returns the time at which each request of a trace ends with FasterTransformer and static batches.
 
-    Whenever the GPUs are idle, the earliest requests go, as many as there is memory for if each takes the
-    model's full length; all of them are computed until the last has ended, and are returned then.
+    Whenever the GPUs are idle, a batch of the earliest waiting requests starts. Its size is limited by the
+    memory, in which every request takes the maximum length of the model. All requests of a batch end when the
+    longest one has ended.
     """
     max_batch = setup.num_slots // MAX_MODEL_LEN
-    device = setup.device()
+    step_time = setup.step_time()
     finished: list[float] = []
     clock = 0.0
     while len(finished) < len(trace):
         clock = max(clock, trace[len(finished)].arrival_s)
         batch = [r for r in trace[len(finished) : len(finished) + max_batch] if r.arrival_s <= clock]
         longest = max(request.prompt_len for request in batch)
-        clock += device.step_s(longest * len(batch), 0, 0, 0, 0)
+        clock += step_time.step_s(longest * len(batch), 0, 0, 0, 0)
         for i in range(1, max(request.output_len for request in batch)):
-            clock += device.step_s(0, len(batch), len(batch) * (longest + i), 0, 0)
+            clock += step_time.step_s(0, len(batch), len(batch) * (longest + i), 0, 0)
         finished += [clock] * len(batch)
     return finished

@@ -5,7 +5,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from server_load.scenarios import SCENARIOS, Figure
+from server_load.scenarios import SCENARIOS, Measurement
 
 
 def main() -> None:
@@ -19,22 +19,22 @@ def main() -> None:
     unknown = set(args.scenarios) - set(SCENARIOS)
     if unknown:
         parser.error(f"SCENARIO must be one of {', '.join(SCENARIOS)}, got {sorted(unknown)}")
-    lines = ["| scenario | figure | value | at most |", "|---|---|---|---|"]
+    lines = ["| scenario | measurement | value | at most |", "|---|---|---|---|"]
     holds = True
     print(*lines, sep="\n", flush=True)
     for name in args.scenarios or SCENARIOS:
-        for figure in asyncio.run(SCENARIOS[name]()):
-            holds &= figure.holds
-            lines.append(_row(name, figure))
+        for measurement in asyncio.run(SCENARIOS[name]()):
+            holds &= measurement.holds
+            lines.append(_row(name, measurement))
             print(lines[-1], flush=True)
     if args.out:
         args.out.write_text("\n".join(lines) + "\n")
     sys.exit(not holds)
 
 
-def _row(name: str, figure: Figure) -> str:
-    bound = "" if figure.bound is None else f"{figure.bound:g}" if figure.holds else f"**{figure.bound:g}**"
-    return f"| {name} | {figure.name} | {figure.value:.4g} {figure.unit} | {bound} |"
+def _row(name: str, result: Measurement) -> str:
+    bound = "" if result.bound is None else f"{result.bound:g}" if result.holds else f"**{result.bound:g}**"
+    return f"| {name} | {result.name} | {result.value:.4g} {result.unit} | {bound} |"
 
 
 if __name__ == "__main__":

@@ -89,12 +89,12 @@ class Client:
         answer.total_s = time.perf_counter() - start
         return answer
 
-    async def never_read(self, path: str, body: Any, until: asyncio.Event) -> None:
-        """Sends a request and does not read the response; closes the connection when `until` is set."""
+    async def never_read(self, path: str, body: Any, stop: asyncio.Event) -> None:
+        """Sends a request and does not read the response; closes the connection when `stop` is set."""
         data, opened = _request(path, body), socket.create_connection(("127.0.0.1", self.port))
         with opened:
             opened.sendall(data)
-            await until.wait()
+            await stop.wait()
 
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:

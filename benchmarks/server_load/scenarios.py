@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from server_load.client import Answer, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-GOOD = {
+QUESTION = {
     "messages": [{"role": "user", "content": "What is a block table?"}],
     "temperature": 0,
     "max_tokens": 64,
@@ -19,7 +19,7 @@ GOOD = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Figure:
+class Measurement:
     """One measured value.
 
     Args:
@@ -57,44 +57,48 @@ def _stream(num_tokens: int, **more) -> dict:
     return {"prompt": "a", "max_tokens": num_tokens, "ignore_eos": True, "stream": True, **more}
 
 
-async def storm(seconds: float = 15) -> list[Figure]:
+async def storm(seconds: float = 15) -> list[Measurement]:
     """Sends /health and chat requests while 8 clients send very long prompts.
 
-    The prompts first have 2 MB, which the server rejects, and then the longest text that it tokenizes.
+    First, the prompts have 2 MB, which the server rejects; later, 51,000 characters, about the longest text
+    that it tokenizes.
     """
     with serving() as server:
         await server.wait_until_compiled()
-        await server.ask(CHAT, GOOD)
+        await server.ask(CHAT, QUESTION)
         refused = b'{"prompt": "' + b"block table " * 170_000 + b'"}'
         longest = b'{"prompt": "' + b"x9 " * 17_000 + b'", "max_tokens": 1}'
 
-        async def good(length_s: float) -> tuple[float, float]:
+        async def probe(length_s: float) -> tuple[float, float]:
+            """Returns the p99 of /health (ms) and the median time of a chat request (seconds)."""
             until = time.perf_counter() + length_s
             health, answers = await asyncio.gather(
                 _repeat(until, lambda: server.ask("/health"), 0.02),
-                _repeat(until, lambda: server.ask(CHAT, GOOD)),
+                _repeat(until, lambda: server.ask(CHAT, QUESTION)),
             )
             assert {answer.status for answer in health + answers} == {200}
             return _p99([a.total_s for a in health]), statistics.median(a.total_s for a in answers)
 
-        quiet_health, quiet_good = await good(seconds / 3)
-        figures = [Figure("health p99 without other clients", quiet_health, "ms")]
+        quiet_health, quiet_chat = await probe(seconds / 3)
+        measurements = [Measurement("health p99 without other clients", quiet_health, "ms")]
         for name, prompt in (("2 MB prompts", refused), ("prompts of 51,000 characters", longest)):
             storming = asyncio.create_task(server.storm(COMPLETIONS, prompt, 8, seconds + 2))
             await asyncio.sleep(1)
-            health, slow = await good(seconds)
+            health, chat = await probe(seconds)
             statuses = await storming
             assert statuses.keys() <= {0, 400, 413, 429}, statuses
-            figures += [
-                Figure(f"{name}: answered", sum(statuses.values()) / seconds, "per second"),
-                Figure(f"{name}: health p99", health, "ms", 100),
-                Figure(f"{name}: time of a chat request, relative to no load", slow / quiet_good, "times", 2),
+            measurements += [
+                Measurement(f"{name}: answered", sum(statuses.values()) / seconds, "per second"),
+                Measurement(f"{name}: health p99", health, "ms", 100),
+                Measurement(
+                    f"{name}: time of a chat request, relative to no load", chat / quiet_chat, "times", 2
+                ),
             ]
         await server.wait_until_idle()
-        return [*figures, Figure("memory", server.memory_mib(), "MiB")]
+        return [*measurements, Measurement("memory", server.memory_mib(), "MiB")]
 
 
-async def overload(seconds: float = 10) -> list[Figure]:
+async def overload(seconds: float = 10) -> list[Measurement]:
     """Sends ten times as many requests per second as the server can handle, evenly spread."""
     with serving("--max-num-waiting", "64") as server:
         await server.wait_until_compiled()
@@ -108,50 +112,51 @@ async def overload(seconds: float = 10) -> list[Figure]:
         for i in range(int(10 * rate * seconds)):
             await asyncio.sleep(max(0.0, start + i / (10 * rate) - time.perf_counter()))
             asked.append(asyncio.create_task(server.ask(COMPLETIONS, body)))
-        took = time.perf_counter() - start
+        elapsed = time.perf_counter() - start
         answers = await asyncio.gather(*asked)
         refused = [a for a in answers if a.status == 429]
         served = [a for a in answers if a.status == 200]
         assert len(refused) + len(served) == len(answers), {a.status for a in answers}
         await server.wait_until_idle()
         return [
-            Figure("served without overload", rate, "requests per second"),
-            Figure("sent", len(answers) / took, "requests per second"),
-            Figure("served in overload", len(served) / took, "requests per second"),
-            Figure("429: p50", 1e3 * statistics.median(a.total_s for a in refused), "ms"),
-            Figure("429: p99", _p99([a.total_s for a in refused]), "ms", 50),
+            Measurement("served without overload", rate, "requests per second"),
+            Measurement("sent", len(answers) / elapsed, "requests per second"),
+            Measurement("served in overload", len(served) / elapsed, "requests per second"),
+            Measurement("429: p50", 1e3 * statistics.median(a.total_s for a in refused), "ms"),
+            Measurement("429: p99", _p99([a.total_s for a in refused]), "ms", 50),
         ]
 
 
-async def drain() -> list[Figure]:
+async def drain() -> list[Measurement]:
     """Sends SIGTERM while 20 short and 20 long streams run."""
     timeout = 3.0
     with serving("--shutdown-timeout", str(timeout)) as server:
         await server.wait_until_compiled()
-        await server.ask(CHAT, GOOD)
+        await server.ask(CHAT, QUESTION)
         streams = [asyncio.create_task(server.ask(COMPLETIONS, _stream(n))) for n in 20 * [20] + 20 * [1900]]
         await asyncio.sleep(0.3)
         start = time.perf_counter()
         server.process.send_signal(signal.SIGTERM)
         ready, answers = await server.ask("/ready"), await asyncio.gather(*streams)
-        cut_s = time.perf_counter() - start
+        streams_end_s = time.perf_counter() - start
         code = await asyncio.to_thread(server.process.wait, 30)
-        took = time.perf_counter() - start
-        whole = sum(a.events[-1] == "[DONE]" for a in answers[:20])
-        told = sum("shutting down" in a.events[-1] for a in answers[20:])
+        elapsed = time.perf_counter() - start
+        num_complete = sum(a.events[-1] == "[DONE]" for a in answers[:20])
+        num_notified = sum("shutting down" in a.events[-1] for a in answers[20:])
         assert ready.status == 503, ready
         errors = server.log.read_text()
         assert "Traceback" not in errors, errors
         return [
-            Figure("short streams that are incomplete", 20 - whole, "of 20", 0),
-            Figure("long streams that end without an error event", 20 - told, "of 20", 0),
-            Figure("until the last stream ends", cut_s, "s", timeout + 2),
-            Figure("until the process ends", took, "s"),
-            Figure("exit status other than 3", float(code != 3), "", 0),
+            Measurement("short streams that are incomplete", 20 - num_complete, "of 20", 0),
+            Measurement("long streams that end without an error event", 20 - num_notified, "of 20", 0),
+            Measurement("until the last stream ends", streams_end_s, "s", timeout + 2),
+            Measurement("until the process ends", elapsed, "s"),
+            # The server ends with status 3 if it aborted requests at the end of the timeout.
+            Measurement("exit status is not 3 (1 means true)", float(code != 3), "", 0),
         ]
 
 
-async def disconnects() -> list[Figure]:
+async def disconnects() -> list[Measurement]:
     """Closes 200 streams after their first token."""
     with serving() as server:
         await server.wait_until_compiled()
@@ -160,10 +165,10 @@ async def disconnects() -> list[Figure]:
             *(server.ask(COMPLETIONS, body, until=lambda data: b"data:" in data) for _ in range(200))
         )
         seconds = await server.wait_until_idle()
-        return [Figure("until all blocks are free", seconds, "s", 2)]
+        return [Measurement("until all blocks are free", seconds, "s", 2)]
 
 
-async def silent() -> list[Figure]:
+async def silent() -> list[Measurement]:
     """Requests 50 long streams and never reads them."""
     with serving("--kv-cache-memory-bytes", str(2**30)) as server:
         await server.wait_until_compiled()
@@ -183,12 +188,12 @@ async def silent() -> list[Figure]:
             stop.set()
         seconds = await server.wait_until_idle()
         return [
-            Figure("growth of memory", most - before, "MiB", 50),
-            Figure("until all blocks are free after they disconnect", seconds, "s", 2),
+            Measurement("growth of memory", most - before, "MiB", 50),
+            Measurement("until all blocks are free after they disconnect", seconds, "s", 2),
         ]
 
 
-async def soak(num_requests: int = 10_000) -> list[Figure]:
+async def soak(num_requests: int = 10_000) -> list[Measurement]:
     """Sends mixed requests: streams, chats, several outputs, invalid requests, early disconnects."""
     rng = random.Random(1)
     with serving() as server:
@@ -209,7 +214,7 @@ async def soak(num_requests: int = 10_000) -> list[Figure]:
                     body = {**body, "stream": True, "max_tokens": 200}
                     await server.ask(COMPLETIONS, body, until=lambda data: b"data:" in data)
                 elif kind == 2:
-                    assert (await server.ask(CHAT, {**GOOD, "max_tokens": 8})).status == 200
+                    assert (await server.ask(CHAT, {**QUESTION, "max_tokens": 8})).status == 200
                 else:
                     more = [{}, {"stream": True}, {"n": 2, "temperature": 1}, {"logprobs": 3}][kind % 4]
                     answer = await server.ask(COMPLETIONS, {**body, **more})
@@ -224,10 +229,10 @@ async def soak(num_requests: int = 10_000) -> list[Figure]:
         late = points[len(points) // 2 :]
         slope = statistics.linear_regression([n / 1000 for n, _ in late], [mib for _, mib in late]).slope
         return [
-            Figure("memory at the beginning", points[0][1], "MiB"),
-            Figure("memory at the end", points[-1][1], "MiB"),
-            Figure("growth in the second half", slope, "MiB per 1,000 requests", 1),
-            Figure("until all blocks are free", seconds, "s", 2),
+            Measurement("memory at the beginning", points[0][1], "MiB"),
+            Measurement("memory at the end", points[-1][1], "MiB"),
+            Measurement("growth in the second half", slope, "MiB per 1,000 requests", 1),
+            Measurement("until all blocks are free", seconds, "s", 2),
         ]
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from serving.engines import OF_A_TREE, EngineSpec, Launcher, commit_of
-from serving.figures import QUIET_CORES, Figures, figures_of
-from serving.process import EngineProcess, Turn
+from serving.engines import TREE_KINDS, EngineSpec, Launcher, commit_of
+from serving.metrics import QUIET_CORES, Metrics, metrics_of
+from serving.process import EngineProcess, MachineLock, Startup
 from serving.runner import Answer
 from serving.workloads import Request, Scenario
 
@@ -33,7 +33,7 @@ class Run:
     engine: str
     scenario: str
     dtype: str
-    rounds: list[Figures] = field(default_factory=list)
+    rounds: list[Metrics] = field(default_factory=list)
     num_equal: int | None = None
     num_requests: int = 0
     commit: str = ""
@@ -51,7 +51,8 @@ class Plan:
             touched for the first time in it.
         vocab_size: Vocabulary size of the model.
         reference: Expected outputs of the scenario "crowd" in float32, if they are known. Otherwise, the
-            outputs of the last engine are expected. In bfloat16, rounding makes some outputs differ.
+            outputs of the last engine are expected, unless the weights of some engines are quantized. In
+            bfloat16, rounding makes some outputs differ.
     """
 
     engines: Sequence[EngineSpec]
@@ -68,26 +69,26 @@ class Comparison:
     Args:
         plan: Settings of the comparison.
         launcher: Starts the processes.
-        turn: Lock that is held during measurements.
+        lock: Lock that is held during measurements.
         say: Receives a line of text when an engine starts, fails or finishes a round.
 
     Attributes:
         runs: The results so far.
         versions: The version that each engine reports, by label.
-        startup_s: Time until each engine was ready (seconds), by dtype and label. Other work on the machine
-            may have increased it, because the lock is not held then.
+        startups: Times and memory of each engine's start, by dtype and label. Other work on the machine may
+            have increased the times, because the lock is not held then.
         failures: Messages about engines that did not start or that ended early. The comparison continues
             without them.
     """
 
-    def __init__(self, plan: Plan, launcher: Launcher, turn: Turn, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, launcher: Launcher, lock: MachineLock, say: Callable[[str], None]) -> None:
         self._plan = plan
         self._launcher = launcher
-        self._turn = turn
+        self._lock = lock
         self._say = say
         self.runs: list[Run] = []
         self.versions: dict[str, str] = {}
-        self.startup_s: dict[str, dict[str, float]] = {}
+        self.startups: dict[str, dict[str, Startup]] = {}
         self.failures: list[str] = []
         self._commits: dict[str, str] = {}
 
@@ -111,7 +112,7 @@ class Comparison:
         try:
             for spec in specs:
                 self._say(f"{dtype}: starting {spec.label}{' as a server' if over_http else ''}")
-                self._commits[spec.label] = commit_of(spec.tree) if spec.kind in OF_A_TREE else ""
+                self._commits[spec.label] = commit_of(spec.tree) if spec.kind in TREE_KINDS else ""
                 try:
                     process = self._launcher.start(spec, dtype, server=over_http)
                 except RuntimeError as error:
@@ -121,12 +122,12 @@ class Comparison:
                 process.stop()
                 if not over_http:
                     self.versions[spec.label] = process.version
-                    self.startup_s.setdefault(dtype, {})[spec.label] = round(process.startup_s, 1)
+                    self.startups.setdefault(dtype, {})[spec.label] = process.startup
             for scenario in scenarios:
                 self._run_scenario(dtype, scenario, processes)
                 save()
         finally:
-            self._turn.end()
+            self._lock.release()
             for process in processes.values():
                 process.close()
 
@@ -136,32 +137,32 @@ class Comparison:
         for i in range(self._plan.num_rounds + 1):
             found = self._run_round(scenario, i, processes)
             expected = self._expected(dtype, scenario, [answers for answers, _ in found.values()])
-            for label, (answers, figures) in found.items():
+            for label, (answers, metrics) in found.items():
                 run = runs[label]
                 run.num_requests = len(answers)
                 if expected is not None:
                     num_equal = sum(a.output == b for a, b in zip(answers, expected, strict=True))
                     run.num_equal = num_equal if run.num_equal is None else min(run.num_equal, num_equal)
                 if i > 0:
-                    run.rounds.append(figures)
+                    run.rounds.append(metrics)
                     self._say(
-                        f"{dtype} {scenario.name}, round {i} of {self._plan.num_rounds}, {label}: {figures}"
+                        f"{dtype} {scenario.name}, round {i} of {self._plan.num_rounds}, {label}: {metrics}"
                     )
 
     def _run_round(
         self, scenario: Scenario, round_: int, processes: dict[str, EngineProcess]
-    ) -> dict[str, tuple[list[Answer], Figures]]:
+    ) -> dict[str, tuple[list[Answer], Metrics]]:
         """Measures every engine once, and repeats measurements that other processes disturbed.
 
         If the requests share prefixes, the whole round is repeated. The second attempt needs new prefixes,
         because the first ones are cached, and all engines must receive the same requests.
         """
-        found: dict[str, tuple[list[Answer], Figures]] = {}
+        found: dict[str, tuple[list[Answer], Metrics]] = {}
         labels = list(processes)
         for attempt in range(_MAX_TRIES):
             requests = scenario.make(self._plan.vocab_size, round_ * _MAX_TRIES + attempt)
             for label in labels:
-                self._turn.begin()
+                self._lock.acquire()
                 try:
                     found[label] = measure(processes[label], requests, scenario)
                 except (OSError, RuntimeError, ValueError) as error:
@@ -183,16 +184,18 @@ class Comparison:
     ) -> Sequence[list[int] | str] | None:
         if self._plan.reference is not None and scenario.name == "crowd" and dtype == "float32":
             return self._plan.reference
-        return [answer.output for answer in answers[-1]] if len(answers) > 1 else None
+        if len(answers) < 2 or any(spec.is_quantized for spec in self._plan.engines):
+            return None
+        return [answer.output for answer in answers[-1]]
 
 
 def measure(
     process: EngineProcess, requests: Sequence[Request], scenario: Scenario
-) -> tuple[list[Answer], Figures]:
+) -> tuple[list[Answer], Metrics]:
     """Runs requests on a stopped process, stops it again, and returns the answers and the metrics."""
-    process.go_on()
+    process.resume()
     try:
-        process.forget_peak()
+        process.reset_peak()
         own, everything, start = process.cpu_s(), _machine_cpu_s(), time.perf_counter()
         answers = process.ask(list(requests), prefix_caching=scenario.shares_prefixes)
         elapsed = time.perf_counter() - start
@@ -201,7 +204,7 @@ def measure(
     finally:
         process.stop()
     cores, other_cores = own / elapsed, max(0.0, everything - own) / elapsed
-    return answers, figures_of(requests, answers, cores=cores, other_cores=other_cores, peak_mib=peak_mib)
+    return answers, metrics_of(requests, answers, cores=cores, other_cores=other_cores, peak_mib=peak_mib)
 
 
 def _machine_cpu_s() -> float:

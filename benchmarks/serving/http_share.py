@@ -54,9 +54,9 @@ def compare(launcher: Launcher, model: Path, dtype: str, num_rounds: int) -> Non
         for round_ in range(num_rounds + 1):
             # The order alternates, because the position in a round affects the speed.
             for key in sorted(processes, reverse=round_ % 2 == 1):
-                _, figures = measure(processes[key], scenario.make(vocab_size, round_), scenario)
+                _, metrics = measure(processes[key], scenario.make(vocab_size, round_), scenario)
                 if round_ > 0:
-                    speeds[key].append(figures.output_tokens_per_s)
+                    speeds[key].append(metrics.output_tokens_per_s)
     finally:
         for process in processes.values():
             process.close()

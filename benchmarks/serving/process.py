@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,23 @@ from serving.workloads import Request
 _IDLE_SHARE = 0.1
 _IDLE_WINDOW_S = 2.0
 _TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Startup:
+    """Times and memory of an engine's start.
+
+    Args:
+        answer_s: Time until the engine had answered a request of 8 tokens with 4 (seconds).
+        ready_s: Time until the engine had its full speed (seconds).
+        peak_mib: Peak resident memory until then (MiB).
+        resident_mib: Resident memory then (MiB).
+    """
+
+    answer_s: float
+    ready_s: float
+    peak_mib: float
+    resident_mib: float
 
 
 class EngineProcess:
@@ -30,7 +47,7 @@ class EngineProcess:
 
     Attributes:
         version: Version that the engine reports.
-        startup_s: Time until the engine was ready (seconds).
+        startup: Times and memory of the start.
 
     Raises:
         RuntimeError: If the process ends before the engine is ready.
@@ -53,9 +70,13 @@ class EngineProcess:
                 cwd=Path(__file__).resolve().parent.parent,  # the caller's folder may have another jax_paged
             )
         try:
+            self._read()
+            answer_s = time.monotonic() - start
             self.version: str = self._read()["version"]
-            self.startup_s = time.monotonic() - start
+            ready_s = time.monotonic() - start
             self._wait_until_idle()
+            peak_mib, resident_mib = self.peak_mib(), self.resident_mib()
+            self.startup = Startup(answer_s, ready_s, peak_mib, resident_mib)
         except BaseException:
             self.close()
             raise
@@ -77,8 +98,8 @@ class EngineProcess:
         """Stops the processes, so that they do not use the processor."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
-    def go_on(self) -> None:
-        """Continues the stopped processes."""
+    def resume(self) -> None:
+        """Lets the stopped processes run again."""
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def close(self) -> None:
@@ -92,17 +113,24 @@ class EngineProcess:
         fields = (_stat(pid) for pid in self._pids())
         return sum(int(f[11]) + int(f[12]) for f in fields if f) / _TICKS
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         """Resets the peak memory of the processes."""
         for pid in self._pids():
             (Path("/proc") / str(pid) / "clear_refs").write_text("5")
 
     def peak_mib(self) -> float:
-        """Returns the peak resident memory since `forget_peak`, summed over the processes (MiB)."""
+        """Returns the peak resident memory since `reset_peak`, summed over the processes (MiB)."""
+        return self._memory_mib("VmHWM")
+
+    def resident_mib(self) -> float:
+        """Returns the resident memory, summed over the processes (MiB)."""
+        return self._memory_mib("VmRSS")
+
+    def _memory_mib(self, name: str) -> float:
         total = 0
         for pid in self._pids():
             status = (Path("/proc") / str(pid) / "status").read_text()
-            total += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+            total += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(name))
         return total / 1024
 
     def _read(self) -> Any:
@@ -139,7 +167,7 @@ def _stat(pid: int) -> list[str] | None:
         return None
 
 
-class Turn:
+class MachineLock:
     """Lock that keeps other work off the machine during measurements.
 
     Args:
@@ -152,14 +180,14 @@ class Turn:
         self._holder: subprocess.Popen[str] | None = None
         self._since = 0.0
 
-    def begin(self) -> None:
+    def acquire(self) -> None:
         """Acquires the lock, unless it is already held.
 
         If it has been held for 30 seconds, it is released and acquired again, so that others can get it.
         """
         if not self._command or (self._holder and time.monotonic() - self._since < 30):
             return
-        self.end()
+        self.release()
         self._holder = subprocess.Popen(
             [*self._command, "sh", "-c", "echo; exec cat"],
             stdin=subprocess.PIPE,
@@ -170,7 +198,7 @@ class Turn:
         self._holder.stdout.readline()
         self._since = time.monotonic()
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Releases the lock, if it is held."""
         if self._holder:
             self._holder.communicate()

@@ -3,14 +3,15 @@
 import json
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from serving.compare import Comparison, Run
-from serving.figures import QUIET_CORES, Figures
+from serving.metrics import QUIET_CORES, Metrics
+from serving.process import Startup
 from serving.workloads import SCENARIOS
 
 _COLUMNS = (
@@ -82,9 +83,45 @@ def markdown(runs: Sequence[Run]) -> str:
     return text
 
 
+def pairs(runs: Sequence[Run]) -> str:
+    """Returns a table with the speed of each engine of a source tree divided by the speed of each peer.
+
+    It is empty if there are no peers, or only one engine of a tree, whose ratios `markdown` shows.
+    """
+    ours = list(dict.fromkeys(run.engine for run in runs if run.commit))
+    peers = list(dict.fromkeys(run.engine for run in runs if not run.commit))
+    if len(ours) < 2 or not peers:
+        return ""
+    found = {(run.dtype, run.scenario, run.engine): run for run in runs if run.rounds}
+    names = ("dtype", "scenario", "engine", *(f"speed relative to {peer}" for peer in peers))
+    text = "### Pairs\n\n" + _table_row(names) + "|---" * len(names) + "|\n"
+    for (dtype, scenario, engine), run in found.items():
+        if engine not in ours:
+            continue
+        cells = [dtype, SCENARIOS[scenario].title, engine]
+        for peer in peers:
+            of_peer = found.get((dtype, scenario, peer))
+            speeds = ratios(of_peer, run) if of_peer else []
+            cells.append(spread(speeds, ".2f") if speeds else "")
+        text += _table_row(cells)
+    return text + "\n"
+
+
+def starts(startups: Mapping[str, Mapping[str, Startup]]) -> str:
+    """Returns a table of the engines' starts."""
+    names = ("dtype", "engine", "first answer s", "full speed s", "peak MiB", "resident MiB")
+    text = "### Start\n\n" + _table_row(names) + "|---" * len(names) + "|\n"
+    for dtype, of_dtype in startups.items():
+        for label, startup in of_dtype.items():
+            cells = [f"{startup.answer_s:.1f}", f"{startup.ready_s:.1f}"]
+            cells += [f"{startup.peak_mib:.0f}", f"{startup.resident_mib:.0f}"]
+            text += _table_row([dtype, label, *cells])
+    return text + "\n"
+
+
 def _row(run: Run, first: Run) -> str:
-    def median(of: Callable[[Figures], float]) -> float:
-        return statistics.median(of(figures) for figures in run.rounds)
+    def median(of: Callable[[Metrics], float]) -> float:
+        return statistics.median(of(metrics) for metrics in run.rounds)
 
     others = median(lambda f: f.other_cores)
     disturbed = f" (others {others:.2f})" if others > QUIET_CORES else ""
@@ -109,13 +146,21 @@ def _table_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
+def tables(comparison: Comparison) -> str:
+    """Returns all tables."""
+    return markdown(comparison.runs) + pairs(comparison.runs) + starts(comparison.startups)
+
+
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Returns all results so far, with the date and the processor."""
     return {
         "date": date.today().isoformat(),
         "processor": processor(),
         "versions": comparison.versions,
-        "startup_s": comparison.startup_s,
+        "startups": {
+            dtype: {label: asdict(startup) for label, startup in startups.items()}
+            for dtype, startups in comparison.startups.items()
+        },
         "failures": comparison.failures,
         "runs": [asdict(run) for run in comparison.runs],
     }
@@ -129,4 +174,4 @@ def write(comparison: Comparison, stem: Path) -> None:
     versions = ", ".join(f"{label} {version}" for label, version in comparison.versions.items())
     commits = dict.fromkeys(f"{run.engine} at {run.commit}" for run in comparison.runs if run.commit)
     head = f"{found['processor']}; {found['date']}; {versions}; {', '.join(commits)}.\n\n"
-    stem.with_suffix(".md").write_text(head + markdown(comparison.runs))
+    stem.with_suffix(".md").write_text(head + tables(comparison))

@@ -18,7 +18,7 @@ NAME = "benchmark"
 STARTUP_S = 900
 
 
-class Server:
+class Server(runner.Engine):
     """A server process, and one client connection for each request.
 
     Args:

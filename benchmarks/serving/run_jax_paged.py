@@ -11,8 +11,8 @@ from serving.runner import Answer, Settings
 from serving.workloads import Request
 
 
-class Engine:
-    """An engine that has compiled all its programs."""
+class Engine(runner.Engine):
+    """An engine. It compiles programs in the background until `settle` returns."""
 
     def __init__(self, settings: Settings) -> None:
         arguments = {
@@ -24,7 +24,6 @@ class Engine:
             "kv_cache_memory_bytes": runner.OUR_POOL_BYTES,
         }
         self._engine = LLMEngine(EngineArgs(**{**arguments, **settings.arguments}))
-        self._engine.executor.wait_until_compiled()
         self._runs = itertools.count()
 
     def __call__(self, requests: list[Request], prefix_caching: bool) -> list[Answer]:
@@ -45,6 +44,10 @@ class Engine:
             return [(int(out.request_id), list(out.outputs[0].token_ids)) for out in self._engine.step()]
 
         return runner.drive(requests, add, step)
+
+    def settle(self) -> None:
+        """Waits until all programs are compiled."""
+        self._engine.executor.wait_until_compiled()
 
 
 if __name__ == "__main__":

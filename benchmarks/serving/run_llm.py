@@ -11,8 +11,8 @@ from serving.runner import Answer, Settings
 from serving.workloads import Request
 
 
-class Script:
-    """`LLM` with its defaults for scripts, after it has compiled all its programs."""
+class Engine(runner.Engine):
+    """`LLM` with its defaults for scripts. It compiles programs in the background until `settle` returns."""
 
     def __init__(self, settings: Settings) -> None:
         arguments = {
@@ -22,7 +22,6 @@ class Script:
             "kv_cache_memory_bytes": runner.OUR_POOL_BYTES,
         }
         self._llm = LLM(settings.model, **{**arguments, **settings.arguments})
-        self._llm.llm_engine.executor.wait_until_compiled()
         self._runs = itertools.count()
 
     def __call__(self, requests: list[Request], prefix_caching: bool) -> list[Answer]:
@@ -53,6 +52,10 @@ class Script:
             )
         return answers
 
+    def settle(self) -> None:
+        """Waits until all programs are compiled."""
+        self._llm.llm_engine.executor.wait_until_compiled()
+
 
 if __name__ == "__main__":
-    runner.main(Script, f"jax {jax.__version__}")
+    runner.main(Engine, f"jax {jax.__version__}")

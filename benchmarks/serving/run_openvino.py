@@ -14,7 +14,7 @@ from serving.workloads import Request
 PRECISION = {"float32": "f32", "bfloat16": "bf16"}
 
 
-class Engine:
+class Engine(runner.Engine):
     """A pipeline. It is created again to switch prefix caching, which cannot be changed afterwards."""
 
     def __init__(self, settings: Settings) -> None:
@@ -38,14 +38,17 @@ class Engine:
         config.cache_size = runner.POOL_GIB
         config.enable_prefix_caching = prefix_caching
         config.dynamic_split_fuse = True
-        for name, value in self._settings.arguments.items():
-            setattr(config, name, value)
         precision = PRECISION[self._settings.dtype]
         properties = {
             "INFERENCE_PRECISION_HINT": precision,
             "KV_CACHE_PRECISION": precision,
             "INFERENCE_NUM_THREADS": len(os.sched_getaffinity(0)),
         }
+        for name, value in self._settings.arguments.items():
+            if name.isupper():
+                properties[name] = value
+            else:
+                setattr(config, name, value)
         return openvino_genai.ContinuousBatchingPipeline(self._settings.model, config, "CPU", properties)
 
     def _run(self, requests: list[Request]) -> list[Answer]:

@@ -10,7 +10,7 @@ from serving.runner import Answer, Settings
 from serving.workloads import Request
 
 
-class Engine:
+class Engine(runner.Engine):
     """vLLM's engine."""
 
     def __init__(self, settings: Settings) -> None:

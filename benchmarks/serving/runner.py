@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -53,6 +54,22 @@ class Answer:
     times: list[float]
 
 
+class Engine(ABC):
+    """An engine in its process, created from its settings."""
+
+    @abstractmethod
+    def __call__(self, requests: list[Request], prefix_caching: bool) -> list[Answer]:
+        """Runs requests, which must not use prefixes of an earlier call.
+
+        Args:
+            requests: The requests of a scenario.
+            prefix_caching: Whether to cache the prefixes that the requests have in common.
+        """
+
+    def settle(self) -> None:  # noqa: B027
+        """Waits until the engine has its full speed. Most engines have it when they answer."""
+
+
 def drive(requests: list[Request], add: Add, step: Step) -> list[Answer]:
     """Steps an engine until all requests have finished; each request is added at its arrival time."""
     outputs: list[list[int]] = [[] for _ in requests]
@@ -76,22 +93,23 @@ def drive(requests: list[Request], add: Add, step: Step) -> list[Answer]:
     return [Answer(tokens, len(tokens), at) for tokens, at in zip(outputs, times, strict=True)]
 
 
-def main(make: Callable[[Settings], Callable[[list[Request], bool], list[Answer]]], version: str) -> None:
+def main(make: Callable[[Settings], Engine], version: str) -> None:
     """Runs scenarios until standard input ends.
 
     Args:
-        make: Returns an engine that is ready: a function of the requests of a scenario, and of whether to
-            cache the prefixes that they have in common. A call must not use prefixes of an earlier call.
+        make: Returns an engine that can answer.
         version: Version of the engine.
     """
     # The output of the engine goes to standard error, because standard output is only for answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    run = make(Settings(**json.loads(sys.argv[1])))
-    run([Request([300] * 8, 4)], False)
+    engine = make(Settings(**json.loads(sys.argv[1])))
+    engine([Request([300] * 8, 4)], False)
+    print(json.dumps({"answers": True}), file=answers, flush=True)
+    engine.settle()
     print(json.dumps({"version": version}), file=answers, flush=True)
     for line in sys.stdin:
         message = json.loads(line)
         requests = [Request(**request) for request in message["requests"]]
-        found = run(requests, message["prefix_caching"])
+        found = engine(requests, message["prefix_caching"])
         print(json.dumps([asdict(answer) for answer in found]), file=answers, flush=True)

@@ -83,6 +83,10 @@ def _tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]:
     return [rng.randrange(FIRST_ID, vocab_size) for _ in range(count)]
 
 
+def _decode(count: int) -> Scenario:
+    return Scenario(f"decode-{count}", f"{count} at once, 32 in, 128 out", _at_once(count, 32, 128))
+
+
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
@@ -95,5 +99,12 @@ SCENARIOS = {
         Scenario("prompts-1984", "16 prompts of 1984, 16 out", _at_once(16, 1984, 16)),
         Scenario("bursts", "bursts, shared prefixes of 512", bursts, shares_prefixes=True, is_paced=True),
         Scenario("http", "64 streams over HTTP", crowd, over_http=True),
+        *map(_decode, (1, 8, 32, 64)),
+        Scenario("prompts-1500", "8 prompts of 1500, 16 out", _at_once(8, 1500, 16)),
     )
+}
+REAL_MODEL = ("decode-1", "decode-8", "decode-32", "decode-64", "prompts-512", "prompts-1500")
+GROUPS = {
+    "server": tuple(name for name in SCENARIOS if name not in REAL_MODEL or name == "prompts-512"),
+    "real-model": REAL_MODEL,
 }

@@ -26,7 +26,7 @@ MatmulBackend = Literal["auto", "onednn", "xla"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 KVCacheDTypeName = Literal["auto", "fp8_e4m3", "int8"]
-Quantization = Literal["awq", "compressed-tensors", "fp8", "gptq", "int8", "mxfp4"]
+Quantization = Literal["awq", "compressed-tensors", "fp8", "gptq", "int4", "int8", "mxfp4"]
 ExecutorBackend = Literal["uni", "mp", "ray", "external_launcher"]
 
 # NumPy names of dtypes that have another name in kv_cache_dtype.
@@ -53,25 +53,27 @@ class EngineArgs:
 
     Args:
         model: "pagelet" (built in), "smollm2" (a model of 135 million parameters that is downloaded at its
-            first use), a local folder in Hugging Face format, or a model id on the Hugging Face Hub.
+            first use), a local folder in Hugging Face format, a GGUF file, or a model id on the Hugging Face
+            Hub.
         tokenizer: Local folder or Hub id of the tokenizer; None uses the model's own.
         skip_tokenizer_init: Whether to load no tokenizer. Prompts are then token ids only, and outputs have
             no text.
         dtype: Data type of weights and activations: "float32", "bfloat16", or a dtype object such as
             jnp.bfloat16. "auto" uses the checkpoint's dtype. For a checkpoint in float16 or in several
             dtypes, it uses bfloat16 and logs a warning.
-        quantization: "int8" or "fp8" quantizes the floating-point weights of linear layers while they are
-            loaded (docs/quantization.md). For a quantized checkpoint, None or the method of the checkpoint.
+        quantization: "int4", "int8" or "fp8" quantizes the floating-point weights of linear layers while they
+            are loaded (docs/quantization.md). For a quantized checkpoint, None or the method of the
+            checkpoint.
         max_model_len: Maximum number of tokens of a prompt and its output together, at least 2; None uses the
             model's limit. Block tables are padded to this length, so a small limit makes steps faster.
-        block_size: Tokens per block.
+        block_size: Tokens per block: a power of two, at most 128.
         gpu_memory_utilization: Fraction of JAX's GPU memory that weights, activations and KV cache may use
             together. JAX reserves three quarters of the GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION
             is set.
         kv_cache_memory_bytes: Size of the KV cache on each device (bytes); None means the remaining memory of
-            a GPU, or on a CPU 256 MiB, or the size of a sequence of max_model_len if that is larger, up to
-            4 GiB and a quarter of the memory. If a cache of this default size can't hold a sequence of
-            max_model_len, max_model_len is reduced and a warning is logged.
+            a GPU, or on a CPU 256 MiB (more if a sequence of max_model_len needs it, up to 4 GiB and a
+            quarter of the memory). If a cache of this default size can't hold a sequence of max_model_len,
+            max_model_len is reduced and a warning is logged.
         kv_cache_dtype: Data type of keys and values: "auto" is the dtype of the activations. "int8" and
             "fp8_e4m3" use one byte per number, plus one byte per token and KV head for a scale, so that the
             cache has nearly twice as many blocks as with bfloat16. All attention backends support them. Both
@@ -119,8 +121,8 @@ class EngineArgs:
             step, so that the device does not wait for the host. Outputs are the same, but a finished sequence
             keeps its batch slot for one more step.
         num_scheduler_steps: Number of decode steps that run on the device without the host while no request
-            waits (multi-step decoding). Tokens then arrive in groups of this size, and a new request waits
-            for the end of a group. 1 disables multi-step decoding.
+            waits (multi-step decoding); LLM and run-batch use 8 by default. Tokens then arrive in groups of
+            this size, and a new request waits for the end of a group. 1 disables multi-step decoding.
         speculative_config: Settings of speculative decoding: a SpeculativeConfig or a dict of its fields,
             such as {"method": "ngram"}. Outputs are the same as without it. None disables it.
         batch_invariant: Whether the tokens and log-probabilities of a request are bitwise the same in any
@@ -135,8 +137,8 @@ class EngineArgs:
         max_compile_s: Time after which no further step shapes are compiled (seconds); steps are then padded
             to a compiled shape; None compiles all shapes.
         seed: Seed from which the engine derives seeds for requests without a seed.
-        runner: "pooling" lets a generating model pool, too; "generate" disables pooling. "auto" decides by
-            the checkpoint's architecture and its sentence-transformers modules.
+        runner: "pooling" lets a model for text generation also compute embeddings; "generate" disables
+            pooling. "auto" decides by the checkpoint's architecture and its sentence-transformers modules.
         pooler_config: How to pool the hidden states of a text: a PoolerConfig or a dict of its fields; None
             uses the checkpoint's settings.
         hf_overrides: Fields that replace fields of config.json, and of text_config and vision_config in it.
@@ -148,7 +150,7 @@ class EngineArgs:
         max_loras: Maximum number of different adapters in a step.
         max_lora_rank: Maximum rank of an adapter. Every adapter uses device memory for this rank.
         max_cpu_loras: Number of adapters to keep in host memory, in addition to adapters that requests are
-            using. None means 16, or max_loras if that is larger.
+            using; None means 16, or max_loras if that is larger.
         enable_prompt_embeds: Whether prompts may be embedding vectors instead of tokens, and whether adapters
             may be soft prompts.
         limit_mm_per_prompt: Maximum number of images in a prompt, such as {"image": 4}; None means 8 images.

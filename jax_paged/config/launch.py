@@ -48,7 +48,7 @@ def launch_of_environment() -> Launch:
     )
     local_rank = number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else None
     problems.raise_if_any()
-    # torchrun itself usually listens at MASTER_PORT and then sets this variable. The next port is used in
-    # that case.
+    # torchrun usually listens at MASTER_PORT itself, and then sets TORCHELASTIC_USE_AGENT_STORE. The next
+    # port is used in that case.
     is_taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Launch(rank, size, address or "", port + is_taken, local_rank)

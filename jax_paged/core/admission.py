@@ -223,8 +223,9 @@ class Admission:
             return num_kept_free
         if group.request_id in self.queues.swapped:  # one more block for the next tokens of each sequence
             return num_kept_free + len(group.unfinished) * num_groups
-        # The other sequences are forked from the first one again. They need blocks for the tokens that
-        # they do not share with it.
+        # A waiting request has several sequences if it is computed again or continues prior outputs. The
+        # other sequences are forked from the first one. They need blocks for the tokens that they do not
+        # share with it.
         manager, (seq, *others) = self.block_manager, group.unfinished
         common = [min(seq.num_common_tokens(s), len(s) - 1) // manager.block_size for s in others]
         num_own = [manager.num_blocks_of(len(s) + 1) - n for s, n in zip(others, common, strict=True)]

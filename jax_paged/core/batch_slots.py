@@ -47,7 +47,7 @@ class PlannedStep(NamedTuple):
     scores_drafts: bool = False
 
     @property
-    def keeps_checkpoints(self) -> bool:
+    def allows_checkpoints(self) -> bool:
         """Whether checkpoints of recurrent states may be made in this step."""
         return not self.is_multi_step
 
@@ -170,7 +170,7 @@ class BatchSlots:
             if planned is not None:
                 token_ids, num_logits, num_pending = _planned_tokens(planned, seq, token_ids, num_tokens)
             checkpoint = NO_CHECKPOINT
-            if planned is None or planned.keeps_checkpoints:
+            if planned is None or planned.allows_checkpoints:
                 checkpoint = states.begin_checkpoint(seq, start, start + num_tokens)
             scheduled.append(
                 ScheduledSequence(

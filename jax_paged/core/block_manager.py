@@ -57,7 +57,7 @@ class BlockManager:
         self.swapped_tables: dict[Sequence, BlockTables] = {}
         self.pinned: dict[str, PinnedPrefix] = {}
         self.states = StateSlots(
-            num_state_slots, num_swap_state_slots, block_size, keeps_checkpoints=enable_prefix_caching
+            num_state_slots, num_swap_state_slots, block_size, makes_checkpoints=enable_prefix_caching
         )
         self.prefixes = PrefixCache(self.pool, groups, block_size, self.states)
         # Changes since the last step was built. BatchSlots sends them to the executor and clears them.
@@ -294,8 +294,8 @@ class BlockManager:
             (device block, host block) pairs to copy before the device blocks are overwritten. None if host
             memory does not have enough free blocks; then only blocks outside of windows have been freed.
         """
-        # A step must not free blocks that it swaps in. append_slots would free swapped-in blocks outside of
-        # windows, so these blocks are freed now and are never swapped.
+        # Blocks outside of windows are freed now instead of being swapped out. Otherwise, the step that swaps
+        # them in again would free them in append_slots, and a step must not free blocks that it swaps in.
         self._free_out_of_window([(seq, 0) for seq in seqs if seq in self.block_tables])
         if len(
             distinct(self.block_tables[seq] for seq in seqs if seq in self.block_tables)

@@ -8,8 +8,8 @@ Apart from type annotations, no other module of core/ imports from core/features
 - beam_search: selects the beams that continue after each step.
 - interactive: edits of requests between steps, and of steps before they are executed.
 
-Features that are always available are used directly: other modules import their classes and functions from
-here. Each of the other features is created by a function that returns None if the feature is switched off.
+Other modules import the class and the function of `interactive` from here. For each other feature, a function
+creates its main object. It returns None if the feature is switched off; beam search is always available.
 """
 
 from collections.abc import Iterable, Mapping

@@ -45,7 +45,7 @@ class ModelRunnerOutput:
             log-probabilities of the draft tokens.
         captured: NumPy arrays that hooks have captured or pooling has computed, by index into
             SchedulerOutput.scheduled and name.
-        num_shared_tokens: Number of token reads that cascade attention has saved. A prefix of t tokens that
+        num_saved_reads: Number of token reads that cascade attention has saved. A prefix of t tokens that
             n sequences share saves (n - 1) * t reads.
         drafts: For each entry of SchedulerOutput.samples, the draft tokens that a draft model on the device
             has proposed in place of NO_TOKEN; empty without a draft model.
@@ -59,6 +59,6 @@ class ModelRunnerOutput:
     is_finite: list[bool]
     prompt_logprobs: list[list[TokenLogprobs]]
     captured: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    num_shared_tokens: int = 0
+    num_saved_reads: int = 0
     drafts: list[list[int]] = dataclasses.field(default_factory=list)
     errors: dict[int, str] = dataclasses.field(default_factory=dict)

@@ -43,7 +43,7 @@ class Preemption:
         updater: Ends requests.
         mode: "recompute" or "swap" for all requests. None swaps requests with several sequences, because
             recomputation would lose the blocks that they share, and recomputes the others (the rule of the
-            paper).
+            PagedAttention paper).
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class RequestQueues:
         self.swapped: dict[str, SequenceGroup] = {}
         self.num_reserved_slots = 0
         self.running_adapters: dict[str, int] = {}
-        self._batch_slots: dict[str, int] = {}
+        self._reserved_slots: dict[str, int] = {}
         self._heap: list[tuple[tuple[Any, int], SequenceGroup]] = []
         self._in_heap: set[SequenceGroup] = set()
         self._aside: dict[SequenceGroup, None] = {}
@@ -64,7 +64,7 @@ class RequestQueues:
         self.remove(group)
         last = self.last_running()
         self.running[group.request_id] = group
-        self._batch_slots[group.request_id] = group.num_reserved_slots
+        self._reserved_slots[group.request_id] = group.num_reserved_slots
         self.num_reserved_slots += group.num_reserved_slots
         if group.request.features is not None:
             self._count_adapter(group, 1)
@@ -80,7 +80,7 @@ class RequestQueues:
     def remove(self, group: SequenceGroup) -> None:
         """Removes a request from the queue that it is in, if any."""
         if self.running.pop(group.request_id, None) is not None:
-            self.num_reserved_slots -= self._batch_slots.pop(group.request_id)
+            self.num_reserved_slots -= self._reserved_slots.pop(group.request_id)
             if group.request.features is not None:
                 self._count_adapter(group, -1)
         elif self.waiting.pop(group.request_id, None) is not None:
@@ -94,8 +94,8 @@ class RequestQueues:
     def release_reserved_slots(self, group: SequenceGroup) -> None:
         """Releases the reserved batch slots of sequences that have ended, if their request still runs."""
         if group.request_id in self.running:
-            self.num_reserved_slots += group.num_reserved_slots - self._batch_slots[group.request_id]
-            self._batch_slots[group.request_id] = group.num_reserved_slots
+            self.num_reserved_slots += group.num_reserved_slots - self._reserved_slots[group.request_id]
+            self._reserved_slots[group.request_id] = group.num_reserved_slots
 
     def last_running(self) -> SequenceGroup | None:
         """Returns the last running request in scheduling order, which is preempted first."""

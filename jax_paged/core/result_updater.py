@@ -314,7 +314,8 @@ class ResultUpdater:
 def _non_finite(output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, str]:
     """Returns the scheduled sequences whose logits are not finite, with the stop reason.
 
-    In a multi-step, such sequences end when their tokens are accepted, so the result is empty.
+    The result is empty for a multi-step: StepTokens.failures then contains the requests to end, because
+    they first accept the tokens before the failure.
     """
     rows = () if output.num_multi_step_tokens else enumerate(result.is_finite)
     return {i: NON_FINITE for i, is_finite in rows if not is_finite}

@@ -84,7 +84,7 @@ class Scheduler:
             Requests with a lower priority value or key go first and may preempt running requests with a
             higher one.
         preemption_mode: "recompute" or "swap" for all requests. None swaps requests with several sequences
-            and recomputes the others (the rule of the paper).
+            and recomputes the others (the rule of the PagedAttention paper).
         enable_chunked_prefill: If False, prompts are not divided into chunks, and steps compute either
             prompts or decodes. Steps with prompts go first.
         scheduler_delay_factor: New requests wait for this factor times the duration of the last step with
@@ -346,7 +346,7 @@ class Scheduler:
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=False)
         return self._build(step) if self.editor.plan_draft(request_id, token_ids, step) else None
 
-    def expect(self, request_id: str, index: int, token_ids: list[int]) -> None:
+    def propose_forced(self, request_id: str, index: int, token_ids: list[int]) -> None:
         """Proposes the tokens that a grammar forces next for one sequence of a request, as draft tokens."""
         group = self.queues.find(request_id)
         if self.drafts is not None and group is not None:
@@ -394,8 +394,8 @@ class Scheduler:
         """Adds running requests and candidates for admission to a step, merged in scheduling order.
 
         No request is admitted after a request was preempted for a running one, or after the step was closed.
-        Once a waiting request has preempted others, waiting requests are admitted only until the next running
-        request in the order continues.
+        After a waiting request has preempted others, further waiting requests are admitted only if they come
+        before the next running request in the order.
         """
         running = deque(self.queues.running.values())
         candidate = None if step.preempted else phase.next_candidate()

@@ -85,7 +85,7 @@ class TokenPlanner:
         when the tokens that they share with a computed sequence have been computed. Until all sequences have
         blocks, no sequence computes its last token, because sampling could end a sequence and free blocks
         that others are about to share. All beams must sample in the same step, so no beam
-        computes its last token before all beams have computed the tokens before theirs.
+        computes its last token in a step in which any of them has more than one token to compute.
         """
         tables, can_run_ahead = self.block_manager.block_tables, self._stop_conditions.can_run_ahead
         seqs = [s for s in group.unfinished if not s.num_pending_tokens or can_run_ahead(group, s)]

@@ -73,7 +73,8 @@ class EngineCore:
         changed: Requests that have changed since `advance` or `run_planned` last returned, in order.
         is_closed: True if the engine is closed or about to be closed.
         failure: The error that interrupted a step; no step may run after it. None if there was none.
-        num_shared_tokens: Sum of num_shared_tokens of all ModelRunnerOutputs.
+        num_generated_tokens: Number of output tokens of all requests so far.
+        num_saved_reads: Number of KV cache reads (tokens) saved so far; see LLMEngine.num_saved_reads.
         weight_version: Name of the current weights.
         num_weight_updates: Number of weight updates so far.
         pause_reason: Why no step may run now (see sleeping.py); None if steps may run.
@@ -103,7 +104,7 @@ class EngineCore:
         self.changed: dict[RequestState, None] = {}
         self.is_closed = False
         self.failure: BaseException | None = None
-        self.num_shared_tokens = 0
+        self.num_generated_tokens = self.num_saved_reads = 0
         self.weight_version, self.num_weight_updates = "0", 0
         self.pause_reason: str | None = None
         self.seeds = random.Random(seed)
@@ -112,7 +113,7 @@ class EngineCore:
         self._in_flight: collections.deque[SchedulerOutput] = collections.deque()
 
     @property
-    def has_unfinished(self) -> bool:
+    def has_work(self) -> bool:
         """Whether a step has work to do: unfinished requests, steps in flight or requests to return."""
         return self.scheduler.has_unfinished or self._is_busy or bool(self.changed)
 
@@ -199,7 +200,7 @@ class EngineCore:
             for request_id, request in requests.items():
                 self.add(request_id, request)
                 states.append(self.requests[request_id])
-            while self.has_unfinished:
+            while self.has_work:
                 self.check_can_run()
                 self.advance()
         finally:
@@ -328,12 +329,12 @@ class EngineCore:
             if self.planned is not None:
                 self._dispatch(self.planned)
             self.wait_for_steps()
-        return not self.has_unfinished
+        return not self.has_work
 
     def run_all_to_end(self) -> None:
         """Runs all requests to their end. The next step returns the changed requests."""
         changed: dict[RequestState, None] = {}
-        while self.has_unfinished:
+        while self.has_work:
             changed |= dict.fromkeys(self.advance())
         self.changed |= changed
 
@@ -381,7 +382,7 @@ class EngineCore:
         removed.
         """
         now = time.monotonic()
-        self.num_shared_tokens += result.num_shared_tokens
+        self.num_saved_reads += result.num_saved_reads
         update = self.scheduler.update(output, result, now)
         for group, start, logprobs in update.prompt_logprobs:
             self.requests[group.request_id].add_prompt_logprobs(start, logprobs)
@@ -389,6 +390,7 @@ class EngineCore:
         for group, seq, start, arrays in update.captured:
             self.requests[group.request_id].add_captured(seq, start, arrays)
         for group, seq, token_ids, logprobs in update.new_tokens:
+            self.num_generated_tokens += len(token_ids)
             end = self.requests[group.request_id].add_tokens(seq, token_ids, logprobs)
             if end is not None:
                 stop, num_output_tokens = end
@@ -399,7 +401,7 @@ class EngineCore:
             for request_id, index, token_ids in self._features.forced_tokens(
                 update.new_tokens, self.requests
             ):
-                self.scheduler.expect(request_id, index, token_ids)
+                self.scheduler.propose_forced(request_id, index, token_ids)
         request_ids = [*output.ended, *(group.request_id for group in update.changed)]
         self.changed |= dict.fromkeys(self.requests[request_id] for request_id in request_ids)
         for group in update.changed:

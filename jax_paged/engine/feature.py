@@ -27,7 +27,8 @@ class EngineFeature(Synchronized):
         PinnedPrefixes extends this method: it also recomputes the pinned prefixes.
 
         Args:
-            kept_salt: None recomputes all running requests. An unused salt lets them keep their computed
-                tokens, which other requests then do not share.
+            kept_salt: A salt that no request has used. Running requests keep their computed tokens under
+                this cache salt, so that other requests do not share them. None recomputes running requests
+                instead.
         """
         self._core.scheduler.forget_prefixes(kept_salt)

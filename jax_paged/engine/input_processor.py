@@ -90,7 +90,8 @@ class _Inputs:
     adapter: "Adapter | None"
 
 
-# Text in front of a word that tokenizers encode separately from the word.
+# Texts after which a word may have other tokens than at the start of a text. Each is used only if the
+# tokenizer encodes it separately from the word.
 _WORD_CONTEXTS = (" ", "\n", "(")
 
 
@@ -402,6 +403,8 @@ class InputProcessor:
         is_soft = soft_prompt is not None
         if is_soft and decoder.embeds is not None:
             raise ArgumentError("prompt_embeds", Text("embeddings"), "None with an adapter's soft prompt")
+        if is_soft and decoder.placeholder_data:
+            raise ArgumentError("lora_request", Text("a soft prompt"), "a LoRA adapter or None with images")
         if not is_soft and decoder.embeds is None:
             return decoder
         problems, what = Problems(), "a soft prompt" if is_soft else "prompt_embeds"

@@ -20,9 +20,7 @@ from jax_paged.outputs import RequestOutput
 # list takes as long as its slowest engine, so equal work matters more than cached prefixes.
 _MAX_LAG = 0
 
-# Result of a step: the number of requests that got tokens or ended, and the outputs of ended requests, by id.
-# The progress bar adds these numbers up as tokens. The rate that it shows is too low if steps produce several
-# tokens per request: with n > 1, multi-step decoding or accepted draft tokens.
+# Result of a step: the number of output tokens, and the outputs of ended requests, by id.
 _Step = tuple[int, dict[str, RequestOutput]]
 
 
@@ -60,20 +58,20 @@ class ListRunner:
             contextlib.closing(self._steps(dict(zip(ids, requests, strict=True)), interrupted)) as steps,
         ):
             num_tokens, start = 0, time.monotonic()
-            for num_changed, ended in steps:
+            for num_new_tokens, ended in steps:
                 outputs |= ended
-                num_tokens += num_changed
+                num_tokens += num_new_tokens
                 rate = num_tokens / (time.monotonic() - start)
                 bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                 bar.update(len(ended))
         if interrupted.is_set() and len(outputs) < len(ids):
-            raise KeyboardInterrupt  # the handler of Ctrl-C did not raise, as with asyncio
+            raise KeyboardInterrupt  # some handlers of Ctrl-C, such as asyncio's, raise no error
         return [outputs[request_id] for request_id in ids]
 
     def _steps(self, requests: dict[str, CheckedRequest], interrupted: threading.Event) -> Generator[_Step]:
         if len(self._engines) == 1:
             return _steps_of(self._engines[0], requests, interrupted.is_set)
-        # A list usually begins when all engines are idle.
+        # A list usually begins when the engines are idle, with no waiting and no running requests.
         placed = self._placement.place(list(requests.values()), [(0, 0)] * len(self._engines))
         shares: list[dict[str, CheckedRequest]] = [{} for _ in self._engines]
         for request_id, (replica, request) in zip(requests, placed, strict=True):
@@ -108,12 +106,13 @@ def _steps_of(
                 engine.add_request(request_id, request)
                 added.append(request_id)
             while left and not is_over():
+                num_before = engine.num_generated_tokens
                 changed = engine.advance()
                 # The engine may also run requests that the user has added with add_request.
                 finished = ((state.group.request_id, state) for state in changed if state.is_finished)
                 ended = {i: state.output() for i, state in finished if i in requests}
                 left -= len(ended)
-                yield len(changed), ended
+                yield engine.num_generated_tokens - num_before, ended
         finally:
             with contextlib.suppress(EngineDeadError):  # a closed engine has no requests
                 engine.end_requests(added)

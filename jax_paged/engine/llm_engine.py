@@ -118,12 +118,17 @@ class LLMEngine(composition.EngineFeatures):
         return self._core.seeds
 
     @property
-    def num_shared_tokens(self) -> int:
+    def num_generated_tokens(self) -> int:
+        """The number of output tokens of all requests so far."""
+        return self._core.num_generated_tokens
+
+    @property
+    def num_saved_reads(self) -> int:
         """The number of KV cache reads (tokens) that cascade attention has saved so far.
 
         A token that a step reads once for n sequences counts n - 1 times.
         """
-        return self._core.num_shared_tokens
+        return self._core.num_saved_reads
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -154,9 +159,9 @@ class LLMEngine(composition.EngineFeatures):
         """Tokenizes a prompt and checks the request, without adding it.
 
         Args:
-            prompt: Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. For an encoder-decoder
-                model this is the encoder prompt, or {"encoder_prompt": ..., "decoder_prompt": ...} specifies
-                both.
+            prompt: A prompt in one of the forms of jax_paged/inputs.py, for example text, token ids,
+                {"prompt": text} or {"prompt_token_ids": ids}. For an encoder-decoder model this is the
+                encoder prompt, or {"encoder_prompt": ..., "decoder_prompt": ...} specifies both.
             sampling_params: None uses the model's defaults (its generation_config.json). If max_tokens is
                 None, the output may fill the rest of max_model_len. BeamSearchParams request a beam search,
                 and PoolingParams a pooling request (engine/features/pooling.py reads its output).
@@ -240,7 +245,7 @@ class LLMEngine(composition.EngineFeatures):
 
     def has_unfinished_requests(self) -> bool:
         """Returns whether `step` has work to do: unfinished requests, steps in flight or new outputs."""
-        return self._core.has_unfinished
+        return self._core.has_work
 
     def step(self) -> list[RequestOutput]:
         """Runs one step. Returns outputs of the requests that got tokens or ended.

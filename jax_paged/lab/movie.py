@@ -94,6 +94,7 @@ class Movie:
         self._max_frames = max_frames
         self._every = 1
         self._num_steps = 0
+        self._num_preemptions = 0
 
     def __len__(self) -> int:
         return len(self.frames)
@@ -103,12 +104,21 @@ class Movie:
         if self._num_steps % self._every == 0:
             self.frames.append(frame_of(scheduler, output))
         self._num_steps += 1
+        self._num_preemptions += len(output.preempted)
         if len(self.frames) > self._max_frames:
             self.frames, self._every = self.frames[::2], self._every * 2
 
     def _repr_html_(self) -> str:
         """Returns the drawing with a slider; its script only changes the drawing itself."""
-        return _movie_html(self.frames)
+        return self.html(self.frames)
+
+    def html(self, frames: list[Frame]) -> str:
+        """Returns the drawing of some of the frames, below a summary of all steps.
+
+        Args:
+            frames: The frames to draw.
+        """
+        return _movie_html(frames, self._num_steps, self._num_preemptions)
 
 
 @contextlib.contextmanager
@@ -134,7 +144,7 @@ def watch(engine: Observed, *, max_frames: int = 400) -> Iterator[Movie]:
         nonlocal shown
         movie.add(scheduler, output)
         if show is not None and time.monotonic() - shown >= _LIVE_INTERVAL_S:
-            show(movie.frames[-1:])
+            show(movie.html(movie.frames[-1:]))
             shown = time.monotonic()
 
     engine.observers.append(observe)
@@ -170,8 +180,8 @@ def frame_of(scheduler: Scheduler, output: SchedulerOutput) -> Frame:
     return Frame(pool_map(scheduler.block_manager, groups), output, *sizes)
 
 
-def _display() -> Callable[[list[Frame]], None] | None:
-    """Returns a function that redraws frames in the current notebook cell; None outside of notebooks."""
+def _display() -> Callable[[str], None] | None:
+    """Returns a function that replaces the HTML of the current notebook cell; None outside of notebooks."""
     try:
         from IPython.core.getipython import get_ipython
         from IPython.display import HTML, display
@@ -182,10 +192,15 @@ def _display() -> Callable[[list[Frame]], None] | None:
         return None
     handle: Any = display(HTML("<p>no steps yet</p>"), display_id=True)
 
-    return lambda frames: handle.update(HTML(_movie_html(frames)))
+    return lambda text: handle.update(HTML(text))
 
 
-def _movie_html(frames: list[Frame]) -> str:
+def _movie_html(frames: list[Frame], num_steps: int, num_preemptions: int) -> str:
+    """Returns the template movie.html with the drawing of the last frame and the data of all frames.
+
+    The data contains the distinct drawings of a cell ("boxes") and, for each frame, its caption, the cells
+    that differ from the frame before as pairs (cell, box), and the arrows of copied and swapped blocks.
+    """
     if not frames:
         return "<p>no steps yet</p>"
     on_device = _drawn(frame.pool.blocks for frame in frames)
@@ -224,7 +239,7 @@ def _movie_html(frames: list[Frame]) -> str:
         .replace("{{width}}", str(width + 2))
         .replace("{{cells}}", cells)
         .replace("{{label}}", label if on_host else "")
-        .replace("{{note}}", html.escape(_note(frames, on_device)))
+        .replace("{{note}}", html.escape(_note(frames[0], on_device, num_steps, num_preemptions)))
         .replace(
             "{{data}}", json.dumps({"boxes": list(boxes), "steps": steps, "side": SIDE}).replace("</", "<\\/")
         )
@@ -232,7 +247,7 @@ def _movie_html(frames: list[Frame]) -> str:
 
 
 def _drawn(maps: Iterable[np.ndarray]) -> list[int]:
-    """Returns the ids of all blocks that ever held something, in ascending order, at most MAX_DRAWN."""
+    """Returns the ids of the blocks that any frame uses, in ascending order, at most MAX_DRAWN."""
     ids: set[int] = set()
     for blocks in maps:
         ids.update(blocks["block_id"][blocks["ref_count"] > 0].tolist())
@@ -268,12 +283,11 @@ def _moves(output: SchedulerOutput) -> Iterator[tuple[_Block, _Block]]:
             yield (source, a), (target, b)
 
 
-def _note(frames: list[Frame], drawn: list[int]) -> str:
-    num_blocks = len(frames[0].pool.blocks) - 1
-    num_preempted = sum(len(frame.output.preempted) for frame in frames)
-    preemptions = f"; {_count(num_preempted, 'preemption')}" * (num_preempted > 0)
+def _note(frame: Frame, drawn: list[int], num_steps: int, num_preemptions: int) -> str:
+    num_blocks = len(frame.pool.blocks) - 1
+    preemptions = f"; {_count(num_preemptions, 'preemption')}" * (num_preemptions > 0)
     shown = f"shows the {len(drawn):,} of {num_blocks:,} blocks that were in use"
-    return f"{len(frames):,} steps; {shown}{preemptions}"
+    return f"{_count(num_steps, 'step')}; {shown}{preemptions}"
 
 
 def _count(number: int, name: str) -> str:

@@ -25,7 +25,9 @@ OWNER_DTYPE = np.dtype(
         ("num_tokens", "i4"),
     ]
 )
+# Maximum numbers of drawn blocks, of requests or owners in a list, and of stripes in a cell.
 MAX_DRAWN, _MAX_LISTED, _MAX_STRIPES = 2000, 16, 4
+# Size of a cell, distance between the origins of two cells (both in pixels), and number of cells in a row.
 SIDE, PITCH, NUM_COLUMNS = 20, 24, 40
 _GREY = "hsl(220,8%,55%)"
 _LIGHTNESS = (52, 66, 42, 59)
@@ -90,7 +92,7 @@ def pool_map(manager: BlockManager, requests: Iterable[SequenceGroup]) -> PoolMa
     device: list[tuple] = []
     host: list[tuple] = []
 
-    def note(rows: list[tuple], table: list[int], num_tokens: int, g: int, *owner: object) -> None:
+    def add_rows(rows: list[tuple], table: list[int], num_tokens: int, g: int, *owner: object) -> None:
         for position, block in enumerate(table):
             if block != NULL_BLOCK:  # the null block replaces blocks that left a sliding window
                 filled = min(max(num_tokens - position * manager.block_size, 0), manager.block_size)
@@ -102,11 +104,15 @@ def pool_map(manager: BlockManager, requests: Iterable[SequenceGroup]) -> PoolMa
             for rows, tables in ((device, manager.block_tables), (host, manager.swapped_tables)):
                 for g, table in enumerate(tables.get(seq, ())):
                     is_cross = manager.groups[g].is_cross
-                    n = len(request.request.encoder_token_ids) if is_cross else seq.num_computed_tokens
-                    note(rows, table, n, g, *owner, index)
+                    n = (
+                        len(request.request.encoder_token_ids)
+                        if is_cross
+                        else seq.num_computed_tokens - seq.num_dropped_tokens
+                    )
+                    add_rows(rows, table, n, g, *owner, index)
     for name, prefix in manager.pinned.items():
         for g, table in enumerate(prefix.tables):
-            note(device, table, len(table) * manager.block_size, g, name, -1, -1)
+            add_rows(device, table, len(table) * manager.block_size, g, name, -1, -1)
     owners, host_owners = (
         np.array(sorted(rows, key=lambda row: row[0]), OWNER_DTYPE) for rows in (device, host)
     )

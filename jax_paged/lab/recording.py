@@ -28,9 +28,9 @@ from jax_paged.lab.what_if import Replay, ReplayedRun, scheduler_arguments, step
 Note = Callable[..., None]
 _EDITS: dict[str, Callable[..., RequestEdit]] = {e.__name__: e for e in (Fork, Rollback, DropBlocks)}
 
-# Events whose arguments are passed unchanged to the method of the same name: of the scheduler, and of its
-# block manager.
-_CALLS = ("abort", "expect", "forget_prefixes")
+# Events whose arguments are passed unchanged to a method of the scheduler, with the name of the method; and
+# events that have the name of a method of its block manager.
+_CALLS = {"abort": "abort", "expect": "propose_forced", "forget_prefixes": "forget_prefixes"}
 _PREFIX_CALLS = ("pin", "unpin")
 
 # Keys of steps in recordings that differ from the field names of SchedulerOutput.
@@ -109,10 +109,10 @@ class RecordedScheduler(Scheduler):
         self._note("draft", request_id=request_id, token_ids=token_ids, decided=decided)
         return output
 
-    def expect(self, request_id: str, index: int, token_ids: list[int]) -> None:
-        """Records and stores the expected next tokens of a sequence."""
+    def propose_forced(self, request_id: str, index: int, token_ids: list[int]) -> None:
+        """Records and proposes the tokens that a grammar forces next, as draft tokens."""
         self._note("expect", request_id=request_id, index=index, token_ids=token_ids)
-        super().expect(request_id, index, token_ids)
+        super().propose_forced(request_id, index, token_ids)
 
     def forget_prefixes(self, kept_salt: str | None) -> None:
         """Records the removal of cached prefixes and removes them."""
@@ -222,7 +222,7 @@ def replay(
 
     Args:
         lines: A complete recording, such as an open file or a list.
-        scheduler: A subclass of Scheduler, or a function that returns the sort key of a request, as in
+        scheduler: A subclass of Scheduler, or a function that returns the scheduling key of a request, as in
             LLMEngine.
         **settings: Arguments of Scheduler or BlockManager that replace the recorded values, such as
             num_blocks or max_num_batched_tokens.
@@ -314,7 +314,7 @@ class _Replayer:
         scheduler: Any = self._scheduler
         check(scheduler is not None, "lines", event, "'start'", aspect="the first event of")
         if event in _CALLS:
-            getattr(scheduler, event)(**values)
+            getattr(scheduler, _CALLS[event])(**values)
         elif event in _PREFIX_CALLS:
             getattr(scheduler.block_manager, event)(**values)
         else:

@@ -13,9 +13,9 @@ import numpy as np
 
 from jax_paged.arguments.plain_values import make_plain
 from jax_paged.arguments.suggestions import suggests_fields
-from jax_paged.core import request as core
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
-from jax_paged.core.request import RequestMetrics, Sequence, SequenceGroup
+from jax_paged.core.request import Request as EngineRequest
+from jax_paged.core.request import RequestFeatures, RequestMetrics, Sequence, SequenceGroup
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.errors import check, check_int, check_number
@@ -45,7 +45,8 @@ _NO_LOGPROBS = TokenLogprobs(0.0, 0, [], [])
 # Fields of RequestMetrics. A time is NaN if the event never happened.
 TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "finished_time")
 COUNTS = ("num_cached_tokens", "num_preemptions")
-_NUMBERS = (*COUNTS, "num_output_tokens")  # num_output_tokens is per output, if it has finished
+# num_output_tokens is Request.output_len, even if the request has not finished.
+_NUMBERS = (*COUNTS, "num_output_tokens")
 REQUEST_DTYPE = np.dtype([*((name, np.float64) for name in TIMES), *((name, np.int32) for name in _NUMBERS)])
 
 
@@ -190,7 +191,7 @@ class SimulationResult:
 
     @property
     def num_output_tokens(self) -> np.ndarray:
-        """The number of tokens per output of each request, if it has finished."""
+        """The output_len of each request: the number of tokens per output of finished requests."""
         return self.requests["num_output_tokens"]
 
     def times_s(self, event: str) -> np.ndarray:
@@ -299,8 +300,8 @@ def simulate(
         scheduler.update(output, _result(output, scheduler, rng if has_beams else None), clock)
     served = map(operator.attrgetter(*TIMES, *COUNTS), metrics)
     all_steps = np.concatenate([*steps, np.array(rows, SIMULATED_STEP_DTYPE)])
-    ends = [(*times, n) for times, n in zip(served, output_lens, strict=True)]
-    return SimulationResult(all_steps, np.array(ends, REQUEST_DTYPE), manager.block_size)
+    request_rows = [(*times, n) for times, n in zip(served, output_lens, strict=True)]
+    return SimulationResult(all_steps, np.array(request_rows, REQUEST_DTYPE), manager.block_size)
 
 
 def _group(index: int, request: Request, scheduler: Scheduler) -> SequenceGroup:
@@ -316,8 +317,8 @@ def _group(index: int, request: Request, scheduler: Scheduler) -> SequenceGroup:
     # A prompt given as a number consists of a token id that no other request has.
     prompt = request.prompt if isinstance(request.prompt, list) else [-1 - index] * request.prompt
     params, beams = _params(request.n, request.beam_width, request.output_len)
-    features = None if beams is None else core.RequestFeatures(beams)
-    values = core.Request(str(index), prompt, params, priority=request.priority, features=features)
+    features = None if beams is None else RequestFeatures(beams)
+    values = EngineRequest(str(index), prompt, params, priority=request.priority, features=features)
     return SequenceGroup.from_request(values, request.arrival_s)
 
 
@@ -334,6 +335,7 @@ def _step_row(
     """Returns the row of SIMULATED_STEP_DTYPE for a step that is scheduled but has no result yet."""
     queues, pool, rows = scheduler.queues, scheduler.block_manager.pool, output.scheduled
     num_tokens = _num_tokens(output)
+    # In a step, sequences with one token come first, then sequences with several tokens.
     num_prefill_tokens, num_decode_seqs = 0, len(rows)
     for row in reversed(rows):
         if row.num_tokens == 1:
@@ -380,7 +382,7 @@ def _sharing(output: SchedulerOutput, scheduler: Scheduler, num_blocks_used: int
     manager = scheduler.block_manager
     size, tables = manager.block_size, manager.block_tables
     num_blocks = sum([len(table) for (table,) in tables.values()])
-    if num_blocks == num_blocks_used:
+    if num_blocks == num_blocks_used:  # no block is shared, so no token is counted twice
         num_tokens = sum([seq.num_computed_tokens for seq in tables]) + sum(_num_tokens(output))
         return 0, num_blocks * size - num_tokens
     lens = {seq: seq.num_computed_tokens for seq in tables}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_LANES = 24
+# Colors of steps in which a sequence computes a single token, or several tokens.
 _ONE, _SEVERAL = "C0", "C1"
 # Fields of steps to draw as lines, with their labels and line styles.
 _LINES = {
@@ -134,7 +135,7 @@ def _lanes(outputs: Sequence[SchedulerOutput]) -> tuple[dict[str, _Lane], int]:
             own = lanes[ids.get(row.seq_id, f"sequence {row.seq_id}")].steps
             own[step] = own.get(step, False) or row.num_tokens > 1
     lanes = {request_id: lane for request_id, lane in lanes.items() if lane.steps}
-    # The requests with the most preemptions are drawn; equal requests in order of arrival.
+    # The requests with the most preemptions are drawn; ties are resolved by order of arrival.
     drawn = set(sorted(lanes, key=lambda r: -len(lanes[r].preempted))[:_MAX_LANES])
     return {r: lane for r, lane in lanes.items() if r in drawn}, len(lanes) - len(drawn)
 

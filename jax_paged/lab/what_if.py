@@ -24,7 +24,7 @@ REPLAYED_STEP_DTYPE = np.dtype(
         ("num_tokens", np.int32),  # in multi-step decoding, for all decode steps
         ("num_prefill_tokens", np.int32),  # tokens of sequences that compute several tokens
         ("num_seqs", np.int32),
-        ("num_decodes", np.int32),  # decode steps in multi-step decoding, else 1
+        ("num_decode_steps", np.int32),  # 1 without multi-step decoding
         ("num_running", np.int32),  # requests
         ("num_waiting", np.int32),
         ("num_swapped", np.int32),
@@ -102,7 +102,7 @@ class Replay:
 
 @dataclasses.dataclass
 class ReplayedRun:
-    """Requests and steps of a run, collected while it is replayed.
+    """Requests and steps of a run, collected while a recording is replayed or simulated.
 
     Args:
         groups: The requests, in order of arrival.
@@ -180,13 +180,13 @@ def what_if(
 
     Raises:
         ValueError: If a setting does not exist, a request does not fit the settings, or the recording
-            contains manual edits of steps or requests.
+            contains manual edits of steps or requests, or weight updates.
     """
     new, clock = ReplayedRun(), 0.0
-    seconds = _fit_step_times(np.array(recorded.steps, REPLAYED_STEP_DTYPE))
+    time_model = _fit_step_times(np.array(recorded.steps, REPLAYED_STEP_DTYPE))
     for part in _split_recording(events):
         scheduler = make(**scheduler_arguments(_with_settings(part[0], settings)))
-        clock = _WhatIf(recorded, new, scheduler, seconds).serve(part[1:], clock)
+        clock = _WhatIf(recorded, new, scheduler, time_model).serve(part[1:], clock)
     return new.replay()
 
 
@@ -197,8 +197,7 @@ class _WhatIf:
         recorded: The run of the recorded scheduler.
         new: Receives the new requests and steps.
         scheduler: The scheduler to use.
-        seconds: The model of step durations (seconds): time per decode step, time per token, and minimum
-            duration.
+        time_model: Time per decode step, time per token, and minimum duration of a step (seconds).
     """
 
     def __init__(
@@ -206,9 +205,9 @@ class _WhatIf:
         recorded: ReplayedRun,
         new: ReplayedRun,
         scheduler: Scheduler,
-        seconds: tuple[float, float, float],
+        time_model: tuple[float, float, float],
     ) -> None:
-        self.recorded, self.new, self.scheduler, self.seconds = recorded, new, scheduler, seconds
+        self.recorded, self.new, self.scheduler, self.time_model = recorded, new, scheduler, time_model
         self.request_indices: dict[SequenceGroup, int] = {}
         self.current: dict[str, str] = {}  # recorded request id -> id of its latest request here
         # Recorded "finish" events, by index of the request and of the sequence. Stop strings end these
@@ -274,8 +273,8 @@ class _WhatIf:
             check_int(name, length, 1, most, condition="(max_model_len - 1)", aspect=aspect)
             most, aspect = scheduler.max_num_seqs, "the number of sequences of"
             check_int(name, group.max_num_seqs, 1, most, condition="(max_num_seqs)", aspect=aspect)
-            is_fair = policy != "fcfs" or not group.priority
-            check(is_fair, f"{name}.priority", group.priority, "0 with scheduling_policy 'fcfs'")
+            ok = policy != "fcfs" or not group.priority
+            check(ok, f"{name}.priority", group.priority, "0 with scheduling_policy 'fcfs'")
             self.request_indices[group] = len(self.new.groups)
             self.new.groups.append(group)
             scheduler.add(group)
@@ -291,9 +290,9 @@ class _WhatIf:
         row = step_row(output, scheduler, clock)
         step_s = 0.0
         if output.scheduled:
-            per_decode, per_token, least = self.seconds
-            num_decodes = max(output.num_multi_step_tokens, default=1)
-            step_s = max(per_decode * num_decodes + per_token * row[1], least)
+            per_decode, per_token, least = self.time_model
+            num_decode_steps = max(output.num_multi_step_tokens, default=1)
+            step_s = max(per_decode * num_decode_steps + per_token * row[1], least)
         new.steps.append((*row[:-1], step_s))
         new.outputs.append(output)
         update = scheduler.update(output, self._result(output), clock + step_s)
@@ -316,13 +315,14 @@ class _WhatIf:
                 key = request_index, tuple(seq.output_token_ids)
                 logprobs.append([self.recorded.tops.get(key, _NO_LOGPROBS)])
                 continue
-            drawn, first = self._drawn(request_index, seq.index), len(seq.output_token_ids)
+            drawn, first = self._recorded(request_index, seq.index), len(seq.output_token_ids)
             tokens.append(drawn[first : first + num_tokens] or [0])  # 0 past the recorded tokens; see _end
             logprobs.append([_NO_LOGPROBS] * len(tokens[-1]))
         num_rows = len(output.scheduled)
         return ModelRunnerOutput(output.step_id, tokens, logprobs, [True] * num_rows, [[]] * num_rows)
 
-    def _drawn(self, request_index: int, index: int) -> list[int]:
+    def _recorded(self, request_index: int, index: int) -> list[int]:
+        """Returns the output tokens of a sequence in the recording; empty if it has no such sequence."""
         seqs = self.recorded.groups[request_index].sequences
         return seqs[index].output_token_ids if index < len(seqs) else []
 
@@ -333,7 +333,7 @@ class _WhatIf:
             return
         for seq in group.sequences:
             if seq.status.is_finished and len(seq.output_token_ids) > (
-                n := len(self._drawn(request_index, seq.index))
+                n := len(self._recorded(request_index, seq.index))
             ):
                 seq.truncate(n)  # remove the dummy token from `_result`
                 seq.status = SequenceStatus.FINISHED_ABORTED
@@ -344,7 +344,7 @@ class _WhatIf:
                 status = SequenceStatus[finish["status"]]
                 stop = finish["stop_reason"]
                 self.scheduler.finish(group, seq, status, now, stop, num_output_tokens=num_tokens)
-            elif len(seq.output_token_ids) >= (num_known := len(self._drawn(request_index, seq.index))):
+            elif len(seq.output_token_ids) >= (num_known := len(self._recorded(request_index, seq.index))):
                 seq.truncate(num_known)
                 self.scheduler.abort(group.request_id)
                 group.metrics.finished_time = now
@@ -389,7 +389,7 @@ def _fit_step_times(steps: np.ndarray) -> tuple[float, float, float]:
     steps = steps[(steps["num_tokens"] > 0) & (steps["step_s"] > 0)]
     if not len(steps):
         return 0.0, 0.0, 0.0
-    columns = np.stack([steps["num_decodes"], steps["num_tokens"]], axis=1).astype(np.float64)
+    columns = np.stack([steps["num_decode_steps"], steps["num_tokens"]], axis=1).astype(np.float64)
     seconds, weights = steps["step_s"], np.ones(len(steps))
     fit = np.zeros(2)
     for _ in range(50):

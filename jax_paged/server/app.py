@@ -24,6 +24,7 @@ from jax_paged.server.lifecycle import Gate, Lifecycle
 from jax_paged.server.observability.access import AccessLog
 from jax_paged.server.observability.logs import log_statistics
 from jax_paged.server.observability.metrics import Metrics
+from jax_paged.server.preprocessing import Preprocessor, ThrottledLock
 from jax_paged.server.protocol import schemas
 from jax_paged.server.protocol.fields import with_known_fields
 from jax_paged.server.protocol.openapi import install_document, response_docs
@@ -37,7 +38,6 @@ from jax_paged.server.routes.pooling import PoolingRoutes
 from jax_paged.server.routes.responses import ResponsesRoute
 from jax_paged.server.routes.status_page import StatusPageRoutes
 from jax_paged.server.streaming import RequestRunner
-from jax_paged.server.text_reader import TextReader, ThrottledLock
 from jax_paged.server.waiting_queue import WaitingQueue
 
 _TICK_S = 0.1
@@ -79,12 +79,12 @@ class OpenAIServer:
         self.metrics = Metrics(engine, model_name, lambda: self._waiting_queue.num_waiting)
         runner = RequestRunner(engine, self._waiting_queue, self.metrics)
         self._cpu_lock = ThrottledLock()
-        texts = TextReader(self._cpu_lock)
+        preprocessor = Preprocessor(self._cpu_lock)
         self._models = ServedModels(engine, model_name, self.options.lora_modules)
-        self._generation = GenerationRoutes(engine, runner, texts, self._models, self.options)
-        self._pooling = PoolingRoutes(engine, runner, texts, self._models, self.options)
-        self._responses = ResponsesRoute(engine, runner, texts, self._models, self.options)
-        self._information = InformationRoutes(engine, texts, self._models, self.options)
+        self._generation = GenerationRoutes(engine, runner, preprocessor, self._models, self.options)
+        self._pooling = PoolingRoutes(engine, runner, preprocessor, self._models, self.options)
+        self._responses = ResponsesRoute(engine, runner, preprocessor, self._models, self.options)
+        self._information = InformationRoutes(engine, preprocessor, self._models, self.options)
 
     @contextlib.asynccontextmanager
     async def lifespan(self) -> AsyncGenerator[None]:
@@ -132,11 +132,11 @@ class OpenAIServer:
                 ("/rerank", "/v1/rerank", "/v2/rerank"), (self._pooling.rerank, schemas.RerankResponse)
             ),
         }
-        running = generating | pooling
-        for path, (handler, model) in running.items():
+        inference = generating | pooling
+        for path, (handler, model) in inference.items():
             app.post(path, **response_docs(model))(known(handler))
         app.add_middleware(BodyLimits, options=self.options, cpu_lock=self._cpu_lock)
-        app.add_middleware(Gate, lifecycle=self.lifecycle, waiting_queue=self._waiting_queue, paths=running)  # pyright: ignore
+        app.add_middleware(Gate, lifecycle=self.lifecycle, waiting_queue=self._waiting_queue, paths=inference)  # pyright: ignore
         information = self._information
         app.post("/tokenize", **response_docs(schemas.TokenizeResponse))(known(information.tokenize))
         app.post("/detokenize", **response_docs(schemas.DetokenizeResponse))(known(information.detokenize))
@@ -220,7 +220,7 @@ async def _on_http_error(request: Request, error: Any) -> Response:
     refused = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
     response = refused.response()
     headers = dict(error.headers or {})
-    if "GET" in headers.get("Allow", ""):
+    if "GET" in headers.get("Allow", ""):  # The middleware turns HEAD into GET before routing.
         headers["Allow"] += ", HEAD"
     response.headers.update(headers)
     return response

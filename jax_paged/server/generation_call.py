@@ -25,9 +25,12 @@ class GenerationCall:
         record: Record of the HTTP request for the access log.
         client: Name of the client. Clients take turns in the waiting queue.
         with_prompt_logprobs: Whether the choices have the field `prompt_logprobs`, as in vLLM.
-        counts_output: Whether the usage counts output tokens, and the choices have their token ids.
-        token_ids: Where the token ids of the prompt are returned: in each choice, or next to the choices.
-            Each choice then has the token ids of its output too. None returns no token ids.
+        counts_output: Whether the response contains the generated tokens. If not, as for a completion request
+            with echo and max_tokens=0, the usage counts no output tokens, and each list of output token ids
+            is empty.
+        token_ids_in: Where the prompt's token ids are returned: in each choice ("choice"), or in the response
+            next to the choices ("answer"). Each choice then also has the token ids of its output. None
+            returns no token ids.
         journal: Journal of a response that another replica may have begun or may continue. None if there are
             no other replicas.
     """
@@ -40,7 +43,7 @@ class GenerationCall:
     client: str = ""
     with_prompt_logprobs: bool = False
     counts_output: bool = True
-    token_ids: Literal["choice", "answer"] | None = None
+    token_ids_in: Literal["choice", "answer"] | None = None
     journal: Journal | None = None
 
     @property
@@ -50,13 +53,13 @@ class GenerationCall:
 
     def prompt_ids(self, where: Literal["choice", "answer"], output: RequestOutput) -> dict[str, Any]:
         """Returns a dict with the prompt's token ids if they belong at `where`; otherwise an empty dict."""
-        if self.token_ids != where:
+        if self.token_ids_in != where:
             return {}
         return {"prompt_token_ids": output.encoder_prompt_token_ids or output.prompt_token_ids}
 
     def output_ids(self, completion: CompletionOutput) -> dict[str, Any]:
         """Returns a dict with the token ids of an output or a part of it; empty if not requested."""
-        if self.token_ids is None:
+        if self.token_ids_in is None:
             return {}
         return {"token_ids": list(completion.token_ids) if self.counts_output else []}
 

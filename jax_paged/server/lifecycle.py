@@ -139,8 +139,8 @@ class Gate:
     """ASGI middleware that rejects requests before their body is read, and counts the accepted ones.
 
     A POST request for one of `paths` is rejected with status 503 while the server does not accept requests,
-    and with status 429 if too many requests are waiting. Other requests pass, unless their path has control
-    characters, which is status 404.
+    and with status 429 if too many requests are waiting. Other requests pass, unless their path has
+    unprintable characters, which is status 404.
 
     Args:
         app: The next ASGI application.
@@ -161,7 +161,7 @@ class Gate:
         """Handles one request."""
         path = route_path(scope) if scope["type"] == "http" else ""
         if not path.isprintable():  # Starlette's routes would ignore a line break at the end of the path.
-            error = ApiError("the path must not contain control characters", status=404)
+            error = ApiError("the path must contain only printable characters", status=404)
             await error.response()(scope, receive, send)
             return
         if scope["type"] != "http" or scope["method"] != "POST" or path not in self._paths:

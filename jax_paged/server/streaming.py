@@ -59,7 +59,7 @@ class RequestRunner:
         for i, request in enumerate(requests):
             output = request.output
             own = [call.choice(i * n + x.index, x, output) for x in output.outputs]
-            if call.token_ids is not None:
+            if call.token_ids_in is not None:
                 ids = [call.prompt_ids("choice", output) | call.output_ids(x) for x in output.outputs]
                 own = [choice | more for choice, more in zip(own, ids, strict=True)]
             if call.with_prompt_logprobs:
@@ -78,9 +78,10 @@ class RequestRunner:
     ) -> AsyncGenerator[bytes, BodyWriter | None]:
         """Runs all requests of a call, and yields a server-sent event for each part of an output.
 
-        The first event is yielded with the first part of an output, so that an earlier failure can still
-        become an error response. If the caller sends a BodyWriter to the generator and the call has a single
-        request, the further chunks are written to the BodyWriter directly, and only the end is yielded.
+        No event is yielded before the first part of an output is available, so that a failure before it can
+        still become an error response. If the caller sends a BodyWriter to the generator and the call has a
+        single request, the further chunks are written to the BodyWriter directly, and only the end of the
+        stream is yielded.
 
         Args:
             call: The call to run.
@@ -101,8 +102,9 @@ class RequestRunner:
             async with self._running(call) as requests, contextlib.aclosing(_merged(requests)) as parts:
                 async for i, part in parts:
                     event = encoder.chunks(i, part, requests[i].num_tokens)
+                    # The client already has this part. It was encoded only to update the encoder's state.
                     if part is requests[i].prior:
-                        continue  # The client already has this part.
+                        continue
                     if journal is not None:
                         journal.note(i * call.num_outputs, part)
                     if not has_begun:
@@ -259,19 +261,19 @@ class _ChunkEncoder:
             part: The part.
             num_tokens: Number of generated tokens of each output of the request so far.
         """
-        found = b""
+        encoded = b""
         for completion in part.outputs:
             index = i * self._call.num_outputs + completion.index
             if index not in self._ended and (completion.token_ids or completion.finish_reason):
-                found += self._of_completion(i, index, completion, part, num_tokens[completion.index])
+                encoded += self._of_completion(i, index, completion, part, num_tokens[completion.index])
             if completion.finish_reason:
                 self._ended.add(index)
-        return found
+        return encoded
 
     def _of_completion(
         self, i: int, index: int, completion: CompletionOutput, part: RequestOutput, num_tokens: int
     ) -> bytes:
-        call, found = self._call, b""
+        call, encoded = self._call, b""
         for one in self._split_end_token(completion, call.requests[i].params):
             choice = call.choice(index, one, part) | call.output_ids(one)
             if index not in self._begun:
@@ -279,8 +281,8 @@ class _ChunkEncoder:
                 self._begun.add(index)
             # The end token, which is in its own chunk, does not count yet.
             is_before_end = one.finish_reason != completion.finish_reason
-            found += self._chunk(choice, part, num_tokens - is_before_end, {})
-        return found
+            encoded += self._chunk(choice, part, num_tokens - is_before_end, {})
+        return encoded
 
     def _chunk(
         self, choice: dict[str, Any], part: RequestOutput, num_tokens: int, more: dict[str, Any]
@@ -357,16 +359,17 @@ class _RunningRequest:
             raise StopAsyncIteration
         return self._take(self._stream)
 
-    async def write_rest(self, writer: BodyWriter, written: Callable[[RequestOutput], bytes]) -> None:
+    async def write_rest(self, writer: BodyWriter, encode: Callable[[RequestOutput], bytes]) -> None:
         """Writes all further parts as they arrive. While the client does not read, parts are merged.
 
         Args:
             writer: Writer of the response body.
-            written: Encodes a part.
+            encode: Encodes a part.
 
         Raises:
             ApiError: If the request has ended with an error.
             EngineDeadError: If the engine has stopped.
+            EngineAsleepError: If the engine has gone to sleep.
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stream = self._stream
@@ -377,7 +380,7 @@ class _RunningRequest:
             while stream.is_ready and not (writer.is_paused or ended.done()):
                 try:
                     part = self._take(stream)
-                    if event := written(part):
+                    if event := encode(part):
                         writer.write(event)
                     if part.finished:
                         ended.set_result(None)
@@ -387,8 +390,9 @@ class _RunningRequest:
                     ended.set_exception(error)
 
         stream.on_ready = writer.on_resume = write
-        # Scheduled because writes are queued: if `ended` were done before it is awaited, the caller would
-        # send the final event before the queued last part.
+        # The BodyWriter queues its writes until the event loop runs other callbacks. A direct call of write()
+        # could complete `ended` before it is awaited. The await would then return without running the event
+        # loop, and the caller would send the final event before the queued last part.
         ended.get_loop().call_soon(write)
         try:
             await ended

@@ -31,11 +31,12 @@ class _WaitingRequest:
 class WaitingQueue:
     """Queue that admits requests to the engine by priority, then by client in turn, then by order of arrival.
 
-    The engine serves its own queue in order of arrival, so a client that sends a thousand requests would be
-    served before all others. Therefore the engine's queue is kept short, and the requests wait here:
+    The engine serves requests of equal priority in order of arrival, so a client that sends a thousand
+    requests would be served before all others. Therefore the engine's queue is kept short, and the requests
+    wait here:
 
-        priority 0    key a: 7 8 9 ...    key b: 4        admitted next: 7, 4, 8, 9, ...
-        priority 5    key c: 1 2                          then: 1, 2
+        priority 0    client a: 7 8 9 ...    client b: 4        admitted next: 7, 4, 8, 9, ...
+        priority 5    client c: 1 2                             then: 1, 2
 
     All methods must be called in the same event loop.
 

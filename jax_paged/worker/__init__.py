@@ -4,5 +4,5 @@
 implements it in this process with a `ModelRunner`. The runner turns each SchedulerOutput into arrays
 (`InputBatch`, `BatchBuilder`), runs the compiled step (`traced_step.py`) and returns a ModelRunnerOutput
 (`step_result.py`). Only this package, `models/` and `pallas_kernels/` import JAX. The scheduler and the HTTP
-server exchange plain values with it.
+server exchange plain values with this package.
 """

@@ -51,7 +51,7 @@ class StepInputs:
         token_mask: int32 [L, ceil(V / 32)], see SamplingBatch; None if no row has a mask.
         changes_before_step: int32 [2, n], block table changes that do not fit into the buffer, for example
             because a sequence with a long table takes a batch slot. They are written before the step runs.
-        num_shared_tokens: Number of token reads that cascade attention saves. A prefix of t tokens that n
+        num_saved_reads: Number of token reads that cascade attention saves. A prefix of t tokens that n
             sequences share saves (n - 1) * t.
         embeds: float32 [T, E], embeddings that replace tokens; None if no token row has one.
         fields: Views of the fields of `packed`, see packed_buffer.py.
@@ -62,7 +62,7 @@ class StepInputs:
     bias_values: np.ndarray | None
     token_mask: np.ndarray | None
     changes_before_step: np.ndarray
-    num_shared_tokens: int = 0
+    num_saved_reads: int = 0
     embeds: np.ndarray | None = None
     fields: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
@@ -128,10 +128,10 @@ class BatchBuilder:
         num_before = max(0, changes.shape[1] - field.shape[1])
         field[:, : changes.shape[1] - num_before] = changes[:, num_before:]
         field[:, changes.shape[1] - num_before :] = batch.block_tables.size
-        num_shared, shared = 0, self._shared_prefixes
+        num_saved_reads, shared = 0, self._shared_prefixes
         if shared is not None and len(rows.batch_slots) >= shared.min_rows:
             shared_blocks = view["shared_blocks"][: len(rows.batch_slots)]
-            num_shared = shared.fill(shared_blocks, rows.batch_slots, rows.start, rows.num_tokens)
+            num_saved_reads = shared.fill(shared_blocks, rows.batch_slots, rows.start, rows.num_tokens)
         sample_slots = self._fill_sampling(view, rows, logits_rows, output)
         if len(logits_rows.samples) != len(output.samples):
             self._check_penalties(sample_slots, bucket)
@@ -149,7 +149,7 @@ class BatchBuilder:
             bias_values=bias_values,
             token_mask=self._token_mask(sample_slots, sample_positions, output.token_masks, is_masked),
             changes_before_step=changes[:, :num_before],
-            num_shared_tokens=num_shared,
+            num_saved_reads=num_saved_reads,
             embeds=embeds,
             fields=view,
         )

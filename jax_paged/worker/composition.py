@@ -1,8 +1,8 @@
 """Registration of the worker's features: their arguments, settings, weights and programs.
 
-Apart from type annotations, only four modules import feature modules: this one, feature_set.py (the values of
-features), traced_features.py (their parts of the traced step) and step_features.py (their work on the host
-before and after a step).
+Only four of the worker's modules outside features/ import feature modules, apart from type annotations: this
+one, feature_set.py (the values of features), traced_features.py (their parts of the traced step) and
+step_features.py (their work on the host before and after a step).
 """
 
 import functools
@@ -38,6 +38,7 @@ from jax_paged.worker.features.user_functions.hook_captures import check_column_
 from jax_paged.worker.features.user_functions.logits_processors import check_processors
 from jax_paged.worker.kv_cache import KVCacheLayout
 from jax_paged.worker.loading.caller_parts import CustomComponents
+from jax_paged.worker.loading.mesh import Packing
 from jax_paged.worker.loading.weights import outline_of
 
 __all__ = ["Inspector", "snapshot"]
@@ -71,7 +72,7 @@ def load_features(
     layout: KVCacheLayout,
     grid: DeviceGrid,
     *,
-    uses_onednn: bool,
+    packing: Packing,
 ) -> tuple[FeatureSet, list[Any]]:
     """Loads the weights and settings of features.
 
@@ -81,7 +82,7 @@ def load_features(
         loaded: The model, or its last stage. Its weights are not packed yet.
         layout: Layout of the KV cache.
         grid: The devices.
-        uses_onednn: Whether oneDNN computes the matrix products, for which weights are packed.
+        packing: The weights that are packed.
 
     Returns:
         The features and their weights. In the list of weights they follow the model's: first the parameters
@@ -99,7 +100,7 @@ def load_features(
     hook_params, hook_structure = jax.tree.flatten([hook.params for hook in hooks])
     drafter, weights = None, []
     if speculative is not None and speculative.model is not None:
-        drafter, weights = load_drafter(args, speculative, loaded, layout, grid, uses_onednn=uses_onednn)
+        drafter, weights = load_drafter(args, speculative, loaded, layout, grid, packing=packing)
     features = FeatureSet(
         has_encoder=isinstance(model, EncoderDecoderLM),
         lora=lora,

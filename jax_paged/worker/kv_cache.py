@@ -156,11 +156,11 @@ def plan_layout(
 ) -> KVCacheLayout:
     """Splits the layers of a model into cache groups.
 
-    Layers with equal specs are of the same type. As one group, the layers of a type would need a certain
-    number of arrays: one per layer, or fewer if several layers share an array. The smallest such number of
-    all types is the maximum number of arrays per group, and types that need more arrays are divided into
-    several groups. For example, 6 layers with full attention and 30 with a window become 1 + 5 groups that
-    use the same 6 arrays. If the largest number is less than 25% above the smallest, every type is one group.
+    Layers with equal specs are of the same type. A type needs one array per layer, or fewer if several of its
+    layers share an array. A group uses at most as many arrays as the type that needs the fewest, so types
+    that need more are divided into several groups. For example, 6 layers with full attention and 30 with a
+    window become 1 + 5 groups that use the same 6 arrays. If the type that needs the most arrays needs less
+    than 25% more than the one that needs the fewest, every type is one group.
 
     Args:
         specs: The cache spec of each layer.
@@ -203,17 +203,17 @@ def plan_layout(
             f"`kv_cache_dtype` must be 'auto' because (kv heads, head_dim) differ between layers, "
             f"{sorted(shapes)}, got {names[dtype]!r}"
         )
-    counts, views = list[int](), dict[AttentionSpec, PageView | None]()
+    array_counts, views = list[int](), dict[AttentionSpec, PageView | None]()
     for spec, layers in layers_by_spec.items():
         parts = num_kv_heads * head_dim // (heads_of(spec) * spec.head_dim)
         views[spec] = None if spec.head_dim == head_dim and parts == 1 else PageView(spec.head_dim, parts, 0)
-        counts.append(-(-len(layers) // parts))
-    size = max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
+        array_counts.append(-(-len(layers) // parts))
+    num_arrays = max(array_counts) if max(array_counts) < 1.25 * min(array_counts) else min(array_counts)
     groups: list[CacheGroup] = []
     locations = [KVLocation(0, 0)] * len(specs)
     for spec, layers in layers_by_spec.items():
         view = views[spec]
-        num_layers = size * (1 if view is None else view.num_parts)
+        num_layers = num_arrays * (1 if view is None else view.num_parts)
         for first in range(0, len(layers), num_layers):
             for n, layer in enumerate(layers[first : first + num_layers]):
                 locations[layer] = _nth_location(n, KVLocation(0, len(groups), view))
@@ -221,10 +221,10 @@ def plan_layout(
     states: list[StateArray] = []
     for layer, spec in enumerate(specs):
         if isinstance(spec, StateSpec):
-            locations[layer] = KVLocation(size + len(states), NO_GROUP)
+            locations[layer] = KVLocation(num_arrays + len(states), NO_GROUP)
             states += [StateArray(a.shape, a.dtype or str(state_dtype or dtype)) for a in spec.arrays]
     shape = num_kv_heads, head_dim, dtype, num_devices, value_dim
-    return KVCacheLayout(tuple(groups), tuple(locations), size, *shape, tuple(states))
+    return KVCacheLayout(tuple(groups), tuple(locations), num_arrays, *shape, tuple(states))
 
 
 def kv_cache_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:

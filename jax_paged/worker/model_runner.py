@@ -309,7 +309,7 @@ class ModelRunner:
             num_top=num_top,
             results=result.tokens,
             details=result.details if (num_top >= 0).any() else None,
-            num_shared_tokens=inputs.num_shared_tokens,
+            num_saved_reads=inputs.num_saved_reads,
         )
 
     def _empty(self, bucket: Bucket) -> tuple[Array, ...]:

@@ -15,7 +15,7 @@ from jax_paged.config.engine_config import EngineConfig
 from jax_paged.models.attention import Backend
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.parallel.sharding import DeviceGrid
-from jax_paged.models.quantization.quantize import choose_online_dtype
+from jax_paged.models.quantization.quantize import choose_online_dtype, has_quantized
 from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.quantization import DTYPES
 from jax_paged.worker import kv_cache
@@ -43,7 +43,7 @@ from jax_paged.worker.composition import (
 from jax_paged.worker.distributed.process_group import ProcessGroup
 from jax_paged.worker.loading.caller_parts import CustomComponents
 from jax_paged.worker.loading.kernel_check import choose_backend
-from jax_paged.worker.loading.mesh import choose_matmul_backend, device_grids
+from jax_paged.worker.loading.mesh import choose_matmul_backend, choose_packing, device_grids
 from jax_paged.worker.loading.resolve_config import ModelProperties, check_recurrent_args, resolve_config
 from jax_paged.worker.loading.weights import ServedWeights, load
 from jax_paged.worker.pipeline.stage_runner import lower_part
@@ -192,17 +192,18 @@ class ServedModel:
         arrays = [x for m in models for x in jax.tree.leaves(nnx.state(m.model))] if owns_weights else []
         finalizer = weakref.finalize(self, _delete, arrays)
         matmul_backend = choose_matmul_backend(args, models[-1].dtype)
-        uses_onednn = matmul_backend == "onednn"
-        layout, layouts = _plan_layouts(args, models, grid)
-        features, extra = load_features(args, custom, models[-1], layout, grid, uses_onednn=uses_onednn)
         quantized_dtype = choose_online_dtype([m.model for m in models], args.quantization)
+        is_quantized = has_quantized([m.model for m in models], quantized_dtype)
+        packing = choose_packing(args, matmul_backend, is_quantized=is_quantized)
+        layout, layouts = _plan_layouts(args, models, grid)
+        features, extra = load_features(args, custom, models[-1], layout, grid, packing=packing)
         self.served = [
             ServedWeights(
                 models[i].model,
                 grid=self.grids[i],
                 extra=extra,
                 owns_weights=owns_weights,
-                uses_onednn=uses_onednn,
+                packing=packing,
                 quantized_dtype=quantized_dtype,
             )
             for i in local_stages
@@ -232,7 +233,7 @@ class ServedModel:
         self.stages = [loaded.context(i, self.config, self.config.num_blocks) for i in local_stages]
         check_traced_features(self.stages[-1])
         self.num_users = 0
-        self._args, self._group, self._uses_onednn = args, group, uses_onednn
+        self._args, self._group, self._uses_onednn = args, group, packing.floats
         self._compiled: CompiledPrograms | None = None
 
     def compiled(self, movers: list[Program]) -> CompiledPrograms:

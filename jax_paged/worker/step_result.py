@@ -24,7 +24,7 @@ class PendingStep:
         results: StepResult.tokens; None if the step computes nothing.
         details: StepResult.details; None if no sample wants log-probabilities.
         row_outputs: Outputs of features; None if the step uses none.
-        num_shared_tokens: See StepInputs.
+        num_saved_reads: See StepInputs.
     """
 
     step_id: int
@@ -35,7 +35,7 @@ class PendingStep:
     results: Array | None
     details: Array | None
     row_outputs: RowOutputs | None = None
-    num_shared_tokens: int = 0
+    num_saved_reads: int = 0
 
     @classmethod
     def empty(cls, step_id: int) -> "PendingStep":
@@ -72,7 +72,7 @@ class PendingStep:
             logprobs=[[entry] for entry in entries],
             is_finite=finite.tolist(),
             prompt_logprobs=[[] for _ in range(self.num_rows)],
-            num_shared_tokens=self.num_shared_tokens,
+            num_saved_reads=self.num_saved_reads,
         )
         if (num_drafts := self.logits_rows.num_drafts) is not None:
             output = self._by_sample(output, columns, num_drafts)
@@ -141,7 +141,7 @@ class PendingStep:
             logprobs=entries,
             is_finite=np.all((is_live == 0) | (is_finite != 0), axis=1).tolist(),
             prompt_logprobs=[[] for _ in range(self.num_rows)],
-            num_shared_tokens=self.num_shared_tokens * int(is_live.any(axis=0).sum()),
+            num_saved_reads=self.num_saved_reads * int(is_live.any(axis=0).sum()),
         )
         if self.row_outputs is None:
             return output

@@ -22,12 +22,12 @@ from jax_paged.models.families.eagle import EagleHead
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.loading.stored_tensors import FLOAT_DTYPES, StoredTensor
 from jax_paged.models.parallel.sharding import DeviceGrid
+from jax_paged.models.quantization.online import quantize_file
 from jax_paged.models.quantization.quantize import kernel_places
 from jax_paged.models.quantization.quantized_linear import (
     QuantizationScheme,
     QuantizedArrays,
     QuantizedWeight,
-    quantize_file,
 )
 
 NUM_LOADING_THREADS = 4

@@ -4,6 +4,7 @@ The weight matrices of linear maps and experts are quantized. The output head, r
 other weights remain floats.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,13 +14,16 @@ from flax import nnx
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.layers import Linear
 from jax_paged.models.moe import Experts
+from jax_paged.models.quantization.online import quantize
 from jax_paged.models.quantization.quantized_linear import (
+    INT4_GROUP_SIZES,
     ONLINE_DTYPES,
     OnlineDtype,
     QuantizationScheme,
     QuantizedWeight,
-    quantize,
 )
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class KernelPlace(NamedTuple):
@@ -72,6 +76,17 @@ def choose_online_dtype(models: Sequence[nnx.Module], quantization: str | None) 
     return next((target for target in ONLINE_DTYPES if target == quantization), None)
 
 
+def has_quantized(models: Sequence[nnx.Module], online: OnlineDtype | None) -> bool:
+    """Returns whether models have quantized weights once they are loaded.
+
+    Args:
+        models: Models, or outlines.
+        online: The type that float weights are quantized to; None if they are not.
+    """
+    kernels = (place.kernel for model in models for place in kernel_places(model))
+    return online is not None or any(isinstance(kernel, QuantizedWeight) for kernel in kernels)
+
+
 def apply_schemes(model: nnx.Module, scheme_of: Callable[[KernelPlace], QuantizationScheme | None]) -> None:
     """Replaces the shapes of float weights in an outline by the shapes of quantized weights.
 
@@ -114,13 +129,32 @@ def quantize_model[M: nnx.Module](model: M, target: OnlineDtype | None) -> M:
     if target is None:
         return model
     model = nnx.merge(*nnx.split(model))
-    for place in _online_places(model):
+    for place in list(_online_places(model)):
         param = place.kernel
         split, kernel = param.get_metadata()["split"], param[...]
         scheme = QuantizationScheme.online(target, kernel.shape[-2])
         weight = QuantizedWeight(scheme, kernel.shape, split, quantize(kernel, target))
         setattr(place.owner, place.name, weight)
+    log_other_types(model, target)
     return model
+
+
+def log_other_types(model: nnx.Module, target: OnlineDtype) -> None:
+    """Logs which weights were quantized to another type than requested, if there are any.
+
+    Args:
+        model: A quantized model, or its outline.
+        target: The requested type.
+    """
+    kernels = [(p.path, p.kernel) for p in kernel_places(model) if isinstance(p.kernel, QuantizedWeight)]
+    other = [(".".join(map(str, path)), k) for path, k in kernels if k.scheme.source != target]
+    if other:
+        path, kernel = other[0]
+        _LOGGER.warning(
+            "%d weights are quantized to %s, not to %s, because their rows are not multiples of %d, "
+            "for example %s with %d rows",
+            *(len(other), kernel.scheme.source, target, INT4_GROUP_SIZES[-1], path, kernel.shape[-2]),
+        )
 
 
 def float_outline[M: nnx.Module](model: M, dtype: jax.typing.DTypeLike) -> M:

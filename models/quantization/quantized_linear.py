@@ -27,15 +27,17 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from jax_paged.models.parallel.sharding import DeviceGrid, Split, Units, even, take_columns
 
-# Types that float weights can be quantized to while they are loaded: 8 bits per number, and one scale per
-# column.
-OnlineDtype = Literal["int8", "fp8"]
-ONLINE_DTYPES: dict[OnlineDtype, DTypeLike] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
-_LARGEST = {"int8": 127.0, "fp8": 448.0}
+# Types that float weights can be quantized to while they are loaded, and the dtypes of their values.
+OnlineDtype = Literal["int4", "int8", "fp8"]
+ONLINE_DTYPES: dict[OnlineDtype, DTypeLike] = {
+    "int4": jnp.uint8,  # two numbers in a value
+    "int8": jnp.int8,
+    "fp8": jnp.float8_e4m3fn,
+}
+# Allowed numbers of rows in a group of 4-bit numbers, in the order of preference.
+INT4_GROUP_SIZES = 64, 32, 16
 # Maximum and minimum number of rows that are dequantized at a time on a CPU.
 _BLOCK, _MIN_BLOCK = 128, 16
-# Number of columns that are quantized at a time.
-_COLUMNS = 256
 
 
 class QuantizedParam(nnx.Variable[Array]):
@@ -110,13 +112,18 @@ class QuantizationScheme:
 
     @classmethod
     def online(cls, target: OnlineDtype, rows: int) -> "QuantizationScheme":
-        """Returns the scheme of float weights that are quantized while they are loaded.
+        """Returns the scheme of float weights that are quantized while they are loaded; see online.py.
 
         Args:
-            target: The type to quantize to.
-            rows: Number of rows of the matrix, which form one group.
+            target: The type to quantize to. "int4" becomes "int8" if the rows cannot be divided into groups.
+            rows: Number of rows of the matrix.
         """
-        return cls(jnp.dtype(ONLINE_DTYPES[target]).name, rows, target)
+        if target != "int4":
+            return cls(jnp.dtype(ONLINE_DTYPES[target]).name, rows, target)
+        group_size = next((n for n in INT4_GROUP_SIZES if rows % n == 0), None)
+        if group_size is None:
+            return cls.online("int8", rows)
+        return cls("uint8", group_size, target, "bfloat16", has_offsets=True)
 
     def shapes(self, shape: tuple[int, ...]) -> QuantizedArrays:
         """Returns the shapes and dtypes of the arrays of a quantized weight, as jax.ShapeDtypeStruct.
@@ -416,56 +423,6 @@ def dense(arrays: QuantizedArrays, group_size: int, dtype: DTypeLike) -> Float[A
     if arrays.offsets is not None:
         kernel = kernel + of_rows(arrays.offsets)
     return kernel.astype(dtype)
-
-
-def quantize(kernel: Float[Array, "*e i o"], target: OnlineDtype) -> QuantizedArrays:
-    """Quantizes a matrix to 8 bits per number, with one float32 scale for each column of each expert.
-
-    Args:
-        kernel: float32 or bfloat16 [*e, I, O].
-        target: "int8" rounds to integers in [-127, 127], where 127 stands for the largest magnitude in
-            the column. "fp8" rounds to float8_e4m3fn, whose largest number stands for the largest magnitude.
-
-    Returns:
-        values [*e, I, O] in int8 or float8_e4m3fn, and scales float32 [*e, 1, O].
-    """
-    return QuantizedArrays(*_quantize(kernel, target))
-
-
-def quantize_file(
-    kernel: Float[np.ndarray, "*e i o"], dtype: DTypeLike, target: OnlineDtype
-) -> QuantizedArrays:
-    """Quantizes a matrix of a memory-mapped file as `quantize` does, a few columns at a time.
-
-    Args:
-        kernel: float [*e, I, O], the mapped array.
-        dtype: The dtype that the numbers are rounded to before they are quantized.
-        target: The type to quantize to; see `quantize`.
-
-    Returns:
-        The arrays in host memory; see `quantize`.
-    """
-    *stack, rows, columns = kernel.shape
-    values = np.empty((*stack, rows, columns), ONLINE_DTYPES[target])
-    scales = np.empty((*stack, 1, columns), np.float32)
-    for i in np.ndindex(*stack):
-        for first in range(0, columns, _COLUMNS):
-            part = *i, slice(None), slice(first, first + _COLUMNS)
-            values[part], scales[part] = _quantize(jnp.asarray(kernel[part].astype(dtype)), target)
-    return QuantizedArrays(values, scales)
-
-
-def _quantize(kernel: Array, target: OnlineDtype) -> tuple[Array, Array]:
-    kernel = kernel.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(kernel), axis=-2, keepdims=True)
-    # A product, because XLA may replace a division by a constant with a product, which rounds differently.
-    scales = jnp.where(largest > 0, largest, 1) * (1 / _LARGEST[target])
-    values = jnp.clip(kernel / scales, -_LARGEST[target], _LARGEST[target])
-    values = jnp.round(values) if target == "int8" else values
-    return values.astype(ONLINE_DTYPES[target]), scales
-
-
-_quantize = jax.jit(_quantize, static_argnums=1)
 
 
 def pack_pairs(values: Int[np.ndarray, "i o"]) -> Int[np.ndarray, "h o"]:

@@ -195,7 +195,7 @@ class Softmax(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """Blocks `first` to `last` (exclusive) of one sequence, for one kv head.
+    """Blocks `first` to `end` (exclusive) of one sequence, for one kv head.
 
     Args:
         shape: Static shape of the kernel.
@@ -204,7 +204,7 @@ class Item:
         head: The kv head.
         seq: The sequence.
         first: First block, as an index within the sequence.
-        last: End block (exclusive), as an index within the sequence.
+        end: End block (exclusive), as an index within the sequence.
         length: Context length of the sequence (tokens).
         last_page: Index of the last page of the sequence.
     """
@@ -215,7 +215,7 @@ class Item:
     head: Array
     seq: Array
     first: Array
-    last: Array
+    end: Array
     length: Array
     last_page: Array
 
@@ -233,10 +233,10 @@ class Item:
         Only blocks that cross the end of the context or the start of the window are masked. They have loops
         of their own.
         """
-        shape, first, last = self.shape, self.first, self.last
+        shape, first, end = self.shape, self.first, self.end
         for stage in range(shape.num_stages - 1):
 
-            @pl.when(first + stage < last)
+            @pl.when(first + stage < end)
             def _(stage=stage):
                 self.start_copies(first + stage, self.page_ids(first + stage))
 
@@ -251,13 +251,13 @@ class Item:
         queries = plgpu.load(self.refs.q.at[self.seq, self.head], layout=shape.lhs, optimized=False)
         full = functools.partial(self.attend_block, queries, is_full=True)
         masked = functools.partial(self.attend_block, queries, is_full=False)
-        begin, end = first, jnp.clip(lax.div(self.length, jnp.int32(shape.tokens)), first, last)
+        full_begin, full_end = first, jnp.clip(lax.div(self.length, jnp.int32(shape.tokens)), first, end)
         if shape.window is not None:
-            begin = jnp.maximum(self.length - shape.window, 0) + shape.tokens - 1
-            begin = jnp.clip(lax.div(begin, jnp.int32(shape.tokens)), first, end)
-            softmax = lax.fori_loop(first, begin, masked, softmax)
-        softmax = lax.fori_loop(begin, end, full, softmax)
-        self.write(lax.fori_loop(end, last, masked, softmax))
+            full_begin = jnp.maximum(self.length - shape.window, 0) + shape.tokens - 1
+            full_begin = jnp.clip(lax.div(full_begin, jnp.int32(shape.tokens)), first, full_end)
+            softmax = lax.fori_loop(first, full_begin, masked, softmax)
+        softmax = lax.fori_loop(full_begin, full_end, full, softmax)
+        self.write(lax.fori_loop(full_end, end, masked, softmax))
 
     def attend_block(self, queries: Array, block: Array, softmax: Softmax, *, is_full: bool) -> Softmax:
         """Adds one block to the softmax state, while later blocks are being copied.
@@ -297,7 +297,7 @@ class Item:
             plgpu.commit_smem()
         self.wait(block, VALUES)
         if not shape.is_quantized:
-            pl.when(ahead < self.last)(functools.partial(self.start_copies, ahead, page_ids))
+            pl.when(ahead < self.end)(functools.partial(self.start_copies, ahead, page_ids))
         accs = self.accumulate(softmax.accs, decay, block, stage, is_full=is_full)
         return Softmax(accs, largest, total, loaded)
 
@@ -362,20 +362,21 @@ class Item:
         elif self.refs.barriers:
             plgpu.barrier_wait(self.refs.barriers[which].at[shape.stage(block)])
         else:
-            values = shape.pages if which == KEYS else 0
-            is_last = block + (shape.num_stages - 2) >= self.last
-            tuning.wait_cp_async(is_last, values, values + 2 * shape.pages * (shape.num_stages - 2))
+            # The copies that may stay in flight: the values of this block, and all copies of later blocks.
+            in_flight = shape.pages if which == KEYS else 0
+            is_last = block + (shape.num_stages - 2) >= self.end
+            tuning.wait_cp_async(is_last, in_flight, in_flight + 2 * shape.pages * (shape.num_stages - 2))
 
-    def is_live(self, block: Array, shape: tuple[int, ...], dimension: int, layout: Any) -> Array:
+    def is_live(self, block: Array, mask_shape: tuple[int, ...], dimension: int, layout: Any) -> Array:
         """Returns a mask of the tokens of a block that the query attends to.
 
         Args:
             block: The block, as an index within the sequence.
-            shape: Shape of the mask.
-            dimension: The dimension of `shape` that counts the tokens.
+            mask_shape: Shape of the mask.
+            dimension: The dimension of the mask that counts the tokens.
             layout: Register layout of the mask.
         """
-        token = tuning.iota(shape, dimension, layout) + block * self.shape.tokens
+        token = tuning.iota(mask_shape, dimension, layout) + block * self.shape.tokens
         is_live = token < self.length
         window = self.shape.window
         return is_live if window is None else is_live & (token >= self.length - window)

@@ -113,8 +113,10 @@ def work_list(group_sizes: Int[Array, " g"], num_rows: int, rows: int) -> Int[Ar
         num_rows: N. Rows of groups beyond N are cut off.
         rows: Rows per tile.
     """
-    most = min(group_sizes.shape[0], num_rows)
-    items = jnp.arange(most + (num_rows + (ALIGNMENT - 2) * most) // rows)
+    max_groups = min(group_sizes.shape[0], num_rows)
+    # Upper bound for the number of tiles: a group with n rows, and up to ALIGNMENT - 1 rows before them, has
+    # at most 1 + (n + ALIGNMENT - 2) // rows tiles.
+    items = jnp.arange(max_groups + (num_rows + (ALIGNMENT - 2) * max_groups) // rows)
     groups = jnp.arange(group_sizes.shape[0])
 
     # XLA fuses this sum, but would make a separate kernel of a cumsum.

@@ -40,9 +40,10 @@ of jax 0.11. Decode is limited by memory bandwidth, and according to instruction
 keeps up. The kernel has not been timed on a GPU yet.
 
 By default Mosaic puts a barrier before and after every access to shared memory. This kernel disables that
-(unsafe_no_auto_barriers) and has three barriers per block: two in the reduction of the maximum over the
-warps, and one after the probabilities are written. At the last one, all warps have also finished reading the
-previous block, so that its stage can be overwritten.
+(unsafe_no_auto_barriers). From sm_90 on it has three barriers per block: two in the reduction of the maximum
+over the warps, and one after the probabilities are written. At the last one, all warps have also finished
+reading the previous block, so that its stage can be overwritten. On sm_80 the waits for the keys and for the
+values take the place of the last one.
 """
 
 import functools
@@ -262,13 +263,13 @@ def _attend_part(shape: DecodeShape, refs: Refs) -> None:
     def _(seq):
         seq_begin, seq_end, offset = (refs.work.seq_ranges[seq, column] for column in range(3))
         first = jnp.maximum(part_begin, seq_begin) - offset
-        last = jnp.minimum(part_end, seq_end) - offset
+        end = jnp.minimum(part_end, seq_end) - offset
 
-        @pl.when(first < last)
+        @pl.when(first < end)
         def _():
             length = refs.lens[seq]
             item = Item(
-                shape=shape, refs=refs, part=part, head=head, seq=seq, first=first, last=last, length=length,
+                shape=shape, refs=refs, part=part, head=head, seq=seq, first=first, end=end, length=length,
                 last_page=lax.div(length - 1, jnp.int32(shape.page_size)),
             )  # fmt: skip
             item.attend()

@@ -42,7 +42,7 @@ def mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
     """Returns the kernel. It takes tiles of queries and the pool, and returns tiles of attention output."""
     config, page_size, tokens = shape.config, shape.page_size, shape.config.block_tokens
     num_stages, pages = config.num_stages, tokens // page_size
-    lhs, rhs, out = (
+    lhs, rhs, acc_layout = (
         layout(shape.dtype, m_warps=shape.rows // 16)
         for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
     )
@@ -64,11 +64,11 @@ def mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
             slot, ahead = shape.stage(step), step + (num_stages - 1)
             # The queries are loaded in every step because there are not enough registers to keep them.
             queries = plgpu.load(q_ref.at[index, head], layout=lhs, optimized=False)
-            scores = plgpu.layout_cast(jnp.zeros((shape.rows, tokens), jnp.float32), out)
+            scores = plgpu.layout_cast(jnp.zeros((shape.rows, tokens), jnp.float32), acc_layout)
             plgpu.barrier_wait(k_bar.at[slot])
             keys = plgpu.load(k_s.at[slot].T, layout=rhs, optimized=False)
-            live = None if is_full else ragged_tile.live(shape, tile, 0, step, out)
-            bias = ragged_tile.bias(shape, tile, head, 0, step, out, bias_ref)
+            live = None if is_full else ragged_tile.live(shape, tile, 0, step, acc_layout)
+            bias = ragged_tile.bias(shape, tile, head, 0, step, acc_layout, bias_ref)
             probs, (acc, largest, total) = ragged_tile.softmax(
                 shape, mma(scores, queries, keys), carry, live, bias
             )
@@ -86,7 +86,8 @@ def mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
         def _():
             for stage in range(num_stages - 1):
                 pl.when(begin + stage < end)(functools.partial(copy, begin + stage))
-            carry = ragged_tile.initial_carry(shape, out, sinks_ref.at[head] if shape.has_sinks else None)
+            sinks = sinks_ref.at[head] if shape.has_sinks else None
+            carry = ragged_tile.initial_carry(shape, acc_layout, sinks)
             tuning.store(out_ref.at[index, head], ragged_tile.run_steps(shape, tile, attend, carry))
 
     transforms = tuning.smem_transforms(shape.head_dim, shape.dtype)

@@ -73,8 +73,8 @@ class Refs(NamedTuple):
         values_loaded: One barrier per stage: its values are loaded.
         keys_free: One barrier per stage: all multiplying warpgroups have read its keys.
         values_free: One barrier per stage: all multiplying warpgroups have read its values.
-        is_clean: Barrier at which the second multiplying warpgroup waits until the first has cleared dead
-            values; None with one multiplying warpgroup.
+        values_cleared: Barrier at which the second multiplying warpgroup waits until the first has cleared
+            dead values; None with one multiplying warpgroup.
     """
 
     tiles: Any
@@ -93,7 +93,7 @@ class Refs(NamedTuple):
     values_loaded: Any
     keys_free: Any
     values_free: Any
-    is_clean: Any
+    values_cleared: Any
 
     def stages(self) -> enumerate[tuple[Any, Any, Any]]:
         """Returns an enumeration of (buffer, barrier "loaded", barrier "free"): keys (0) and values (1)."""
@@ -287,9 +287,9 @@ class Multiplier:
         """
         shape, refs, tile = self.shape, self.refs, self.tile
         slot = shape.stage(step)
-        if not is_full:  # before the scores are in registers, because cleaning needs registers too
+        if not is_full:  # before the scores are in registers, because clearing needs registers too
             plgpu.barrier_wait(refs.values_loaded.at[slot])
-            self.clean_values(step, refs.values.at[slot])
+            self.clear_values(step, refs.values.at[slot])
         plgpu.barrier_wait(refs.keys_loaded.at[slot])
         scores = _multiply(queries, refs.keys.at[slot].transpose((1, 0)), shape.config.block_tokens)
         plgpu.barrier_arrive(refs.keys_free.at[slot])
@@ -310,17 +310,17 @@ class Multiplier:
         plgpu.barrier_arrive(refs.values_free.at[slot])
         return acc, largest, total
 
-    def clean_values(self, step: Array, values_ref: Any) -> None:
+    def clear_values(self, step: Array, values_ref: Any) -> None:
         """Clears the values of dead slots in shared memory.
 
         The first multiplying warpgroup clears them, and the other one waits for it.
         """
         shape, tile, tokens = self.shape, self.tile, self.shape.config.block_tokens
-        is_dirty = (step + 1) * tokens > tile.context_len
+        has_dead_slots = (step + 1) * tokens > tile.context_len
         if shape.window is not None:
-            is_dirty |= step * tokens <= tile.first - shape.window
+            has_dead_slots |= step * tokens <= tile.first - shape.window
 
-        def clean() -> None:
+        def clear() -> None:
             width = shape.head_dim if shape.head_dim % 64 else 64
             corners = itertools.product(range(0, tokens, WGMMA_ROWS), range(0, shape.head_dim, width))
             for start, column in corners:
@@ -329,12 +329,12 @@ class Multiplier:
                 part[...] = ragged_tile.clear_dead(shape, tile, values, step * tokens + start, WGMMA)
             plgpu.commit_smem()
 
-        @pl.when(is_dirty)
+        @pl.when(has_dead_slots)
         def _():
-            pl.when(self.warpgroup == 0)(clean)
+            pl.when(self.warpgroup == 0)(clear)
             if shape.num_computing > 1:
-                plgpu.barrier_arrive(self.refs.is_clean)
-                plgpu.barrier_wait(self.refs.is_clean)
+                plgpu.barrier_arrive(self.refs.values_cleared)
+                plgpu.barrier_wait(self.refs.values_cleared)
 
 
 def _multiply(a: Any, b: Any, columns: int) -> Array:

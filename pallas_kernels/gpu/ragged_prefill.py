@@ -38,10 +38,10 @@ If the pool is quantized there is one stage, and the bytes of the next step are 
 (quantized_tile.py).
 
 Since queries do not fill whole tiles, XLA gathers them into an array of tiles before the kernel, and gathers
-each token's output from an array of tiles after it. Working in place is not possible: TMA copies swizzled
-tiles only from rows that are multiples of 8, and clips only at the end of an array, so that a tile could not
-start at any row and its store would overwrite rows of the next sequence. The price is one more pass over the
-queries and the output.
+each token's output from an array of tiles after it. The price is one more pass over the queries and the
+output. Working in place is not possible, for two reasons. TMA copies swizzled tiles only from rows that are
+multiples of 8, but a sequence may begin at any row. A store by TMA is clipped only at the end of an array, so
+that a partly filled tile would overwrite rows of the next sequence.
 
 Source: Shah et al., FlashAttention-3, 2024; for sm_80 Dao, FlashAttention-2, 2023.
 """
@@ -221,7 +221,7 @@ def _gather_outputs(
 def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
     """Returns the kernel for one warpgroup with cp.async and mma.sync, described in the module docstring."""
     config, page_size, tokens = shape.config, shape.page_size, shape.config.block_tokens
-    lhs, rhs, out = (
+    lhs, rhs, acc_layout = (
         layout(shape.dtype, m_warps=shape.rows // 16)
         for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
     )
@@ -231,7 +231,7 @@ def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
     def body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, bias_ref, out_ref, k_s, v_s, p_s):
         head, index, tile = ragged_tile.current_tile(shape, tiles_ref)
         begin, *_middle, end = ragged_tile.step_ranges(shape, tile)
-        bytes_of = quantized_tile.Pages(kv_ref, head, page_size, shape.head_dim, shape.interpret)
+        quantized_pages = quantized_tile.Pages(kv_ref, head, page_size, shape.head_dim, shape.interpret)
         pages_of = functools.partial(ragged_tile.pages_of, shape, tile, tables_ref)
         second = jnp.minimum(begin + 1, end - 1)
 
@@ -250,7 +250,7 @@ def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
             """
             page_ids, *tiles = ahead
             for which, ref in enumerate((k_s, v_s)):
-                tiles[which] = bytes_of.advance(ref.at[0], which, tiles[which], page_ids)
+                tiles[which] = quantized_pages.advance(ref.at[0], which, tiles[which], page_ids)
                 if which == 0:
                     tuning.sync_warps(config.has_tma)
             return pages_of(jnp.minimum(step + 2, end - 1)), *tiles
@@ -268,9 +268,9 @@ def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
             # The queries are loaded in every step because there are not enough registers to keep them.
             queries = plgpu.load(q_ref.at[index, head], layout=lhs, optimized=False)
             keys = plgpu.load(k_s.at[slot].T, layout=rhs, optimized=False)
-            scores = plgpu.layout_cast(jnp.zeros((shape.rows, tokens), jnp.float32), out)
-            live = None if is_full else ragged_tile.live(shape, tile, 0, step, out)
-            bias = ragged_tile.bias(shape, tile, head, 0, step, out, bias_ref)
+            scores = plgpu.layout_cast(jnp.zeros((shape.rows, tokens), jnp.float32), acc_layout)
+            live = None if is_full else ragged_tile.live(shape, tile, 0, step, acc_layout)
+            bias = ragged_tile.bias(shape, tile, head, 0, step, acc_layout, bias_ref)
             probs, (acc, largest, total) = ragged_tile.softmax(
                 shape, mma(scores, queries, keys), carry, live, bias
             )
@@ -288,11 +288,10 @@ def _mma_kernel(shape: PrefillShape) -> Callable[..., Array]:
 
         @pl.when(end > begin)
         def _():
-            carry: Any = ragged_tile.initial_carry(
-                shape, out, sinks_ref.at[head] if shape.has_sinks else None
-            )
+            sinks = sinks_ref.at[head] if shape.has_sinks else None
+            carry: Any = ragged_tile.initial_carry(shape, acc_layout, sinks)
             if shape.is_quantized:
-                carry += (bytes_of.begin(pages_of(begin), pages_of(second)),)
+                carry += (quantized_pages.begin(pages_of(begin), pages_of(second)),)
             else:
                 copy(begin)
             tuning.store(out_ref.at[index, head], ragged_tile.run_steps(shape, tile, attend, carry))

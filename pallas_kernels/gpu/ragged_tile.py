@@ -31,13 +31,13 @@ class Tile(NamedTuple):
     Args:
         seq: Row of the block tables.
         first: Position of the tile's first query in the sequence.
-        last: One past the position of its last query; 0 in an unused tile.
+        end: One past the position of its last query; 0 in an unused tile.
         context_len: Context length of the sequence (tokens).
     """
 
     seq: Array
     first: Array
-    last: Array
+    end: Array
     context_len: Array
 
 
@@ -162,11 +162,11 @@ def plan_tiles(
     tile = jnp.arange(num_tiles)
     seq = jnp.sum(tile[:, None] >= starts, axis=1) - 1
     row = query_start_loc[seq] + (tile - starts[seq]) * queries
-    end, context_len = query_start_loc[seq + 1], context_lens[seq]
-    count = jnp.clip(end - row, 0, queries)
-    first = context_len - end + row
-    last = jnp.where((count > 0) & (context_len > 0), first + count, 0)
-    return jnp.stack(Tile(seq, first, last, context_len), axis=1).astype(jnp.int32), row
+    end_row, context_len = query_start_loc[seq + 1], context_lens[seq]
+    count = jnp.clip(end_row - row, 0, queries)
+    first = context_len - end_row + row
+    end = jnp.where((count > 0) & (context_len > 0), first + count, 0)
+    return jnp.stack(Tile(seq, first, end, context_len), axis=1).astype(jnp.int32), row
 
 
 def current_tile(shape: PrefillShape, tiles_ref: Any) -> tuple[Array, Array, Tile]:
@@ -205,11 +205,11 @@ def step_ranges(shape: PrefillShape, tile: Tile) -> tuple[Array, Array, Array, A
     full_end).
     """
     tokens = jnp.int32(shape.config.block_tokens)
-    end = lax.div(tile.last + tokens - 1, tokens)
+    end = lax.div(tile.end + tokens - 1, tokens)
     begin = full_begin = jnp.int32(0)
     if shape.window is not None:
         begin = jnp.minimum(lax.div(jnp.maximum(tile.first - shape.window + 1, 0), tokens), end)
-        full_begin = lax.div(jnp.maximum(tile.last - shape.window, 0) + tokens - 1, tokens)
+        full_begin = lax.div(jnp.maximum(tile.end - shape.window, 0) + tokens - 1, tokens)
         full_begin = jnp.clip(full_begin, begin, end)
     return begin, full_begin, jnp.clip(lax.div(tile.first + 1, tokens), full_begin, end), end
 

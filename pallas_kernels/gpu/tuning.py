@@ -22,6 +22,7 @@ MASKED_SCORE = -1e30
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 MAX_GROUP_SIZE = 16
+# Number of SMs in the interpreter and the emulator. Few SMs result in few parts, which simulate faster.
 INTERPRETED_SMS = 4
 # Supported major compute capabilities: Ampere and Ada (8), Hopper (9), Blackwell in data centers (10) and in
 # other GPUs (12).
@@ -240,13 +241,14 @@ def store(ref: Any, value: Array) -> None:
         ref[...] = value
 
 
-def row_layout(head_dim: int) -> Any:
-    """Returns a layout of [rows, head_dim] for any multiple of 16; None if the default layout is suitable.
+def row_layout(num_elements: int) -> Any:
+    """Returns a layout of an array with this number of elements; None if the default layout is suitable.
 
-    The default layout requires a number of elements that 128 threads can share evenly. In this layout, eight
-    lanes hold 16 consecutive elements. The other lanes of the warp, and the other warps, hold copies of them.
+    The default layout requires a number of elements that 128 threads can share evenly. The layout here
+    requires rows with a multiple of 16 elements. Eight lanes hold 16 consecutive elements; the other lanes of
+    the warp, and the other warps, hold copies of them.
     """
-    if head_dim % 128 == 0:
+    if num_elements % 128 == 0:
         return None
     return plgpu.Layout.TILED(
         plgpu.Tiling(((1, 16), (2,))),

@@ -1,6 +1,6 @@
-// The product of tiles by the instructions of AMX. Included by by_tiles.h.
+// The product of tiles with AMX. by_tiles.h includes this file.
 
-// While it lives, this thread's tiles have 16 rows of 64 bytes.
+// Configures the tile registers of this thread, each with 16 rows of 64 bytes, until the object is destroyed.
 class Tiles {
  public:
   Tiles() {
@@ -10,15 +10,14 @@ class Tiles {
       uint8_t rows[16] = {};
     } shape;
     for (int i = 0; i < 8; i++) shape.row_bytes[i] = 64, shape.rows[i] = TILE;
-    // GCC takes it for a read of the first bytes only.
+    // GCC assumes that _tile_loadconfig reads only the first bytes of `shape`, and could remove the other stores.
     __asm__ volatile("" : : "m"(shape));
     _tile_loadconfig(&shape);
   }
   ~Tiles() { _tile_release(); }
 };
 
-// out (+)= left [TILE, 2n] right [n, TILE] of pairs, for `columns` lane columns of right and out that lie so many floats
-// apart; n is a multiple of 16, and the row of left is in bytes.
+// The same as multiply_tile in bf16_tiles.h; n is a multiple of 16.
 template <bool ADDS>
 INLINE void multiply_tile(const void* left, int64_t left_row, const uint32_t* right, int64_t right_column, int64_t n,
                           float* out, int64_t out_column, int64_t columns) {

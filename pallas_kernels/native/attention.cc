@@ -1,4 +1,5 @@
-// The handlers of the four ops. ops.py says what they compute, and attention.py calls them.
+// The FFI handlers of the operations on the KV cache. ops.py documents the operations, and attention.py calls the
+// handlers.
 
 #include <algorithm>
 #include <cstdint>
@@ -28,7 +29,7 @@ using PerHead = ffi::Buffer<ffi::F32, 1>;
 using Bias = ffi::Buffer<ffi::F32, 2>;
 
 #if defined(__x86_64__)
-// Whether there is AMX, and Linux lets this process use its tiles.
+// Returns whether the processor has AMX for bfloat16, and requests permission from Linux to use it.
 bool allows_tiles() {
   unsigned a, b, c, d;
   constexpr unsigned kAmxBf16 = 1 << 22, kAmxTile = 1 << 24;
@@ -56,8 +57,8 @@ const Kernels& choose_kernels(int64_t max_width) {
 
 namespace {
 
-// The pool as bytes: kv_heads tiles of keys per page, and as many of values behind them, unless values are a part of the
-// keys; a quantised one's have a scale per row behind all rows.
+// The pool as bytes. A page consists of kv_heads tiles of keys, followed by kv_heads tiles of values except in a latent
+// pool. A tile is page_size rows. In a quantized pool, the scales of all rows follow their numbers (quantization.py).
 struct Pool {
   char* data;
   int64_t pages, tiles, page_size, row_bytes, scale_bytes;
@@ -119,16 +120,16 @@ ffi::Error CopyBlocks(ffi::AnyBuffer kv_pages, Indices src, Indices dst, ffi::Re
     copies.push_back(copy);
     read.insert(copy.from);
   }
-  // A page that is read and written is read first: all are, then, from memory of their own.
-  std::vector<char> first;
+  // If a page is both read and written, all pages are read into a buffer before any page is written.
+  std::vector<char> buffer;
   if (std::any_of(copies.begin(), copies.end(), [&](const Copy& copy) { return read.count(copy.to) > 0; })) {
-    first.resize(copies.size() * bytes);
+    buffer.resize(copies.size() * bytes);
     for (size_t i = 0; i < copies.size(); i++) {
-      std::memcpy(first.data() + i * bytes, pool.data + copies[i].from * bytes, bytes);
+      std::memcpy(buffer.data() + i * bytes, pool.data + copies[i].from * bytes, bytes);
     }
   }
   for (size_t i = 0; i < copies.size(); i++) {
-    const char* from = first.empty() ? pool.data + copies[i].from * bytes : first.data() + i * bytes;
+    const char* from = buffer.empty() ? pool.data + copies[i].from * bytes : buffer.data() + i * bytes;
     std::memcpy(pool.data + copies[i].to * bytes, from, bytes);
   }
   return ffi::Error::Success();
@@ -138,7 +139,7 @@ ffi::Error Attend(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer kv_p
                   Tables block_tables, Indices context_lens, Indices query_start_loc,
                   PerHead sinks, Bias distance_bias, Indices shared_blocks,
                   ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window, float soft_cap, int64_t max_width) {
-  const auto rows = q.dimensions(), pool = kv_pages.dimensions(), tables = block_tables.dimensions();
+  const auto q_shape = q.dimensions(), pool_shape = kv_pages.dimensions(), tables_shape = block_tables.dimensions();
   Attention a = {};
   switch (q.element_type()) {
     case ffi::F32: a.dtype = DType::kFloat32; break;
@@ -154,10 +155,10 @@ ffi::Error Attend(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer kv_p
   a.q = q.untyped_data(), a.pool = kv_pages.untyped_data(), a.out = out->untyped_data();
   a.tables = block_tables.typed_data(), a.lens = context_lens.typed_data();
   a.starts = query_start_loc.element_count() ? query_start_loc.typed_data() : nullptr;
-  a.rows = rows[0], a.heads = rows[1], a.head_dim = rows[2];
-  a.pages = pool[0], a.parts = pool[1], a.kv_heads = pool[2], a.page_size = pool[3];
+  a.rows = q_shape[0], a.heads = q_shape[1], a.head_dim = q_shape[2];
+  a.pages = pool_shape[0], a.parts = pool_shape[1], a.kv_heads = pool_shape[2], a.page_size = pool_shape[3];
   a.value_dim = out->dimensions()[2];
-  a.seqs = tables[0], a.columns = tables[1];
+  a.seqs = tables_shape[0], a.columns = tables_shape[1];
   a.scale = scale, a.soft_cap = soft_cap, a.window = window;
   a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
   a.bias = distance_bias.element_count() ? distance_bias.typed_data() : nullptr;

@@ -81,9 +81,9 @@ def ragged_attention(
         shared_blocks: int32 [B], number of leading pages that each sequence shares with others; None for
             none.
         value_dim: Size of the values in a latent pool; None for other pools.
-        max_width: Upper limit for the width of instructions. 4, 8 and 16 are the floats in a vector. 32 and
-            256 allow bfloat16 products: 32 with vectors of 32 numbers, 256 with AMX tiles. Processors without
-            the instructions use the next narrower ones.
+        max_width: Upper limit for the width of instructions. 4, 8 and 16 are numbers of floats per vector.
+            32 also allows bfloat16 products with vectors of 32 numbers, and 256 allows them with AMX tiles.
+            On a processor without these instructions, the next narrower ones are used.
     """
     # These are JAX arrays because empty NumPy constants would become arguments of jax.shard_map, and jaxlib
     # 0.11.2 crashes when it removes them.

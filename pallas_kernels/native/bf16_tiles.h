@@ -1,11 +1,11 @@
-// The product of tiles by the vectors of AVX-512, for processors without AMX. Included by by_tiles.h.
+// The product of tiles with AVX-512 BF16, for processors without AMX. by_tiles.h includes this file.
 
-// Nothing needs to be set up for vectors.
+// AMX needs an object of this name to configure its tiles; vectors need no configuration.
 struct Tiles {
   Tiles() {}
 };
 
-// As multiply_tile, for C columns, and ROWS rows at a time, whose sums are all in registers.
+// multiply_tile for C columns. It computes ROWS rows at a time, with all of their sums in registers.
 template <int ROWS, int C, bool ADDS>
 INLINE void multiply_columns(const void* left, int64_t left_row, const uint32_t* right, int64_t right_column, int64_t n,
                              float* out, int64_t out_column) {
@@ -31,8 +31,10 @@ INLINE void multiply_columns(const void* left, int64_t left_row, const uint32_t*
   }
 }
 
-// out (+)= left [TILE, 2n] right [n, TILE] of pairs, for `columns` lane columns of right and out that lie so many floats
-// apart; the row of left is in bytes.
+// out (+)= left @ right, for a tile `left` of TILE rows with 2n numbers each, and for `columns` columns of TILE lanes.
+//
+// The rows of left are left_row bytes apart. Each column of right is [n, TILE] pairs, and each column of out is
+// [TILE, TILE] floats. Columns are right_column pairs and out_column floats apart.
 template <bool ADDS>
 INLINE void multiply_tile(const void* left, int64_t left_row, const uint32_t* right, int64_t right_column, int64_t n,
                           float* out, int64_t out_column, int64_t columns) {

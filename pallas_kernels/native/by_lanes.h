@@ -1,8 +1,11 @@
-// Many query rows and heads: they are the lanes of the vectors, so that a softmax needs no sum across lanes, and both
-// products have the same shape: scores [token, lane] = keys [token, d] queries [d, lane], and
-// sums [d, lane] = values [token, d] transposed, weights [token, lane].
+// The loop for many query rows and heads, which are the lanes of the vectors. The softmax therefore needs no sum across
+// lanes. Both products have the same form:
+//
+//     scores [token, lane] = keys [token, d]               @ queries [d, lane]
+//     sums [d, lane]      += values [token, d], transposed @ weights [token, lane]
 
-// out[c][lane] (+)= sum over i < n of left[c, i] right[i][lane], for C rows of V vectors.
+// out[c][lane] (+)= sum over i < n of left[c, i] * right[i][lane], for C rows c and V vectors of lanes. left[c, i] is
+// at left + c * left_row + i * left_column.
 template <int C, int V, bool ADDS>
 INLINE void multiply(const float* left, int64_t left_row, int64_t left_column, const float* right, int64_t lanes,
                      int64_t n, float* out) {
@@ -25,7 +28,7 @@ INLINE void multiply(const float* left, int64_t left_row, int64_t left_column, c
   }
 }
 
-// The same for all lanes, and `rows` rows, a multiple of 4.
+// Calls `multiply` for all lanes and `rows` rows, a multiple of 4.
 template <bool ADDS>
 static void multiply_all(int64_t rows, const float* left, int64_t left_row, int64_t left_column, const float* right,
                          int64_t lanes, int64_t n, float* out) {
@@ -44,7 +47,7 @@ static void multiply_all(int64_t rows, const float* left, int64_t left_row, int6
   }
 }
 
-// Copies keys or values to rows of a.row() floats.
+// Copies the keys or values of tokens [first, end) to rows of a.row() floats, multiplied by their scales.
 template <class E>
 static void unpack(const Attention& a, const Item& item, int64_t head, int which, int64_t first, int64_t end,
                    float* rows) {
@@ -67,7 +70,7 @@ static void unpack(const Attention& a, const Item& item, int64_t head, int which
   }
 }
 
-// What a tile keeps per lane: int32 positions and query heads, and the state of the softmax.
+// The data of each lane of a tile: its position and query head (bits of an int32) and the state of its softmax.
 struct Lanes {
   float *positions, *heads, *largest, *total;
   Lanes(float* at, int64_t lanes) : positions(at), heads(at + lanes), largest(heads + lanes), total(largest + lanes) {}
@@ -75,7 +78,7 @@ struct Lanes {
 
 static void begin_lanes(const Attention& a, const Item& item, int64_t head, const Lanes& state, int64_t lanes) {
   for (int64_t lane = 0; lane < lanes; lane++) {
-    // Lanes behind the last one see nothing.
+    // The lanes that pad the tile attend to nothing.
     const int64_t position = lane < item.lanes(a) ? item.position_at(lane / a.group()) : -1;
     state.positions[lane] = bits_as<float>(int32_t(position));
     state.heads[lane] = bits_as<float>(int32_t(head * a.group() + lane % a.group()));
@@ -83,21 +86,22 @@ static void begin_lanes(const Attention& a, const Item& item, int64_t head, cons
   }
 }
 
-// Turns the scores of WIDTH lanes and n tokens into weights, and brings their sums to the new largest scores.
+// Replaces the scores of WIDTH lanes and n tokens by softmax weights, and rescales their sums to the new largest
+// scores.
 template <bool IS_MASKED>
 static void soften_lanes(const Attention& a, int64_t first, int64_t n, const Lanes& state, int64_t lane,
                          int64_t lanes, float* scores, float* sums) {
   const IntVec position = bits_as<IntVec>(load(state.positions + lane));
   const IntVec head = bits_as<IntVec>(load(state.heads + lane));
   const int32_t window = int32_t(lesser(a.window, INT32_MAX));
-  const bool changes = a.soft_cap > 0 || a.bias;
+  const bool has_cap_or_bias = a.soft_cap > 0 || a.bias;
   const Vec old = load(state.largest + lane);
   Vec now = old;
   for (int64_t t = 0; t < n; t++) {
     Vec score = load(scores + t * lanes);
-    if (changes || IS_MASKED) {
+    if (has_cap_or_bias || IS_MASKED) {
       const IntVec distance = position - int32_t(first + t);
-      if (changes) score = changed(a, score, head, distance);
+      if (has_cap_or_bias) score = with_cap_or_bias(a, score, head, distance);
       if (IS_MASKED) score = ((distance >= 0) & (distance < window)) ? score : broadcast(MASKED);
       store(scores + t * lanes, score);
     }
@@ -122,7 +126,7 @@ static void soften_lanes(const Attention& a, int64_t first, int64_t n, const Lan
   for (int64_t d = 0; d < a.value_row(); d++) store(sums + d * lanes, load(sums + d * lanes) * factor);
 }
 
-// The same for all lanes of a tile, and the tokens [first, end).
+// Calls soften_lanes for all lanes of a tile and the tokens [first, end).
 static void soften_all(const Attention& a, const Item& item, int64_t first, int64_t end, const Lanes& state,
                        int64_t lanes, float* scores, float* sums) {
   const bool all_see_all = end - 1 <= item.position && first > item.position + item.rows - 1 - a.window;
@@ -132,7 +136,7 @@ static void soften_all(const Attention& a, const Item& item, int64_t first, int6
   }
 }
 
-// Turns sums [row, lanes] to a row per lane.
+// Transposes sums [row, lanes] to rows [lanes, row].
 static void to_rows(int64_t row, int64_t lanes, const float* sums, float* rows) {
   for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
     for (int64_t d = 0; d < row; d += WIDTH) {
@@ -144,8 +148,8 @@ static void to_rows(int64_t row, int64_t lanes, const float* sums, float* rows) 
   }
 }
 
-// Scratch: queries [row, lanes], sums [value_row, lanes], scores [BLOCK, lanes], what Lanes has [4, lanes], and the keys
-// or values of a block [BLOCK, row].
+// Scratch memory: queries [row, lanes], sums [value_row, lanes], scores [BLOCK, lanes], the data of Lanes [4, lanes],
+// and the keys or values of a block [BLOCK, row].
 template <class E, class P>
 static void attend_by_lanes(const Attention& a, const Item& item, float* scratch) {
   const int64_t row = a.row(), value_row = a.value_row(), used = item.lanes(a), lanes = lanes_of(a, item);
@@ -171,7 +175,7 @@ static void attend_by_lanes(const Attention& a, const Item& item, float* scratch
       end = lesser(first / BLOCK * BLOCK + BLOCK, item.end);
       const int64_t n = end - first;
       unpack<P>(a, item, head, 0, first, end, tokens);
-      // Up to 3 tokens more than there are, whose scores nobody reads.
+      // The number of tokens is rounded up to a multiple of 4. The additional scores are not used.
       multiply_all<false>(padded(n, 4), tokens, row, 1, queries, lanes, row, scores);
       soften_all(a, item, first, end, state, lanes, scores, sums);
       if (a.parts == 2) unpack<P>(a, item, head, 1, first, end, tokens);

@@ -1,7 +1,8 @@
-// One query row and a few query heads per kv head: the lanes of a vector are elements of a head. Memory sets the
-// pace here, so keys and values are read once, in the order in which they lie, and the next tile is fetched meanwhile.
+// The loop for one query row and a few query heads per kv head. The lanes of a vector are elements of a head. Memory
+// limits the speed, so keys and values are read once, in memory order, and the keys and values that are needed next are
+// prefetched. The argument `next` is their distance (elements) from the current ones.
 
-// Multiplies what `group` query heads have for n tokens by the scales of these.
+// Multiplies the scores or weights of `group` query heads and n tokens by the scales of the tokens.
 template <class E>
 INLINE void multiply_by_scales(const Attention& a, const Item& item, int64_t head, int which, int64_t first, int64_t n,
                                float* scores) {
@@ -15,7 +16,7 @@ INLINE void multiply_by_scales(const Attention& a, const Item& item, int64_t hea
   }
 }
 
-// Scores of R query heads and n tokens that lie one after the other; a quantised pool's without its scales.
+// Computes the scores of R query heads for n tokens of one page, without the scales of a quantized pool.
 template <int R, class E>
 static void score_rows(const float* queries, int64_t query_stride, const E* keys, int64_t n, int64_t head_dim,
                        int64_t next, float* scores) {
@@ -41,7 +42,7 @@ static void score_rows(const float* queries, int64_t query_stride, const E* keys
   }
 }
 
-// Adds n weighted values to V vectors of the sums of R query heads.
+// Adds the weighted values of n tokens to the sums of R query heads, for V vectors of the head.
 template <int R, int V, class E>
 INLINE void add_values(const float* weights, const E* values, int64_t n, int64_t head_dim, int64_t next, float* sums,
                        int64_t stride) {
@@ -62,6 +63,7 @@ INLINE void add_values(const float* weights, const E* values, int64_t n, int64_t
   }
 }
 
+// Calls add_values for all vectors of the head.
 template <int R, class E>
 static void add_all_values(const float* weights, const E* values, int64_t n, int64_t head_dim, int64_t next,
                            float* sums, int64_t stride) {
@@ -72,7 +74,7 @@ static void add_all_values(const float* weights, const E* values, int64_t n, int
   for (; d < head_dim; d += WIDTH) add_values<R, 1>(weights, values + d, n, head_dim, next, sums + d, stride);
 }
 
-// Calls f with the numbers of rows that `group` is divided into, and the first of each.
+// Divides the query heads of a group into runs of four, two or one, and calls f(number of heads, first head) for each.
 template <class F>
 INLINE void in_fours(int64_t group, F f) {
   int64_t r = 0;
@@ -81,13 +83,13 @@ INLINE void in_fours(int64_t group, F f) {
   for (; r < group; r++) f(std::integral_constant<int, 1>(), r);
 }
 
-// Turns n scores into weights, and brings the sums to the new largest score.
+// Replaces the n scores of a query head by softmax weights, and rescales its sums to the new largest score.
 INLINE void soften(const Attention& a, int64_t query_head, int64_t position, int64_t first, int64_t n, float* scores,
                    float* sums, float& largest, float& total) {
   const IntVec head = IntVec{} + int32_t(query_head);
   Vec top = broadcast(largest);
   for (int64_t t = 0; t < n; t += WIDTH) {
-    Vec score = changed(a, load(scores + t), head, int32_t(position - first - t) - iota());
+    Vec score = with_cap_or_bias(a, load(scores + t), head, int32_t(position - first - t) - iota());
     score = iota() < int32_t(n - t) ? score : broadcast(MASKED);
     store(scores + t, score);
     top = greater(top, score);
@@ -109,7 +111,7 @@ INLINE void soften(const Attention& a, int64_t query_head, int64_t position, int
   total += sum_of_lanes(sum);
 }
 
-// Scratch: queries [heads, row], sums [heads, row], largest and total [heads], scores [group, SCORES].
+// Scratch memory: queries [heads, row], sums [heads, row], largest and total [heads], scores [group, SCORES].
 template <class E, class P>
 static void attend_by_rows(const Attention& a, const Item& item, float* scratch) {
   const int64_t group = a.group(), row = a.row(), heads = item.num_heads * group;
@@ -124,8 +126,8 @@ static void attend_by_rows(const Attention& a, const Item& item, float* scratch)
   for (int64_t first = item.begin, end; first < item.end; first = end) {
     end = lesser(first / BLOCK * BLOCK + BLOCK, item.end);
     for (int64_t i = 0; i < item.num_heads; i++) {
-      const int64_t head = item.head + i, query_head = i * group;
-      // What the processor reads next: the same tokens of the next head, or the first head of the tokens that follow.
+      const int64_t head = item.head + i, first_query_head = i * group;  // the latter counts from the item's first one
+      // The prefetched data: the same tokens in the next kv head, or the next tokens in the first kv head.
       const bool is_last = i + 1 == item.num_heads;
       const int64_t next_token = lesser(end, item.end - 1), next_head = is_last ? item.head : head + 1;
       for (int64_t t = first, n; t < end; t += n) {
@@ -134,13 +136,13 @@ static void attend_by_rows(const Attention& a, const Item& item, float* scratch)
         const int64_t next =
             token_at<P>(a, item, next_head, 0, is_last ? lesser(next_token + t - first, item.end - 1) : t) - keys;
         in_fours(group, [&](auto r, int64_t g) {
-          score_rows<r()>(queries + (query_head + g) * row, row, keys, n, a.head_dim, next,
+          score_rows<r()>(queries + (first_query_head + g) * row, row, keys, n, a.head_dim, next,
                           scores + g * SCORES + t - first);
         });
         multiply_by_scales<P>(a, item, head, 0, t, n, scores + t - first);
       }
       for (int64_t g = 0; g < group; g++) {
-        const int64_t h = query_head + g;
+        const int64_t h = first_query_head + g;
         soften(a, item.head * group + h, item.position, first, end - first, scores + g * SCORES, sums + h * row,
                largest[h], total[h]);
       }
@@ -152,7 +154,7 @@ static void attend_by_rows(const Attention& a, const Item& item, float* scratch)
             token_at<P>(a, item, next_head, 1, is_last ? lesser(next_token + t - first, item.end - 1) : t) - values;
         in_fours(group, [&](auto r, int64_t g) {
           add_all_values<r()>(scores + g * SCORES + t - first, values, n, a.head_dim, next,
-                              sums + (query_head + g) * row, row);
+                              sums + (first_query_head + g) * row, row);
         });
       }
     }

@@ -1,12 +1,16 @@
-// The same as by_lanes.h in bfloat16, by instructions that add products of pairs of bfloat16 to float32. A tile is 16 rows
-// of 64 bytes: AMX has an instruction that multiplies two of them, AVX-512 one for each of their rows.
+// The loop of by_lanes.h in bfloat16, with instructions that add products of pairs of bfloat16 numbers to float32 sums.
+// In this file, a tile is the operand of such an instruction: 16 rows of 64 bytes. AMX multiplies two tiles in one
+// instruction, AVX-512 BF16 needs one instruction per row.
 //
-//     scores [token, lane] += keys [token, d]  queries [d / 2, lane] of pairs        (keys straight from their pages)
-//     sums [d, lane]       += values [d, token] weights [token / 2, lane] of pairs   (values transposed, weights rounded)
+//     scores [token, lane] += keys [token, d]   @ queries [d, lane]      keys are read from their pages directly
+//     sums [d, lane]       += values [d, token] @ weights [token, lane]  values are transposed, weights are rounded
+//
+// The right operands are stored as pairs of two consecutive rows: queries as [d / 2, lane] pairs, weights as
+// [token / 2, lane] pairs.
 
-constexpr int64_t TILE = 16;   // rows of a tile, and floats of a row
-constexpr int64_t PAIRS = 32;  // bfloat16 of a row
-constexpr int64_t COLUMNS = 4;
+constexpr int64_t TILE = 16;    // rows of a tile, and floats of one of its rows
+constexpr int64_t PAIRS = 32;   // bfloat16 numbers of a row of a tile
+constexpr int64_t COLUMNS = 4;  // columns of TILE lanes that are multiplied together
 
 INLINE bool is_by_tiles(const Attention& a, const Item& item) {
   // A tile of keys must lie in one page.
@@ -15,7 +19,7 @@ INLINE bool is_by_tiles(const Attention& a, const Item& item) {
 
 #include TILES
 
-// The queries of TILE lanes from `lane` on as pairs [head_dim / 2, TILE]; those of unused lanes are 0.
+// Writes the queries of TILE lanes from `lane` on as pairs [head_dim / 2, TILE]; 0 for unused lanes.
 static void pair_queries(const Attention& a, const Item& item, int64_t head, int64_t lane, uint32_t* pairs) {
   for (int64_t d = 0; d < a.head_dim; d += PAIRS) {
     Vec query[WIDTH] = {};
@@ -27,7 +31,8 @@ static void pair_queries(const Attention& a, const Item& item, int64_t head, int
   }
 }
 
-// Writes the keys or values of the tiles that tokens [first, end) are in as rows of head_dim, which hold them exactly.
+// Dequantizes the keys or values of tokens [first, end), rounded up to whole tiles, to rows of head_dim numbers in
+// bfloat16, which represents them exactly.
 template <class E>
 static void unpack_tiles(const Attention& a, const Item& item, int64_t head, int which, int64_t first, int64_t end,
                          BFloat16* to) {
@@ -41,8 +46,8 @@ static void unpack_tiles(const Attention& a, const Item& item, int64_t head, int
   }
 }
 
-// The values of tokens [first, end) as [head_dim, BLOCK]; those of other tokens, up to `padded_n`, are 0. `tile_at`
-// returns where the rows of a token's tile begin.
+// Transposes the values of tokens [first, end) to [head_dim, BLOCK]. The columns of further tokens, up to `padded_n`,
+// are 0. tile_at(token) returns the address of the first row of a tile that begins at the token.
 template <class TileAt>
 INLINE void transpose_values(const Attention& a, int64_t first, int64_t end, int64_t padded_n, TileAt tile_at,
                              uint16_t* values) {
@@ -56,7 +61,7 @@ INLINE void transpose_values(const Attention& a, int64_t first, int64_t end, int
       return first + t + i < end ? _mm512_loadu_si512(from[i / TILE] + i % TILE * a.head_dim + d) : __m512i{};
     };
     for (int64_t d = 0; d < a.head_dim; d += PAIRS) {
-      // Pairs of neighbours: `low` has those of elements 0-3, 8-11, 16-19 and 24-27, `high` the others.
+      // Pairs of consecutive tokens: `low` has the pairs of elements 0-3, 8-11, 16-19 and 24-27, `high` the others.
       Vec low[WIDTH], high[WIDTH];
       for (int64_t i = 0; i < WIDTH; i++) {
         const __m512i even = row(2 * i, d), odd = row(2 * i + 1, d);
@@ -74,7 +79,8 @@ INLINE void transpose_values(const Attention& a, int64_t first, int64_t end, int
   }
 }
 
-// 2^x for x <= SLACK, to 3e-6 of it, and NaN for NaN: the nearest integer, and a polynomial in the rest.
+// 2^x for x <= SLACK with a relative error of 3e-6, and NaN for NaN: 2^n times a polynomial in x - n, where n is the
+// nearest integer.
 INLINE Vec exp2(Vec x) {
   const Vec n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), y = x - n;
   Vec p = y * 9.58285e-3f + 5.590642e-2f;
@@ -84,60 +90,65 @@ INLINE Vec exp2(Vec x) {
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, broadcast(-126.f), _CMP_NLE_UQ), p, n);
 }
 
-// A softmax's sums are brought to a larger score only where this is larger by so many powers of two.
+// The sums of a softmax are rescaled only if the largest score grows by more than log(2^SLACK), so that most blocks
+// need no rescaling.
 constexpr float SLACK = 8;
 constexpr float LOG2_E = 1.44269504f;
 
-// Turns the scores of a lane column and the tokens [first, end) into weights, and writes them as pairs of neighbours, of
-// n tokens in all, a multiple of PAIRS: behind the end a score is whatever its memory holds, and masked. As soften_lanes,
-// but that state.largest is any score so far which the largest does not exceed by more than SLACK.
-template <bool IS_MASKED, bool CHANGES>
+// Computes the softmax weights of a column of TILE lanes for the tokens [first, end), and rescales the sums if
+// necessary. The weights are written as pairs of consecutive tokens, for n tokens, a multiple of PAIRS. The scores from
+// `end` on are not initialized, so they must be masked. Unlike in soften_lanes, state.largest may be less than the
+// largest score so far, by at most log(2^SLACK).
+template <bool IS_MASKED, bool HAS_CAP_OR_BIAS>
 static void soften_pairs(const Attention& a, int64_t first, int64_t end, int64_t n, const Lanes& state, int64_t lane,
                          float* scores, float* sums, uint32_t* pairs) {
   const IntVec position = bits_as<IntVec>(load(state.positions + lane));
   const IntVec head = bits_as<IntVec>(load(state.heads + lane));
   const int32_t window = int32_t(lesser(a.window, INT32_MAX));
   const Vec old = load(state.largest + lane), scale = broadcast(a.scale);
-  const auto seen = [&](int64_t t) {
+  const auto final_score = [&](int64_t t) {
     Vec score = load(scores + t * WIDTH) * scale;
-    if (!CHANGES && !IS_MASKED) return score;
+    if (!HAS_CAP_OR_BIAS && !IS_MASKED) return score;
     const IntVec distance = position - int32_t(first + t);
-    if (CHANGES) score = changed(a, score, head, distance);
+    if (HAS_CAP_OR_BIAS) score = with_cap_or_bias(a, score, head, distance);
     const int32_t farthest = first + t < end ? window : 0;
     if (IS_MASKED) score = ((distance >= 0) & (distance < farthest)) ? score : broadcast(-__builtin_inff());
     store(scores + t * WIDTH, score);
     return score;
   };
-  Vec largest = old, other = old;
+  Vec largest = old, odd_largest = old;
   for (int64_t t = 0; t < n; t += 2) {
-    largest = _mm512_max_ps(largest, seen(t));
-    other = _mm512_max_ps(other, seen(t + 1));
+    largest = _mm512_max_ps(largest, final_score(t));
+    odd_largest = _mm512_max_ps(odd_largest, final_score(t + 1));
   }
-  largest = _mm512_max_ps(largest, other);
+  largest = _mm512_max_ps(largest, odd_largest);
   const Vec now = (largest - old) * LOG2_E > SLACK ? largest : old;
-  const Vec unit = broadcast(CHANGES || IS_MASKED ? LOG2_E : a.scale * LOG2_E), shift = now * LOG2_E;
-  // Words 2j and 2j + 1 of a result: word j of either half.
+  // final_score has stored scaled scores, except if it returned early.
+  const Vec unit = broadcast(HAS_CAP_OR_BIAS || IS_MASKED ? LOG2_E : a.scale * LOG2_E), shift = now * LOG2_E;
+  // A permutation that interleaves the 16-bit words of two halves of a vector: word 2j of the result is word j of the
+  // lower half, word 2j + 1 is word j of the upper half.
   const BitVec word = bits_as<BitVec>(iota());
   const __m512i words = bits_as<__m512i>(word | (word + WIDTH) << 16);
-  Vec total = {}, other_total = {};
+  Vec total = {}, odd_total = {};
   for (int64_t t = 0; t < n; t += 2) {
     const Vec low = exp2(load(scores + t * WIDTH) * unit - shift);
     const Vec high = exp2(load(scores + (t + 1) * WIDTH) * unit - shift);
-    total += low, other_total += high;
+    total += low, odd_total += high;
     const __m512i halves = bits_as<__m512i>(_mm512_cvtne2ps_pbh(high, low));
     _mm512_storeu_si512(pairs + t / 2 * WIDTH, _mm512_permutexvar_epi16(words, halves));
   }
   const Vec factor = exp2((old - now) * LOG2_E);
-  store(state.total + lane, load(state.total + lane) * factor + (total + other_total));
+  store(state.total + lane, load(state.total + lane) * factor + (total + odd_total));
   if (!_mm512_cmp_ps_mask(now, old, _CMP_NEQ_UQ)) return;
   store(state.largest + lane, now);
   for (int64_t d = 0; d < a.row(); d++) store(sums + d * WIDTH, load(sums + d * WIDTH) * factor);
 }
 
-// Scratch: as attend_by_lanes, the queries and the values smaller, pairs of weights [BLOCK / 2, lanes] behind them, and
-// rows of a quantised pool [BLOCK, row] in bfloat16; but the lanes lie in columns of TILE, one behind the other: so no two
-// tiles that are used together are 4 KiB apart, which would make loads wait for stores. Columns are taken COLUMNS at a
-// time, and all share what is read of the pool.
+// Scratch memory: the arrays of attend_by_lanes, with queries and values in bfloat16; pairs of weights [BLOCK / 2,
+// lanes]; and for a quantized pool, dequantized keys or values [BLOCK, row] in bfloat16. The lanes are divided into
+// columns of TILE lanes, and each array is stored column by column. Otherwise tiles that are used together could be 4
+// KiB apart, which makes loads wait for stores. COLUMNS columns are multiplied at a time, with the same keys and
+// values.
 template <class P>
 static void attend_by_tiles(const Attention& a, const Item& item, float* scratch) {
   const int64_t row = a.row(), lanes = lanes_of(a, item);
@@ -149,12 +160,12 @@ static void attend_by_tiles(const Attention& a, const Item& item, float* scratch
   BFloat16* const unpacked = reinterpret_cast<BFloat16*>(unpacked_at);
   const Lanes state(state_at, lanes);
   const Tiles tiles;
-  const bool changes = a.soft_cap > 0 || a.bias;
+  const bool has_cap_or_bias = a.soft_cap > 0 || a.bias;
   for (int64_t head = item.head; head < item.head + item.num_heads; head++) {
     begin_lanes(a, item, head, state, lanes);
     for (int64_t lane = 0; lane < lanes; lane += TILE) pair_queries(a, item, head, lane, query_pairs + lane * row / 2);
     for (int64_t i = 0; i < row * lanes; i += WIDTH) store(sums + i, Vec{});
-    // Tokens of the first page that no row sees are masked.
+    // Tiles of keys begin at multiples of TILE. Tokens before item.begin are masked by the window.
     for (int64_t first = item.begin / TILE * TILE, end; first < item.end; first = end) {
       end = lesser(first / BLOCK * BLOCK + BLOCK, item.end);
       const int64_t n = end - first, padded_n = padded(n, PAIRS);
@@ -170,17 +181,17 @@ static void attend_by_tiles(const Attention& a, const Item& item, float* scratch
       unpack(0);
       for (int64_t lane = 0; lane < lanes; lane += COLUMNS * TILE) {
         const int64_t columns = lesser(COLUMNS, (lanes - lane) / TILE);
-        const int64_t from = item.position + lane / a.group();
-        const int64_t to = item.position + (lane + columns * TILE - 1) / a.group();
-        if (to < first) continue;
+        const int64_t first_position = item.position + lane / a.group();
+        const int64_t last_position = item.position + (lane + columns * TILE - 1) / a.group();
+        if (last_position < first) continue;
         for (int64_t t = 0; t < n; t += TILE) {
           multiply_tile<false>(tile_at(0, first + t), a.head_dim * sizeof(BFloat16),
                                query_pairs + lane * row / 2, row / 2 * TILE, a.head_dim / 2, scores + t * TILE,
                                BLOCK * TILE, columns);
         }
-        const bool all_see_all = n == padded_n && end - 1 <= from && first > to - a.window;
-        const auto soften = all_see_all ? (changes ? soften_pairs<false, true> : soften_pairs<false, false>)
-                                        : (changes ? soften_pairs<true, true> : soften_pairs<true, false>);
+        const bool all_see_all = n == padded_n && end - 1 <= first_position && first > last_position - a.window;
+        const auto soften = all_see_all ? (has_cap_or_bias ? soften_pairs<false, true> : soften_pairs<false, false>)
+                                        : (has_cap_or_bias ? soften_pairs<true, true> : soften_pairs<true, false>);
         for (int64_t c = 0; c < columns; c++) {
           soften(a, first, end, padded_n, state, lane + c * TILE, scores + c * BLOCK * TILE, sums + (lane + c * TILE) * row,
                  weight_pairs + c * BLOCK / 2 * TILE);

@@ -1,8 +1,11 @@
-// The arithmetic of attention. A file per variant includes this with WIDTH and VARIANT defined, under the
-// instructions of its processors.
+// The arithmetic of attention. Each kernels_*.cc file includes it with the instructions of its processors enabled,
+// after defining WIDTH (floats per vector), VARIANT (its namespace) and, for bfloat16 products, TILES (a header).
 //
-// It must call nothing that the linker could replace by the same function of another variant: no standard library
-// but built-ins and types, and everything here is static.
+// The linker must not replace a function by the same function of another variant. Everything here is therefore static,
+// and nothing of the standard library is used except types and functions that the compiler has built in.
+//
+// Template parameters: E is the type of queries and output, P that of the pool. In functions that read only the pool, E
+// is the type of the pool. The argument `which` is 0 for keys and 1 for values.
 
 namespace jax_paged {
 namespace {
@@ -10,11 +13,11 @@ namespace VARIANT {
 
 #include "vectors.h"
 
-// Finite: a lane that has seen nothing gets exp(0), which is masked, and not NaN.
+// This is finite so that a lane without visible tokens gets exp(0), which is masked later, instead of NaN.
 constexpr float MASKED = -1e30f;
-// A row of scores in score_rows, with room for what is written behind it.
+// Floats of a row of scores in by_rows.h: a block, and space because score_rows may write past its end.
 constexpr int64_t SCORES = BLOCK + WIDTH;
-// Vectors that a row of `multiply` has in registers.
+// Vectors of each row of sums that the inner loops keep in registers.
 constexpr int WIDE = WIDTH == 8 ? 2 : 4;
 
 INLINE int64_t padded(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -24,9 +27,8 @@ INLINE bool is_by_rows(const Attention& a, const Item& item) {
          a.value_dim == a.head_dim;
 }
 
-// A tile is laid out in two ways: by rows, where the lanes of a vector are elements of a head, for a single row of a
-// few query heads; and by lanes, where they are the query rows and heads of a tile. See attend_by_rows and
-// attend_by_lanes for the order of what they keep.
+// Returns the number of floats of scratch memory that an item needs. attend_by_rows, attend_by_lanes and
+// attend_by_tiles list its contents. The last two share one formula, which is large enough for both.
 static int64_t scratch_floats(const Attention& a, const Item& item) {
   const int64_t lanes = lanes_of(a, item);
   if (is_by_rows(a, item)) return a.heads * (2 * a.row() + 2 * LINE) + a.group() * SCORES;
@@ -38,7 +40,7 @@ static int64_t scratch_floats(const Attention& a, const Item& item) {
 template <class E>
 constexpr bool IS_QUANTIZED = sizeof(E) == 1;
 
-// The tile of a token's page with the keys (which = 0) or values (1) of one head.
+// The tile of a token's page with the keys or values of one head.
 template <class E>
 INLINE const E* page_tile(const Attention& a, const Item& item, int64_t head, int which, int64_t token) {
   const int64_t page = a.tables[item.seq * a.columns + token / a.page_size];
@@ -52,7 +54,7 @@ INLINE const E* token_at(const Attention& a, const Item& item, int64_t head, int
   return page_tile<E>(a, item, head, which, token) + token % a.page_size * a.head_dim;
 }
 
-// The scale of a token, before those of the tokens that follow in its page.
+// The scale of a token. The scales of the following tokens of its page come after it.
 template <class E>
 INLINE const E* scales_at(const Attention& a, const Item& item, int64_t head, int which, int64_t token) {
   return page_tile<E>(a, item, head, which, token) + a.page_size * a.head_dim + token % a.page_size;
@@ -63,7 +65,7 @@ INLINE float scale_of(const E* at) {
   return bits_as<float>(uint32_t(uint8_t(at->bits)) << 23);
 }
 
-// Tokens from `token` on that lie in one page, up to `end`.
+// The number of tokens in [token, end) that are in the same page as `token`.
 INLINE int64_t tokens_together(const Attention& a, int64_t token, int64_t end) {
   return lesser(a.page_size - token % a.page_size, end - token);
 }
@@ -74,7 +76,7 @@ INLINE const E* query_at(const Attention& a, const Item& item, int64_t head, int
   return static_cast<const E*>(a.q) + (row * a.heads + head * group + lane % group) * a.head_dim;
 }
 
-// Ends the softmax of a lane, and writes its output.
+// Completes the softmax of a lane, including the sink, and writes the output.
 template <class E>
 INLINE void finish(const Attention& a, const Item& item, int64_t head, int64_t lane, const float* sums,
                    float largest, float total) {
@@ -91,12 +93,12 @@ INLINE void finish(const Attention& a, const Item& item, int64_t head, int64_t l
   for (int64_t d = 0; d < a.value_dim; d += WIDTH) store(out + d, load(sums + d) * factor, a.value_dim - d);
 }
 
-// Where the parts of an unfinished softmax are: see partial_floats.
+// An unfinished softmax in memory, with the size partial_floats.
 struct Partial {
   float *largest, *total, *sums;
   Partial(int64_t lanes, float* at) : largest(at), total(at + lanes), sums(at + 2 * lanes) {}
 
-  // Copies the state of that many lanes.
+  // Copies the state of `lanes` lanes to this memory.
   void store_lanes(const Attention& a, int64_t lanes, const float* sums_from, const float* largest_from,
                    const float* total_from) const {
     __builtin_memcpy(largest, largest_from, lanes * sizeof(float));
@@ -105,7 +107,7 @@ struct Partial {
   }
 };
 
-// Ends the softmax of `lanes` lanes, or leaves it for join.
+// Completes the softmax of `lanes` lanes, or stores it for `join`.
 template <class E>
 static void write_out(const Attention& a, const Item& item, int64_t head, int64_t lanes, const float* sums,
                       const float* largest, const float* total) {
@@ -144,8 +146,8 @@ static void join(const Attention& a, const Item& item, float* partials, int64_t 
   }
 }
 
-// Scores with a soft cap, or a bias by each lane's query head and the distance of its query to its key.
-INLINE Vec changed(const Attention& a, Vec score, IntVec query_head, IntVec distance) {
+// Applies the soft cap to scores, or adds the distance bias of each lane's query head and distance from query to key.
+INLINE Vec with_cap_or_bias(const Attention& a, Vec score, IntVec query_head, IntVec distance) {
   if (a.soft_cap > 0) return tanh(score / a.soft_cap) * a.soft_cap;
   if (a.bias) {
     for (int i = 0; i < WIDTH; i++) {
@@ -169,7 +171,6 @@ INLINE IntVec iota() {
 #include "by_tiles.h"
 #endif
 
-// E is the type of queries and output, P that of the pool.
 template <class E, class P>
 static void attend_over(const Attention& a, const Item& item, float* scratch) {
   if (is_by_rows(a, item)) return attend_by_rows<E, P>(a, item, scratch);

@@ -1,4 +1,4 @@
-// Attention for processors with AVX-512 that multiply bfloat16, without AMX.
+// Attention for processors with AVX-512 BF16 (products of bfloat16), but without AMX.
 #if defined(__x86_64__)
 
 #include <immintrin.h>

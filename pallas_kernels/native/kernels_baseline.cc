@@ -1,4 +1,4 @@
-// Attention for any processor: of the vectors, x86-64 has SSE2, and arm64 has NEON.
+// Attention for any processor, with vectors of four floats: SSE2 on x86-64, NEON on arm64.
 #include <cstdint>
 #include <utility>
 

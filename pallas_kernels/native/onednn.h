@@ -1,5 +1,5 @@
-// The part of oneDNN's C interface that products.cc uses. It is stable within a major version, and found when oneDNN is
-// loaded: so neither building nor loading this library needs oneDNN.
+// The part of oneDNN's C interface that products.cc uses, which is stable within a major version. The functions are
+// looked up at run time (`Load`), so that neither building nor loading this library needs oneDNN.
 #pragma once
 
 #include <dlfcn.h>
@@ -34,11 +34,11 @@ constexpr int kCpu = 1, kInOrder = 1, kBFloat16 = 2, kFloat32 = 3, kAnyFormat = 
 constexpr int kStrictMath = 0, kScratchpadOfUser = 1;
 constexpr int kImplementationName = 8, kSourceShape = 129, kKernelShape = 131, kResultShape = 133, kScratchpad = 136;
 constexpr int kSource = 1, kResult = 17, kKernel = 33, kScratchpadArgument = 80;
-// The second argument of the second operation that follows a product.
+// The second argument of the second operation after a product: the factors by which GatedAttributes multiplies.
 constexpr int kFactors = 2 * 0x8000 + 2;
 constexpr int kRelu = 0x20, kGeluTanh = 0x2b, kSwish = 0x2c, kGeluErf = 0x31, kMultiply = 0x1fff1;
 
-// oneDNN's functions, and what is shared by all calls.
+// oneDNN's functions, and the objects that all calls share.
 struct OneDnn {
   const Version* (*dnnl_version)();
   int (*dnnl_engine_create)(Handle*, int kind, size_t index);
@@ -86,19 +86,19 @@ void Find(void* file, const char* name, F*& function) {
   if (function == nullptr) throw std::runtime_error(std::string("it has no function ") + name);
 }
 
-// Returns attributes that every product has.
+// Returns the attributes of all products.
 inline Handle Attributes(const OneDnn& f) {
   Handle attributes;
   Check(f.dnnl_primitive_attr_create(&attributes), "dnnl_primitive_attr_create");
-  // Whatever the environment says, float32 is multiplied as float32.
+  // float32 is multiplied as float32 even if an environment variable allows less precision.
   Check(f.dnnl_primitive_attr_set_fpmath_mode(attributes, kStrictMath), "dnnl_primitive_attr_set_fpmath_mode");
-  // oneDNN's own scratchpads are shared by threads that run the same product.
+  // Each thread passes its own scratchpad, because threads that run the same product would share oneDNN's.
   Check(f.dnnl_primitive_attr_set_scratchpad_mode(attributes, kScratchpadOfUser),
         "dnnl_primitive_attr_set_scratchpad_mode");
   return attributes;
 }
 
-// Returns those of a product whose activation is multiplied by factors.
+// Returns the attributes of a product to which an activation is applied, and whose result is multiplied by factors.
 inline Handle GatedAttributes(const OneDnn& f, int activation, Handle factors) {
   Handle then;
   Check(f.dnnl_post_ops_create(&then), "dnnl_post_ops_create");
@@ -109,7 +109,7 @@ inline Handle GatedAttributes(const OneDnn& f, int activation, Handle factors) {
   return attributes;
 }
 
-// By the names that models/layers.py has for them.
+// Returns oneDNN's number for an activation with the name that models/layers.py uses.
 inline int ActivationOf(std::string_view name) {
   if (name == "silu") return kSwish;
   if (name == "relu") return kRelu;
@@ -118,7 +118,7 @@ inline int ActivationOf(std::string_view name) {
   throw std::invalid_argument("unknown activation " + std::string(name));
 }
 
-// Returns oneDNN from a file; throws std::runtime_error with the reason if it can't be used.
+// Loads oneDNN from a file; throws std::runtime_error with the reason if it can't be used.
 inline const OneDnn* Load(const char* path) {
   void* const file = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (file == nullptr) throw std::runtime_error(dlerror());
@@ -165,7 +165,7 @@ inline const OneDnn* Load(const char* path) {
 #undef FIND
   Check(f.dnnl_engine_create(&f.engine, kCpu, 0), "dnnl_engine_create");
   f.attributes = Attributes(f);
-  // Counted once, since the layout of packed kernels depends on it.
+  // The layout of packed kernels depends on this number, so it must not change.
   f.num_threads = std::max(1u, std::thread::hardware_concurrency());
   return found.release();
 }

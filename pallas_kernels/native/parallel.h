@@ -9,9 +9,10 @@
 
 namespace jax_paged {
 
-// Calls f(i) for all i < n, in this thread and in `helpers` tasks that schedule(task) starts, and returns when all are
-// done. Whoever is free takes the next i, and this thread takes all of them if no task ever runs: so it may be one of
-// the threads that the tasks wait for. A task that comes too late finds nothing to do, and touches nothing of f.
+// Calls f(i) for all i < n, in this thread and in `helpers` tasks that are passed to schedule(task). Returns when all
+// calls have returned. Each thread repeatedly takes the next i. If no task ever runs, this thread makes all calls, so
+// that it may itself belong to the thread pool that runs the tasks. A task that starts after all calls are taken
+// returns without using f, which may no longer exist.
 template <class Schedule, class F>
 void parallel_for(int64_t n, int64_t helpers, Schedule schedule, const F& f) {
   struct Claims {
@@ -31,7 +32,7 @@ void parallel_for(int64_t n, int64_t helpers, Schedule schedule, const F& f) {
   };
   for (int64_t i = 0; i < helpers; i++) schedule([work] { work(); });
   work();
-  // The others end about now: sleeping and waking up would take longer than most waits.
+  // The other threads finish soon. Sleeping and waking up would take longer than most of these waits.
   for (int spins = 0; spins < 4000; spins++) {
     if (claims->done.load() == n) return;
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-// Divides an attention op into items, checking every index on the way, and runs them. attention.h draws them.
+// Divides an attention op into items, checks every index, and runs the items. attention.h describes items.
 #pragma once
 
 #include <algorithm>
@@ -14,23 +14,24 @@
 
 namespace jax_paged {
 
-// Splits of one tile and some heads, its part of a shared prefix among them. The last one to be done joins them.
+// All splits of one tile and some kv heads, including the splits of a shared prefix. The thread that completes the last
+// item joins their softmaxes.
 struct Group {
-  Item item;  // any of them
+  Item item;  // one of the tile's items
   std::unique_ptr<float[]> partials;
   int64_t splits, stride;
-  std::atomic<int64_t> missing;  // items
+  std::atomic<int64_t> missing;  // items that are not complete
   Group(const Item& item, int64_t splits, int64_t stride, int64_t items)
       : item(item), partials(new float[splits * stride]), splits(splits), stride(stride), missing(items) {}
 };
 
 class Plan {
  public:
-  // Items of about as many tokens are made for `threads` threads. A message is left in error() if an index is out of
-  // range; then nothing may run.
+  // Makes the items. If an index is out of range, error() is not empty, and run() must not be called.
   Plan(const Attention& a, const Kernels& kernels, int64_t threads) : a_(a), kernels_(kernels) {
     if (!check_rows() || !find_prefixes()) return;
-    // Decodes are cut by heads too where they are few. No head knows of the others, so results stay the same.
+    // If there are few decode splits, their kv heads are divided among several items, at least four per thread if there
+    // are enough heads. Heads are independent, so this does not change results.
     int64_t decode_splits = 0;
     for (int64_t b = 0; b < a_.seqs; b++) {
       if (rows_of(b) == 1) decode_splits += num_splits(first_own(b), a_.lens[b], DECODE_SPLIT);
@@ -53,13 +54,13 @@ class Plan {
     for (const Prefix& prefix : prefixes_) {
       if (prefix.seqs.size() > 1) add_prefix(prefix, heads);
     }
-    // The longest first, so that threads end at about the same time.
+    // The most expensive items run first, so that the threads finish at about the same time.
     std::stable_sort(items_.begin(), items_.end(), [this](const Job& x, const Job& y) { return cost(x) > cost(y); });
   }
 
   const std::string& error() const { return error_; }
 
-  // Computes all items, `schedule` and `threads` as parallel_for has them.
+  // Computes all items with at most `threads` threads; `schedule` is that of parallel_for.
   template <class Schedule>
   void run(int64_t threads, Schedule schedule) {
     clear_rows_without_context();
@@ -71,45 +72,46 @@ class Plan {
   }
 
  private:
-  // Work that takes less time than to wake a thread: bytes of the pool, read once.
+  // Total cost below which waking a thread takes longer than the work, in the unit of cost().
   static constexpr int64_t SMALL = 64 * 1024;
 
   struct Job {
     Item item;
-    Group* group;  // null if the item is finished, or has members
+    Group* group;  // null if the item finishes its softmax, or has members
   };
-  // What some sequences that decode share.
+  // Leading tokens that some decoding sequences share.
   struct Prefix {
     int64_t tokens;
     std::vector<int64_t> seqs;
-    std::vector<Group*> groups;  // of each sequence, one after the other
+    std::vector<Group*> groups;  // for each sequence, one group per range of kv heads
     int64_t splits() const { return num_splits(0, tokens, DECODE_SPLIT); }
   };
 
   int64_t row_of(int64_t b) const { return a_.starts ? a_.starts[b] : b; }
   int64_t rows_of(int64_t b) const { return row_of(b + 1) - row_of(b); }
-  // The first token that a row at `position` sees.
+  // The first token that a row at `position` attends to.
   int64_t first_token(int64_t position) const { return std::max<int64_t>(0, position - a_.window + 1); }
   static int64_t num_splits(int64_t begin, int64_t end, int64_t split) {
     return end <= begin ? 0 : (end - 1) / split - begin / split + 1;
   }
-  // The shared prefix that sequence b attends to with others; null for none.
+  // The prefix that sequence b shares with others; null for none.
   Prefix* prefix_of(int64_t b) {
     if (prefixes_.empty() || prefix_index_[b] < 0) return nullptr;
     Prefix& prefix = prefixes_[prefix_index_[b]];
     return prefix.seqs.size() > 1 ? &prefix : nullptr;
   }
-  // The first token that a decode sees in items of its own.
+  // The first token of a decode's own items, after a shared prefix.
   int64_t first_own(int64_t b) {
     const Prefix* prefix = prefix_of(b);
     return prefix ? prefix->tokens : first_token(a_.lens[b] - 1);
   }
-  // Rows of a tile of several rows.
+  // Maximum number of query rows of a tile.
   int64_t tile_rows() const {
     const int64_t lanes = a_.dtype == DType::kBFloat16 ? kernels_.bfloat16_lanes : TILE_LANES;
     return std::max<int64_t>(1, lanes / a_.group());
   }
-  // A lane costs a prefill as much as reading costs a decode.
+  // Estimated time of an item. For each token and element of a head, reading the key and the value costs 8 (their bytes
+  // in float32), and computing costs 1 for each lane after the first.
   int64_t cost(const Job& job) const {
     const Item& item = job.item;
     return (item.end - item.begin) * item.num_heads * a_.head_dim * (8 + 4 * (item.lanes(a_) - 1) / 4);
@@ -138,7 +140,7 @@ class Plan {
     return true;
   }
 
-  // Finds the decodes whose first pages are the same: a.shared says how many pages to compare.
+  // Groups the decodes whose leading a.shared pages are equal.
   bool find_prefixes() {
     if (!a_.shared) return true;
     prefix_index_.assign(a_.seqs, -1);
@@ -167,32 +169,34 @@ class Plan {
     return false;
   }
 
-  // Adds the items of rows of a sequence that see tokens from `begin` on, a shared prefix apart.
+  // Adds the items of a tile of sequence b: `rows` query rows that begin at row `row` of q and at `position` of the
+  // sequence. They attend to the tokens from `begin` on, in splits of `split` tokens, and an item has up to `heads` kv
+  // heads. The splits of `prefix`, which end at `begin`, are only counted: add_prefix adds their items.
   void add_tile(int64_t b, int64_t row, int64_t rows, int64_t position, int64_t begin, int64_t split, int64_t heads,
                 Prefix* prefix = nullptr) {
-    const int64_t end = position + rows, splits = num_splits(begin, end, split), others = prefix ? prefix->splits() : 0;
+    const int64_t end = position + rows, splits = num_splits(begin, end, split), shared = prefix ? prefix->splits() : 0;
     for (int64_t head = 0; head < a_.kv_heads; head += heads) {
       Item item = {b, row, rows, position, head, std::min(heads, a_.kv_heads - head), begin, end, nullptr};
       Group* group = nullptr;
-      if (splits + others > 1) {
-        // A shared split is an item for each head.
-        const int64_t items = splits + others * item.num_heads;
-        groups_.emplace_back(item, splits + others, item.num_heads * partial_floats(a_, item), items);
+      if (splits + shared > 1) {
+        // A shared split has one item per kv head.
+        const int64_t items = splits + shared * item.num_heads;
+        groups_.emplace_back(item, splits + shared, item.num_heads * partial_floats(a_, item), items);
         group = &groups_.back();
         if (prefix) prefix->groups.push_back(group);
       }
       for (int64_t i = 0; i < splits; i++) {
         item.begin = std::max(begin, (begin / split + i) * split);
         item.end = std::min(end, (begin / split + i + 1) * split);
-        item.partial = group ? group->partials.get() + (others + i) * group->stride : nullptr;
+        item.partial = group ? group->partials.get() + (shared + i) * group->stride : nullptr;
         items_.push_back({item, group});
       }
     }
   }
 
-  // Adds the items of a shared prefix; `heads` are those of the groups that its sequences have.
+  // Adds the items of a shared prefix. `heads` is the value with which add_tile was called for its sequences.
   void add_prefix(const Prefix& prefix, int64_t heads) {
-    const int64_t n = int64_t(prefix.seqs.size()), ranges = int64_t(prefix.groups.size()) / n;
+    const int64_t n = int64_t(prefix.seqs.size()), head_ranges = int64_t(prefix.groups.size()) / n;
     for (int64_t first = 0; first < n; first += tile_rows()) {
       const int64_t rows = std::min(tile_rows(), n - first);
       for (int64_t head = 0; head < a_.kv_heads; head++) {
@@ -201,7 +205,7 @@ class Plan {
           int64_t lowest = INT64_MAX;
           for (int64_t m = first; m < first + rows; m++) {
             const int64_t b = prefix.seqs[m], position = a_.lens[b] - 1;
-            Group* const group = prefix.groups[m * ranges + head / heads];
+            Group* const group = prefix.groups[m * head_ranges + head / heads];
             float* const partial = group->partials.get() + i * group->stride + head % heads * a_.group() * (a_.value_row() + 2);
             members_.back().push_back({row_of(b), position, partial, group});
             lowest = std::min(lowest, position);
@@ -227,7 +231,7 @@ class Plan {
   }
 
   void run_item(const Job& job) {
-    // Kept from one op to the next: fresh memory would be mapped page by page.
+    // Reused by later ops, because the system maps new memory page by page.
     thread_local std::vector<float> scratch;
     const size_t needed = kernels_.scratch_floats(a_, job.item) + LINE;
     if (scratch.size() < needed) scratch.resize(needed);
@@ -237,7 +241,7 @@ class Plan {
     for (int64_t i = 0; job.item.members && i < job.item.rows; i++) leave(*job.item.members[i].group);
   }
 
-  // One item of a group is done.
+  // Marks one item of a group as complete, and joins the splits after the last one.
   void leave(Group& group) {
     if (group.missing.fetch_sub(1) == 1) {
       kernels_.join(a_, group.item, group.partials.get(), group.splits, group.stride);
@@ -250,7 +254,7 @@ class Plan {
   std::vector<Job> items_;
   std::deque<Group> groups_;
   std::vector<Prefix> prefixes_;
-  std::vector<int64_t> prefix_index_;  // of each sequence, -1 for none; empty if nothing is shared
+  std::vector<int64_t> prefix_index_;  // per sequence, -1 for none; empty without a.shared
   std::deque<std::vector<Member>> members_;
 };
 

@@ -1,7 +1,7 @@
-// Matrix products with kernels (weights, [in, out]) that oneDNN has packed, which XLA calls.
+// The FFI handlers of matrix products with packed kernels, computed by oneDNN. A kernel is a weight matrix [in, out].
 //
-// oneDNN's own threads would compete with XLA's for the cores, so it is held to one thread per call, and a product is
-// cut into tiles that XLA's threads compute:
+// oneDNN's own threads would compete with XLA's threads for the cores. Each call of oneDNN is therefore limited to one
+// thread, and a product is divided into tiles that XLA's threads compute:
 //
 //               columns of the kernel, packed slice by slice
 //             +--------+--------+--------+-----+
@@ -35,14 +35,14 @@ namespace ffi = xla::ffi;
 using namespace onednn;
 
 constexpr size_t kAlignment = 64;
-// The largest tile; smaller ones spend a larger share of their time on reading the kernel or x. Slices are narrower, down
-// to kMinColumns, where there are many threads.
+// Maximum sizes of a tile. In smaller tiles, reading the kernel or x takes a larger share of the time. If there are
+// many threads, slices are narrower, but have at least kMinColumns columns.
 constexpr int64_t kTileRows = 128, kMaxColumns = 256, kMinColumns = 64;
 
 // Set once, by jax_paged_load_onednn, before any handler runs.
 const OneDnn* library = nullptr;
 
-// While it lives, oneDNN starts no threads for its caller.
+// Prevents oneDNN from starting threads for the calling thread until the object is destroyed.
 class OneThread {
  public:
   OneThread() : before_(library->omp_get_max_threads ? library->omp_get_max_threads() : 1) { Set(1); }
@@ -74,7 +74,7 @@ class Buffer {
   size_t size_ = 0;
 };
 
-// What each thread has of its own.
+// The objects and buffers of one thread.
 struct Workspace {
   Handle stream = nullptr;
   Buffer scratchpad, tile, factors;
@@ -88,7 +88,7 @@ Workspace& workspace() {
   return mine;
 }
 
-// An object of oneDNN's that is destroyed with its owner.
+// An object of oneDNN, destroyed by the destructor.
 struct Owned {
   const Handle handle;
   int (*const destroy)(Handle);
@@ -97,7 +97,7 @@ struct Owned {
   Owned(const Owned&) = delete;
 };
 
-// An array of the caller, as oneDNN wants it.
+// Wraps an array of the caller for oneDNN.
 Owned Memory(Handle shape, const void* data) {
   Handle memory;
   Check(library->dnnl_memory_create(&memory, shape, library->engine, const_cast<void*>(data)), "dnnl_memory_create");
@@ -111,8 +111,8 @@ Handle DenseShape(int64_t rows, int64_t columns, int type, int64_t row_stride, i
   return shape;
 }
 
-// The product of an [m, k] array with a slice of n columns. If it has an activation, this is applied to the product, and
-// the result is multiplied by factors, another [m, n] array.
+// The product of an [m, k] array with a slice of n columns. If there is an activation, it is applied to the product,
+// and the result is multiplied by `factors`, an [m, n] array; otherwise `factors` is null.
 struct Product {
   Handle primitive, source, kernel, result, factors, scratchpad;
   size_t kernel_bytes, scratchpad_bytes;
@@ -141,7 +141,7 @@ Product MakeProduct(int64_t m, int64_t k, int64_t n, int type, int result_type, 
 
 using ProductKey = std::tuple<int64_t, int64_t, int64_t, int, int, int>;
 
-// oneDNN chooses the layout of a slice for a whole tile of rows; products of any number of rows then take it.
+// oneDNN chooses the layout of a slice for kTileRows rows. Products with any number of rows then use this layout.
 const Product& FindOrMakeProduct(std::map<ProductKey, Product>& made, int64_t m, int64_t k, int64_t n, int type,
                                  int result_type, int activation) {
   const ProductKey key(m, k, n, type, result_type, activation);
@@ -169,20 +169,20 @@ void Execute(const Product& p, const void* source, const void* kernel, void* res
   Workspace& mine = workspace();
   const Owned from = Memory(p.source, source), packed = Memory(p.kernel, kernel), to = Memory(p.result, result);
   const Owned scratchpad = Memory(p.scratchpad, mine.scratchpad.Get(p.scratchpad_bytes));
-  const Owned by = Memory(p.factors ? p.factors : p.result, factors);
+  const Owned multipliers = Memory(p.factors ? p.factors : p.result, factors);
   const Argument arguments[] = {{kSource, from.handle},
                                 {kKernel, packed.handle},
                                 {kResult, to.handle},
                                 {kScratchpadArgument, scratchpad.handle},
-                                {kFactors, by.handle}};
+                                {kFactors, multipliers.handle}};
   Check(library->dnnl_primitive_execute(p.primitive, mine.stream, p.factors ? 5 : 4, arguments),
         "dnnl_primitive_execute");
 }
 
-// How the columns of a kernel are cut; the last slice may be narrower.
+// The division of the columns of a kernel into slices of `width` columns. The last slice may be narrower.
 struct Slices {
   int64_t columns, width, count;
-  size_t bytes;  // of each packed slice but the last
+  size_t bytes;  // of each packed slice except the last
   size_t total_bytes;
 
   Slices(int64_t rows, int64_t columns, int type) : columns(columns) {
@@ -195,7 +195,7 @@ struct Slices {
   int64_t Width(int64_t i) const { return std::min(width, columns - i * width); }
 };
 
-// Calls work(0), ..., work(count - 1) on XLA's threads; throws the last of their errors.
+// Calls work(0), ..., work(count - 1) on XLA's threads. If calls throw errors, one of these errors is thrown.
 template <class F>
 void ForEachTile(ffi::ThreadPool pool, int64_t count, const F& work) {
   std::mutex mutex;
@@ -266,8 +266,8 @@ ffi::Error PackKernel(ffi::ThreadPool pool, ffi::AnyBuffer kernel, ffi::Result<f
   });
 }
 
-// Calls compute(i, rows, width, from, to) for every tile: `rows` rows of x that begin at `from`, times slice i of a kernel
-// with `width` columns, to be written to `to` without gaps.
+// Calls compute(i, rows, width, from, to) for every tile. It multiplies `rows` rows of x, which begin at `from`, by
+// slice i of a kernel, which has `width` columns, and writes the result [rows, width] to `to` without gaps.
 template <class F>
 void ForEachTileOf(ffi::ThreadPool pool, ffi::AnyBuffer x, const Slices& slices, ffi::AnyBuffer result, const F& compute) {
   const int64_t m = x.dimensions()[0], k = x.dimensions()[1], n = slices.columns;
@@ -279,7 +279,7 @@ void ForEachTileOf(ffi::ThreadPool pool, ffi::AnyBuffer x, const Slices& slices,
     const int64_t i = tile / num_parts, row = tile % num_parts * kTileRows;
     const int64_t rows = std::min(kTileRows, m - row), width = slices.Width(i);
     char* const corner = destination + (row * n + i * slices.width) * bytes;
-    // oneDNN's fast products write results without gaps only.
+    // oneDNN's fast products can only write results without gaps between rows.
     const bool is_dense = width == n || rows == 1;
     char* const to = is_dense ? corner : static_cast<char*>(workspace().tile.Get(rows * width * bytes));
     compute(i, rows, width, source + row * k * x_bytes, to);
@@ -319,7 +319,7 @@ ffi::Error MultiplyGated(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi
     const auto multiply_silu = choose_kernels(std::numeric_limits<int64_t>::max()).multiply_silu;
     ForEachTileOf(pool, x, slices, *result, [&](int64_t i, int64_t rows, int64_t width, const char* from, char* to) {
       if (multiply_silu != nullptr && kind == kSwish && type == kBFloat16 && width % 32 == 0) {
-        // oneDNN takes half as long for it as for a product.
+        // oneDNN's activation takes half as long as a product, so multiply_silu is used instead.
         const Product& product = GetProduct(rows, k, width, type, kFloat32);
         const int64_t n = rows * width;
         float* const sums = static_cast<float*>(workspace().factors.Get(2 * n * sizeof(float)));
@@ -340,7 +340,7 @@ ffi::Error MultiplyGated(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi
 using namespace jax_paged;
 using namespace jax_paged::onednn;
 
-// Loads oneDNN from a file, unless it is loaded. Returns null, or why it can't be used.
+// Loads oneDNN from a file unless it is loaded already. Returns null, or the reason why it can't be used.
 extern "C" const char* jax_paged_load_onednn(const char* path) {
   static std::mutex mutex;
   static auto& problem = *new std::string();
@@ -355,8 +355,8 @@ extern "C" const char* jax_paged_load_onednn(const char* path) {
   }
 }
 
-// Returns the bytes of a packed kernel of the given shape, 0 if oneDNN has nothing faster than plain loops for
-// this processor.
+// Returns the size of a packed kernel of this shape (bytes); 0 if oneDNN has no optimized implementation for this
+// processor. The names of its optimized implementations begin with "brg".
 extern "C" int64_t jax_paged_packed_bytes(int64_t rows, int64_t columns, bool is_float32) {
   try {
     const int type = is_float32 ? kFloat32 : kBFloat16;

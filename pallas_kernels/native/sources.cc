@@ -1,3 +1,4 @@
-// Which sources the library was compiled from, as sources.py has it: the library says so when it is loaded.
+// The digest (sources.py) of the C++ sources that the library was compiled from. native/__init__.py compares it with
+// the digest of the sources in its folder.
 
 extern "C" const char* jax_paged_sources() { return JAX_PAGED_SOURCES; }

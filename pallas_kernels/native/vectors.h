@@ -1,4 +1,5 @@
-// Vectors of WIDTH floats, by the extensions of GCC and Clang. Included by kernels.h, within a variant's namespace.
+// Vectors of WIDTH floats, with the vector extensions of GCC and Clang. kernels.h includes this file in the namespace
+// of a variant.
 
 typedef float Vec __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t IntVec __attribute__((vector_size(4 * WIDTH)));
@@ -14,7 +15,7 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
-// Numbers of a quantised pool, without their row's scale.
+// Numbers of a quantized pool, to be multiplied by the scale of their row.
 struct Int8 {
   int8_t bits;
 };
@@ -57,8 +58,9 @@ INLINE Vec load(const BFloat16* from) {
 
 INLINE Vec load(const Float16* from) {
   const BitVec half = __builtin_convertvector(load_bits<HalfVec>(from), BitVec);
-  // The exponent of a float16 is 112 less than the same one of a float32. That of infinity and NaN stays the
-  // largest; that of a subnormal is too small by 1, and has a leading 1 too many.
+  // The biased exponent of a float16 is 112 less than that of the same number in float32. Infinity and NaN have the
+  // largest exponent in both. For a subnormal, `moved` has an exponent that is too small by 1, and an implicit leading
+  // 1 that a subnormal does not have. Therefore 1 is added to the exponent, and the leading 1 is subtracted.
   const BitVec bits = (half & 0x7fff) << 13, exponent = half & 0x7c00;
   BitVec moved = bits + (112u << 23);
   moved = exponent == 0x7c00 ? bits | 0x7f800000 : moved;
@@ -67,7 +69,7 @@ INLINE Vec load(const Float16* from) {
   return bits_as<Vec>(bits_as<BitVec>(magnitude) | ((half & 0x8000) << 16));
 }
 
-// In steps that GCC has instructions for: of a longer one it makes a loop over the lanes.
+// Converts in two steps, because GCC compiles a direct conversion from bytes to floats to a loop over the lanes.
 INLINE Vec load(const Int8* from) {
 #if WIDTH == 16
   const IntVec wide = bits_as<IntVec>(_mm512_cvtepi8_epi32(load_bits<__m128i>(from)));
@@ -78,7 +80,8 @@ INLINE Vec load(const Int8* from) {
   return __builtin_convertvector(wide, Vec);
 }
 
-// float8_e4m3fn, as float16 above; but its NaN counts as 480: the pool has none, as a row of NaN has a scale of infinity.
+// float8_e4m3fn, converted as float16 above. The bits of NaN become 480, but the pool contains none: a row with NaN is
+// stored as zeros with a scale of infinity.
 INLINE Vec load(const Float8* from) {
 #if WIDTH == 16
   const BitVec byte = bits_as<BitVec>(_mm512_cvtepu8_epi32(load_bits<__m128i>(from)));
@@ -106,9 +109,9 @@ INLINE void store(Float16* to, Vec v) {
   for (int i = 0; i < WIDTH; i++) {
     const uint32_t bits = bits_as<uint32_t>(float(v[i])), magnitude = bits & 0x7fffffff;
     uint32_t half;
-    if (magnitude >= 0x47800000) {  // too large, or no number
+    if (magnitude >= 0x47800000) {  // too large, infinity or NaN
       half = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
-    } else if (magnitude < 0x38800000) {  // subnormal: adding 0.5 shifts the bits to where they belong, rounded
+    } else if (magnitude < 0x38800000) {  // subnormal: adding 0.5 rounds, and moves the bits to their position in half
       half = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000;
     } else {
       half = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
@@ -117,7 +120,7 @@ INLINE void store(Float16* to, Vec v) {
   }
 }
 
-// Loads or stores n elements; what is loaded behind them is 0.
+// Loads or stores n elements. The lanes of a loaded vector after them are 0.
 template <class E>
 INLINE Vec load(const E* from, int64_t n) {
   if (n >= WIDTH) return load(from);
@@ -134,10 +137,10 @@ INLINE void store(E* to, Vec v, int64_t n) {
   __builtin_memcpy(to, few, n * sizeof(E));
 }
 
-// e^x for x <= 0, and NaN for NaN: x = n log 2 + y, and a polynomial in y (Moshier, Cephes library, expf).
+// e^x for x <= 0, and NaN for NaN: 2^n times a polynomial in y, where x = n log 2 + y (Moshier, Cephes library, expf).
 INLINE Vec exp(Vec x) {
   const Vec in_range = x > -87.f ? x : broadcast(-87.f);
-  // Adding 1.5 * 2^23 rounds to an integer, which then stands in the last bits.
+  // Adding 1.5 * 2^23 rounds to an integer, which the last bits of the sum then contain.
   const Vec shifted = in_range * 1.44269504f + 12582912.f;
   const Vec n = shifted - 12582912.f;
   Vec y = x - n * 0.693359375f;
@@ -158,7 +161,7 @@ INLINE Vec tanh(Vec x) {
   return x < 0.f ? -y : y;
 }
 
-// Swaps the upper lanes of a with the lower ones of b, in groups of 2 * STEP lanes.
+// Swaps the upper STEP lanes of a with the lower STEP lanes of b, in each group of 2 * STEP lanes.
 template <int STEP, int... LANE>
 INLINE void exchange(Vec& a, Vec& b, std::integer_sequence<int, LANE...>) {
   const Vec low = SHUFFLE(a, b, (LANE & STEP ? WIDTH + LANE - STEP : LANE)...);

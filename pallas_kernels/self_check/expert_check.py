@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 # Numbers of tokens that are checked: a decode step, and a step with a prefill chunk.
 NUM_TOKENS = (32, 512)
+# Duration of a measurement (seconds), and the largest number of calls in it.
 _ROUND_S, _MAX_CALLS = 0.05, 40
 
 
@@ -22,20 +23,20 @@ class ExpertShape:
     Args:
         per_token: Number of experts per token.
         groups: Number of experts of a layer.
-        size: Columns of the rows (inner dimension).
-        width: Columns of the result.
+        inner_size: Columns of the rows, and rows of the kernels.
+        num_columns: Columns of the kernels and of the result.
     """
 
     per_token: int
     groups: int
-    size: int
-    width: int
+    inner_size: int
+    num_columns: int
 
     def shapes(self, num_tokens: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns the shapes and dtypes of rows, kernels and group sizes."""
-        kernels = (self.groups, self.size, self.width)
+        kernels = (self.groups, self.inner_size, self.num_columns)
         shapes = (
-            ((num_tokens * self.per_token, self.size), dtype),
+            ((num_tokens * self.per_token, self.inner_size), dtype),
             (kernels, dtype),
             ((self.groups,), "int32"),
         )
@@ -59,6 +60,7 @@ def batches(
     rng, keys = np.random.default_rng(2), jax.random.split(jax.random.key(0))
     for one in experts:
         for num_tokens in NUM_TOKENS:
+            # If the batch is not timed, the last three rows belong to no group.
             x, kernels, _ = one.shapes(num_tokens + (not is_timed), dtype)
             num_rows = x.shape[0] - (0 if is_timed else 3)
             sizes = rng.multinomial(max(0, num_rows), rng.dirichlet(np.full(one.groups, 0.5)))
@@ -69,7 +71,7 @@ def batches(
             if not is_timed:
                 rows = rows.at[int(sizes.sum()) :].set(jnp.nan)
                 values = values.at[jnp.flatnonzero(sizes == 0)].set(jnp.nan)
-            name = f"grouped_matmul, {len(rows)} rows, {one.groups} x {one.size} x {one.width}"
+            name = f"grouped_matmul, {len(rows)} rows, {one.groups} x {one.inner_size} x {one.num_columns}"
             yield name, (rows, values, jnp.asarray(sizes, jnp.int32))
 
 
@@ -95,7 +97,7 @@ class Timer:
         return (time.perf_counter() - start) / (self.calls * self._num_per_call)
 
 
-def timed_products(kernels: Any, case: Any) -> Timer:
-    """Returns a timer for the grouped_matmul of a case with these kernels."""
-    run = jax.jit(kernels.grouped_matmul)
+def timed_products(operations: Any, case: Any) -> Timer:
+    """Returns a timer for a case of grouped_matmul with the operations of a backend."""
+    run = jax.jit(operations.grouped_matmul)
     return Timer(lambda: run(*case.args))

@@ -4,9 +4,13 @@ This is the program of a separate process, because a kernel that hangs or crashe
 worker/loading/kernel_check.py starts the process and derives a verdict from the events that it writes to a
 file, one JSON object per line:
 
-    {"begin": case}                              the candidate starts to run; null: it has returned
-    {"row": {"case", "what", "value", "limit"}}  "error": error and bound; "us": time and baseline's time
-    {"end": outcome, "reason": text}             "done", "unsupported", "crashed" or "not run"
+    {"begin": name}                   the candidate starts to run this case; null: it has returned
+    {"row": {"case": name, ...}}      a result, see below
+    {"end": outcome, "reason": text}  "done", "unsupported", "crashed" or "not run"
+
+A row has the fields "case", "what", "value" and "limit". If "what" is "error", the value is the error of the
+case and the limit is the largest allowed error. If it is "us", the value is the time of the candidate and the
+limit is the time of the baseline (microseconds).
 """
 
 import dataclasses
@@ -43,7 +47,9 @@ LONGEST, LONGEST_MIXED = 4096, 700
 # Sizes of the timed batches: a decode step with contexts of very different lengths, and a prefill chunk
 # beside decodes.
 TIMED_LEN, TIMED_SEQS, TIMED_CHUNK = 2048, 32, 512
-_STEPS, _ROUNDS = 2, 3
+# Layers in a timed program, and measurements of each program, of which the fastest counts.
+_NUM_LAYERS, _NUM_ROUNDS = 2, 3
+# A page id that is outside of every pool.
 _OUT_OF_POOL = 10**6
 
 
@@ -116,10 +122,11 @@ class Suite:
     def bound(self) -> float:
         """The largest allowed error of an element, relative to the root mean square of its head.
 
-        Weights and results are rounded to the dtype once, by up to eps / 2 each. Four standard deviations of
-        the sum of the weights' errors, and an element of four times the root mean square, result in 4 eps.
-        Twice this is allowed. In float32 the error of sums of some thousand products and of exponentials
-        dominates, hence the lower limit of 1e-4.
+        Weights and results are rounded to the dtype once, by up to eps / 2 each. Relative to the root mean
+        square, rounding the weights adds 2 eps (four standard deviations of the sum of their errors), and
+        rounding the result adds 2 eps (for an element of four times the root mean square). Twice the sum, 8
+        eps, is allowed. In float32 the error of sums of some thousand products and of exponentials dominates,
+        hence the lower limit of 1e-4.
         """
         return max(8 * float(jnp.finfo(self.dtype).eps), 1e-4)
 
@@ -227,8 +234,8 @@ def attention_cases(suite: Suite, *, is_timed: bool) -> Iterator[Case]:
         for variant in suite.variants:
             if variant.window is not None and not is_timed:
                 # A window that is longer than all contexts would have no effect.
-                most = max(1, max(n for n, _ in pairs) // 3)
-                variant = dataclasses.replace(variant, window=min(variant.window, most))
+                max_window = max(1, max(n for n, _ in pairs) // 3)
+                variant = dataclasses.replace(variant, window=min(variant.window, max_window))
             is_padded = op == "ragged_attention" and not is_timed
             yield make_case(suite, variant, op, pairs, 7 * is_padded)
 
@@ -306,7 +313,7 @@ def timed_layer(kernels: Any, case: Case) -> Timer:
     attend = functools.partial(getattr(kernels, case.op), **case.options)
 
     def layers(pool: Array, q: Array, kv: Array, slots: Array, *rest: Array) -> tuple[Array, Array]:
-        for _ in range(_STEPS):
+        for _ in range(_NUM_LAYERS):
             pool = kernels.write_kv(pool, kv, -kv, slots)
             q = attend(q, pool, *rest)
         return pool, q
@@ -320,7 +327,7 @@ def timed_layer(kernels: Any, case: Case) -> Timer:
         pool, out = run(pool, *arguments)
         return out
 
-    return Timer(call, _STEPS)
+    return Timer(call, _NUM_LAYERS)
 
 
 class _CheckEnded(Exception):
@@ -340,7 +347,7 @@ def run(suite: Suite, candidate: str, baseline: str, note: Callable[[dict[str, A
         baseline: Backend to compare the speed with.
         note: Receives the events described in the module docstring, except the last.
     """
-    other = kernels_of(baseline)
+    baseline_ops = kernels_of(baseline)
     cases = [*move_cases(suite), *attention_cases(suite, is_timed=False)]
 
     def attempt[T](case: Case, call: Callable[..., T], *args: Any) -> T:
@@ -355,16 +362,16 @@ def run(suite: Suite, candidate: str, baseline: str, note: Callable[[dict[str, A
         return result
 
     try:
-        ours = kernels_of(candidate)
+        tested_ops = kernels_of(candidate)
         # grouped_matmul is not checked if the backend uses the loop in plain JAX, as the baseline does.
         has_loop = candidate in get_args(ops.Implementation) and implementation_of(candidate) == "loop"
         experts = () if has_loop else suite.experts
-        calls = [jax.jit(functools.partial(getattr(ours, case.op), **case.options)) for case in cases]
+        calls = [jax.jit(functools.partial(getattr(tested_ops, case.op), **case.options)) for case in cases]
         for call, case in zip(calls, cases, strict=True):
             # Unsupported shapes raise ValueError during tracing, before anything has run.
             call.eval_shape(*case.args)
         for one in experts:
-            jax.eval_shape(ours.grouped_matmul, *one.shapes(1, suite.dtype))
+            jax.eval_shape(tested_ops.grouped_matmul, *one.shapes(1, suite.dtype))
     except ValueError as error:
         raise _CheckEnded("unsupported", str(error)) from error
 
@@ -380,15 +387,15 @@ def run(suite: Suite, candidate: str, baseline: str, note: Callable[[dict[str, A
         return error <= limit
 
     right = [is_right(case, call) for call, case in zip(calls, cases, strict=True)]
-    right += [is_right(case, jax.jit(ours.grouped_matmul)) for case in products(is_timed=False)]
+    right += [is_right(case, jax.jit(tested_ops.grouped_matmul)) for case in products(is_timed=False)]
     if not all(right):
         return
     for case in itertools.chain(attention_cases(suite, is_timed=True), products(is_timed=True)):
         name, timed = f"write_kv + {case.name}", timed_layer
         if case.op == "grouped_matmul":
             name, timed = case.name, expert_check.timed_products
-        theirs, mine = timed(other, case), attempt(case, timed, ours, case)
-        times = [(attempt(case, mine.seconds), theirs.seconds()) for _ in range(_ROUNDS)]
+        baseline_timer, timer = timed(baseline_ops, case), attempt(case, timed, tested_ops, case)
+        times = [(attempt(case, timer.seconds), baseline_timer.seconds()) for _ in range(_NUM_ROUNDS)]
         best, baseline_us = (min(column) * 1e6 for column in zip(*times, strict=True))
         note({"row": {"case": name, "what": "us", "value": best, "limit": baseline_us}})
 

@@ -115,6 +115,7 @@ def test_sampling(run: Run) -> None:
     assert lines[-1] == "changed: [2, 5]"
 
 
+@pytest.mark.thorough
 def test_prefix_caching(run: Run) -> None:
     same, cached, salted, unread = run("prefix_caching.py", "pagelet")
     assert same == "same outputs: True"

@@ -273,7 +273,7 @@ def test_a_walk_that_is_kept_finds_what_a_new_one_does(seed: int) -> None:
     rng = random.Random(seed)
     several = (CacheGroup(),), (CacheGroup(), CacheGroup(window=9)), (CacheGroup(window=9),)
     for groups, num_slots in itertools.product(several, (0, 100)):
-        states, num_blocks = StateSlots(num_slots, 0, 2, keeps_checkpoints=True), 15
+        states, num_blocks = StateSlots(num_slots, 0, 2, makes_checkpoints=True), 15
         pools = dict.fromkeys(range(len(groups)), BlockPool(100)) | (
             {STATE_GROUP: states.pool} if num_slots else {}
         )

@@ -145,6 +145,7 @@ class RunningAhead(Simulation):
                 assert cache.is_cross or is_right, "a block more or less than needed"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("depth", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_random_requests_in_a_tiny_pool(depth: int) -> None:
     runs = [RunningAhead(seed, depth).run() for seed in range(40)]

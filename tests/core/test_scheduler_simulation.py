@@ -417,6 +417,7 @@ def test_random_requests_when_every_hash_collides(monkeypatch: pytest.MonkeyPatc
         Simulation(seed, caching=True).run()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scheduling_policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ def test_random_requests_with_states(num_state_slots: int) -> None:
     assert num_state_slots < 9 or total(runs, "cached") > 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_scheduler_steps", [1, 4])
 @pytest.mark.parametrize("num_state_slots", [4, 40])
 def test_random_requests_with_states_that_run_ahead(num_state_slots: int, num_scheduler_steps: int) -> None:

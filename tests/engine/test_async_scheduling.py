@@ -64,6 +64,7 @@ def test_greedy_requests(ahead: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(row.token_ids == [NO_TOKEN] for row in rows) > 0.8 * sum(map(len, tokens_of(expected)))
 
 
+@pytest.mark.thorough
 def test_a_small_pool(ahead: LLMEngine) -> None:
     expected = tokens_of(run(ahead, REQUESTS))
     for mode in ("recompute", "swap"):

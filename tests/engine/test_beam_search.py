@@ -228,6 +228,7 @@ def ordinary_requests() -> list[Request]:
     return requests
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap", None])
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_under_pressure_beside_others(

@@ -103,6 +103,7 @@ def greedy(**values: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 0, "max_tokens": 40} | values))
 
 
+@pytest.mark.thorough
 def test_tokens_that_end_sequences_in_the_middle(bursting: LLMEngine) -> None:
     """Stop tokens, stop strings, max_tokens and max_model_len, at every place in a burst."""
     text = prompt(9)

@@ -76,7 +76,7 @@ def shared_requests(seed: int, count: int, **params: Any) -> list[Request]:
 def check(engines: tuple[LLMEngine, LLMEngine], requests: list[Request]) -> int:
     """Checks that two engines say the same; returns how many tokens the first has read less."""
     engine, plain = engines
-    before = engine.num_shared_tokens
+    before = engine.num_saved_reads
     outputs, expected = run(engine, requests), run(plain, requests)
     assert tokens_of(outputs) == tokens_of(expected)
     for output, other in zip(outputs, expected, strict=True):
@@ -85,8 +85,8 @@ def check(engines: tuple[LLMEngine, LLMEngine], requests: list[Request]) -> int:
                 y.cumulative_logprob, abs=TOLERANCE * len(x.token_ids)
             )
     assert_no_block_lost(engine)
-    assert plain.num_shared_tokens == 0
-    return engine.num_shared_tokens - before
+    assert plain.num_saved_reads == 0
+    return engine.num_saved_reads - before
 
 
 def test_requests_with_shared_prefixes(engines: tuple[LLMEngine, LLMEngine]) -> None:
@@ -113,9 +113,9 @@ def test_rows_that_dropped_blocks_attend_by_themselves(engines: tuple[LLMEngine,
         for i in range(8):
             held = np.flatnonzero(engine.page_table(str(i)).entries["num_tokens"])
             engine.drop_kv(str(i), [n for n in held.tolist() if n != i % 2])
-        before = engine.num_shared_tokens
+        before = engine.num_saved_reads
         found.append(tokens_of(list(finished_outputs(engine).values())))
-        assert engine.num_shared_tokens == before
+        assert engine.num_saved_reads == before
     assert found[0] == found[1]
 
 
@@ -169,8 +169,8 @@ def test_what_is_off(checkpoint: Path) -> None:
     """The rule says when: not for a few short requests, and never where rows may not depend on others."""
     with make_engine(checkpoint, few_buckets=True, **SIZES) as engine:
         run(engine, [r for r in shared_requests(0, 12) if len(r.prompt) < 60][:3])
-        assert engine.num_shared_tokens == 0
+        assert engine.num_saved_reads == 0
     with make_engine(checkpoint, batch_invariant=True, **SIZES) as engine:
         assert not engine.config.cascade_attention
         run(engine, shared_requests(0, 12))
-        assert engine.num_shared_tokens == 0
+        assert engine.num_saved_reads == 0

@@ -260,6 +260,7 @@ def async_stopped(engine: AsyncLLMEngine) -> None:
     engine.shutdown()
 
 
+@pytest.mark.thorough
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "do",

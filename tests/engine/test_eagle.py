@@ -233,6 +233,7 @@ def test_drafts_of_a_head_that_is_often_right(eagle: LLMEngine, checkpoint: Path
     assert_drafts_right(eagle, checkpoint, trained_head, outputs)
 
 
+@pytest.mark.thorough
 @pytest.mark.quick
 def test_drafts_behind_bursts(
     eagle: LLMEngine, checkpoint: Path, random_head: Path, monkeypatch: pytest.MonkeyPatch

@@ -228,6 +228,7 @@ def test_an_llm_of_another_family_is_restored(family: str, tmp_path: Path) -> No
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.quick
 def test_what_goes_on_elsewhere_is_the_same(engines: tuple[LLMEngine, LLMEngine], tmp_path: Path) -> None:
     """Stopped again and again, in every kind of state, and moved to and fro through files."""

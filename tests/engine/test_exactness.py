@@ -52,6 +52,7 @@ def expected(session_engine: LLMEngine, dense: DenseModel) -> list[list[int]]:
     return tokens_of(outputs)
 
 
+@pytest.mark.thorough
 def test_requests_are_as_demanding_as_they_should_be(expected: list[list[int]]) -> None:
     prompts = [r.prompt for r in REQUESTS]
     assert len(prompts) == 200

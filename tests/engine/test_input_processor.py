@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from jax_paged.config.engine_config import EngineConfig
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.engine.composition import make_input_processor
-from jax_paged.engine.input_processor import InputProcessor
+from jax_paged.engine.input_processor import InputProcessor, _Inputs
+from jax_paged.engine.prompt_reader import TokenizedPrompt
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
 
@@ -319,3 +321,12 @@ assert not loaded & {{"jax", "jaxlib", "flax", "transformers"}}, loaded
 def test_requests_are_checked_without_jax(folder: str) -> None:
     root = Path(__file__).parent.parent.parent
     subprocess.run([sys.executable, "-c", CHECKS_A_REQUEST, folder], cwd=root, check=True, timeout=60)
+
+
+def test_a_soft_prompt_is_refused_with_images(processor: InputProcessor) -> None:
+    image, soft = TokenizedPrompt("x", [1], placeholder_data=(object(),)), np.ones((2, 4), np.float32)  # type: ignore
+    inputs = _Inputs(SamplingParams(), None, image, SimpleNamespace(prompt=soft))  # type: ignore
+    with pytest.raises(
+        ValueError, match="`lora_request` must be a LoRA adapter or None with images, got a soft prompt"
+    ):
+        processor._check_combination(SamplingParams(), inputs)

@@ -148,6 +148,7 @@ def test_as_a_rerun_in_numpy(llm: LLM, dense: DenseModel, num_blocks: int, mode:
     assert engine.executor.runner.compiled.num_traces == num_traces  # pyright: ignore
 
 
+@pytest.mark.thorough
 @pytest.mark.quick
 def test_neighbours_are_unchanged(llm: LLM, checkpoint: Path) -> None:
     with LLM(str(checkpoint), **SETTINGS) as plain:

@@ -187,6 +187,7 @@ def two(checkpoint: Path) -> Iterator[LLM]:
             assert_no_block_lost(engine)
 
 
+@pytest.mark.thorough
 @pytest.mark.quick
 def test_seeds_and_every_kind_of_request(one: LLM, two: LLM) -> None:
     prompts = [[i + j for j in range(5 + i % 17)] for i in range(2 * len(KINDS))]

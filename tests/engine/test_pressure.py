@@ -231,6 +231,7 @@ def check_mode(engine: LLMEngine, workload: Workload, mode: Mode, patch: pytest.
     assert_first_come_first_served(outputs, requests, by)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", MODES)
 def test_exact_under_pressure(
     shared_engine: LLMEngine, workload: Workload, mode: str, monkeypatch: pytest.MonkeyPatch

@@ -55,6 +55,7 @@ def test_scores_are_those_of_a_dense_call_with_rounded_keys_and_values(
     assert error.max() < change.max() < {"int8": 0.5, "fp8_e4m3": 2}[kind]
 
 
+@pytest.mark.thorough
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", ONE_QUICK)
 def test_kv_is_what_the_numbers_were_rounded_to(kind: str, checkpoint: Path) -> None:

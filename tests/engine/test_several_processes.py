@@ -262,6 +262,7 @@ def break_while_running(folder: Path, rank: int, how: signal.Signals, limit_s: f
     return seconds
 
 
+@pytest.mark.thorough
 @pytest.mark.quick
 def test_a_follower_that_is_killed(checkpoint: Path) -> None:
     break_while_running(checkpoint, 1, signal.SIGKILL)

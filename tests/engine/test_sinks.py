@@ -33,7 +33,7 @@ def outputs_of(folder: Path, lengths: list[int], num_tokens: int, **settings: An
     prompts = [prefix[:n] + rng.integers(0, 256, 1 + n // 9).tolist() for n in lengths]
     with make_engine(folder, **SIZES | settings) as engine:
         outputs = [o.outputs[0] for o in run(engine, [Request(prompt, params) for prompt in prompts])]
-        return [(o.token_ids, o.cumulative_logprob) for o in outputs], engine.num_shared_tokens
+        return [(o.token_ids, o.cumulative_logprob) for o in outputs], engine.num_saved_reads
 
 
 def check(found: list[Any], expected: list[Any], tolerance: float) -> None:

@@ -55,6 +55,7 @@ def two(checkpoint: Path) -> Iterator[LLM]:
             assert_no_block_lost(engine)
 
 
+@pytest.mark.thorough
 @pytest.mark.quick
 def test_two_processes_draw_what_one_does(one: LLM, two: LLM) -> None:
     """Seeds, several samples, prompts in chunks and their log-probabilities; then from the prefix cache."""

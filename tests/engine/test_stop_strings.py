@@ -35,6 +35,7 @@ def texts(**sizes):
     return st.one_of(st.text("ab", **sizes), st.text("aé🙂", **sizes))
 
 
+@pytest.mark.thorough
 @settings(max_examples=1000, deadline=None)
 @given(
     stops=st.lists(texts(min_size=1, max_size=6), min_size=1, max_size=8),

@@ -53,6 +53,7 @@ def session_engine(folder):
         yield engine
 
 
+@pytest.mark.thorough
 def test_no_more_than_the_window_and_a_block_is_held(engine, prompts, want):
     reschedule(engine, num_blocks=200, num_scheduler_steps=1)
     manager = engine.scheduler.block_manager

@@ -570,8 +570,8 @@ def cascade(golden: Golden) -> None:
     ):
         run(golden, engine, {"cascade first": Request(shared, greedy(1))})
         run(golden, engine, {f"cascade {i}": Request(shared + x, greedy(8)) for i, x in enumerate(own)})
-        assert engine.num_shared_tokens > 0
-        golden.note("cascade shared tokens", engine.num_shared_tokens)
+        assert engine.num_saved_reads > 0
+        golden.note("cascade shared tokens", engine.num_saved_reads)
 
 
 def edits(golden: Golden) -> None:

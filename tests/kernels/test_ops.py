@@ -92,6 +92,7 @@ def test_decode_matches_oracle(backend, dtype, heads, kv_heads, head_dim):
     check_decode(q, pool, tables, lens, backend, scale=head_dim**-0.5)
 
 
+@pytest.mark.thorough
 @pytest.mark.quick
 @pytest.mark.parametrize(("backend", "dtype"), cases([("float32",), ("bfloat16",)], [("float32",)]))
 def test_decode_of_all_edge_lengths(backend, dtype):
@@ -441,6 +442,7 @@ def bad_calls():
     yield "block_tables", np.zeros((2, 0), np.int32)
 
 
+@pytest.mark.thorough
 @pytest.mark.quick
 @pytest.mark.parametrize("backend", ["xla", "native", "reference"])
 @pytest.mark.parametrize(("name", "value"), bad_calls())

@@ -74,6 +74,7 @@ def test_every_batch_fills_the_gpu(kv_heads):
 
 
 # The waits for keys and for values, of full blocks and of masked ones.
+@pytest.mark.thorough
 @pytest.mark.parametrize("missing", range(4))
 def test_a_missing_wait_is_caught(monkeypatch, capsys, missing):
     """A test of the tests: the interpreter must see a kernel that reads a stage before its copy is there."""

@@ -69,6 +69,9 @@ def test_a_long_movie_keeps_every_other_step(llm: LLM) -> None:
         b.output.step_id - a.output.step_id for a, b in zip(movie.frames, movie.frames[1:], strict=False)
     }
     assert len(apart) == 1
+    num_steps = movie.frames[-1].output.step_id - movie.frames[0].output.step_id + 1
+    (noted,) = re.findall(r"KV pool</b>: (\d+) steps; shows", movie._repr_html_())
+    assert num_steps <= int(noted) < num_steps + apart.pop()
 
 
 def test_nothing_has_happened_yet() -> None:

@@ -57,6 +57,7 @@ def serve(engine: LLMEngine, *, aborts: bool = False) -> list[str]:
     return lines
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "settings",
     [

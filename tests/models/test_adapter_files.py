@@ -33,6 +33,7 @@ def half(letter: str, *shape: int, module: str = "mlp.up_proj") -> dict[str, np.
     return {f"{LAYER}{module}.lora_{letter}.weight": np.ones(shape, np.float32)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_the_dense_model_computes_what_peft_does_merged_and_beside_it(name: str) -> None:
     """All texts of an adapter in one batch, in slot 2 of 2, beside one without an adapter."""

@@ -4,6 +4,7 @@ import contextlib
 import resource
 import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ def header_len(data: bytes, file: Path) -> int:
 
 
 @contextlib.contextmanager
-def little_memory() -> object:
+def little_memory() -> Iterator[None]:
     """Fails if the process needs more than 256 MiB in addition to its largest size so far."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield

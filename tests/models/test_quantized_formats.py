@@ -19,12 +19,12 @@ from safetensors.numpy import save_file
 from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.loading.stored_tensors import read_headers
 from jax_paged.models.quantization.config import quantization_of, read_quantization
+from jax_paged.models.quantization.online import quantize
 from jax_paged.models.quantization.quantize import choose_online_dtype, kernel_places, quantize_model
 from jax_paged.models.quantization.quantized_linear import (
     QuantizedArrays,
     QuantizedWeight,
     multiply,
-    quantize,
 )
 from jax_paged.models.weights import load_model, random_checkpoint, save_model
 
@@ -389,7 +389,9 @@ def test_the_argument_has_to_fit_the_checkpoint(made: Path, tmp_path: Path) -> N
     assert load_model(tmp_path / "q", "float32", quantization="awq").weight_bytes
     with pytest.raises(ValueError, match=r"`quantization` must be None or 'awq'.*.*got 'int8'"):
         load_model(tmp_path / "q", "float32", quantization="int8")
-    with pytest.raises(ValueError, match=r"`quantization` must be one of None, 'int8', 'fp8' .*got 'gptq'"):
+    with pytest.raises(
+        ValueError, match=r"`quantization` must be one of None, 'int4', 'int8', 'fp8' .*got 'gptq'"
+    ):
         load_model(made, "float32", quantization="gptq")
 
 
@@ -459,7 +461,7 @@ PEAK = """
 import sys
 from pathlib import Path
 import jax, numpy as np
-from jax_paged.models import causal_lm, small_kernels
+from jax_paged.models.quantization.online import quantize_file
 from jax_paged.models.weights import load_model
 
 def status(name):
@@ -468,7 +470,7 @@ def status(name):
 
 # What compiling takes, and what is compiled, is not what loading takes.
 for rows in (1024, 2816):
-    small_kernels.quantize_file(np.ones((rows, 256), "bfloat16"), "bfloat16", "int8")
+    quantize_file(np.ones((rows, 256), "bfloat16"), "bfloat16", "int8")
 folder, kind = Path(sys.argv[1]), sys.argv[2] or None
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")

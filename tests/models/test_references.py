@@ -103,10 +103,31 @@ def compare(model: Any, folder: Path) -> tuple[bool, float]:
     return equal, error
 
 
+# One fixture of each kind of architecture, for `make test`.
+QUICK = {
+    *(
+        "deepseek_v3_groups",
+        "gemma2",
+        "gemma4_shared",
+        "gpt_oss_mxfp4",
+        "gqa2_tied",
+        "lfm2",
+        "mixtral",
+        "opt",
+    ),
+    *("phi3_longrope", "qwen3_5", "qwen3_tied", "t5_tied"),
+}
+
+
 def fixtures() -> list[Any]:
     often = {folders[-1] for folders in by_architecture().values()}
     rare = {f for name in ONE_A_DAY for f in by_architecture()[name]} - often
-    return [pytest.param(f, id=f.name, marks=pytest.mark.slow if f in rare else ()) for f in FIXTURES]
+    assert {f.name for f in FIXTURES} >= QUICK
+
+    def mark(folder: Path) -> Any:
+        return pytest.mark.slow if folder in rare else () if folder.name in QUICK else pytest.mark.thorough
+
+    return [pytest.param(f, id=f.name, marks=mark(f)) for f in FIXTURES]
 
 
 @pytest.mark.parametrize("folder", fixtures())
@@ -166,6 +187,7 @@ def test_gradient_and_bfloat16(architecture: str) -> None:
     assert float(nnx.jit(logprob)(rounded.model)) == pytest.approx(float(value), rel=0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", MODELS)
 def test_saved_as_it_was_loaded(architecture: str, tmp_path: Path) -> None:
     folder = by_architecture()[architecture][-1]

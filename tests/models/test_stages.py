@@ -41,6 +41,7 @@ def test_no_other_cut_has_a_smaller_largest_part(sizes: list[int], num: int, fir
     assert largest(tuple(part.start for part in parts[1:])) == best
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("folder", DECODERS, ids=lambda folder: folder.name)
 def test_each_weight_is_on_one_stage_and_a_tied_table_on_two(folder: Path) -> None:
     model = outline(folder, "auto", None)

@@ -125,7 +125,7 @@ def kept_process():
         ("bench m", "unrecognized arguments: m"),
         ("--block-size 16 serve", "serve must be the first argument"),
         ("--block-size 16 serve m", "serve must be the first argument"),
-        ("m", "the command must be serve, or omitted if --model MODEL is given, got 'm'"),
+        ("m", "the first argument must be serve, run-batch, check-kernels or health, got 'm'"),
         ("--block-size 3", "jax-paged: `block_size` must be one of 1, 2, 4, 8, 16, 32, 64, 128, got 3"),
         ("--port 65536", "`port` must be an integer in [0, 65535], got 65536"),
         ("--host 300.1.1.1 --port 0", "cannot listen on 300.1.1.1, port 0"),

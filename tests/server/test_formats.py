@@ -225,6 +225,7 @@ def pieces_of(text, rng):
     return pieces
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("written", WELL + BADLY, ids=lambda w: f"{w.tools}-{w.reasoning}-{w.text[:20]!r}")
 def test_pieces_make_the_whole(written):
     expected = written.thoughts, written.content, written.calls
@@ -235,6 +236,7 @@ def test_pieces_make_the_whole(written):
         assert taken_apart(written, pieces) == expected, pieces
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("written", [w for w in WELL if w.tools], ids=lambda w: f"{w.tools}-{w.text[:20]!r}")
 def test_an_output_that_is_cut_off_anywhere_is_still_taken_apart(written):
     for end in range(len(written.text)):
@@ -320,6 +322,7 @@ def test_random_text_loses_nothing(tools):
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tools", sorted(TOOL_FORMATS))
 @pytest.mark.parametrize(
     "unit", [" ", "\n", "a", '"', "{", "}", ",", "<", "[", '", "arguments": ', '{"name": "f']

@@ -133,6 +133,7 @@ NOT_JSON = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NOT_JSON)
 def test_not_json(canary: int, name: str) -> None:
     answer = ask(canary, post(NOT_JSON[name]))
@@ -384,6 +385,7 @@ def test_bad_http(canary: int, name: str) -> None:
     assert answer.is_closed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OTHER_STATUS)
 def test_beyond_a_limit(canary: int, name: str) -> None:
     data, status = OTHER_STATUS[name]

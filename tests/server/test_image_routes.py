@@ -19,7 +19,7 @@ from PIL import Image
 
 from jax_paged import AsyncLLMEngine, EngineArgs
 from jax_paged.engine.features.multimodal import image_messages
-from jax_paged.server import text_reader
+from jax_paged.server import preprocessing
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.launch.options import ServerOptions
 
@@ -184,7 +184,7 @@ def test_images_are_fetched_where_nobody_waits_for_them(
         return decode(url_of(3), domains)
 
     monkeypatch.setattr(image_messages, "image_of_url", answer_late)
-    monkeypatch.setattr(text_reader, "_LONG_TEXT", 10)
+    monkeypatch.setattr(preprocessing, "_LONG_TEXT", 10)
     with ThreadPoolExecutor() as pool:
         slow = [pool.submit(ask, client, "http://a.example.org/a.png") for _ in range(3)]
         assert has_asked.wait(60)

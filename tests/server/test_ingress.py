@@ -198,6 +198,7 @@ def replica_of(served: Served) -> Replica:
     return Replica(OpenAIServer(served.server.engine, "pagelet"))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("fixed_seed")
 @pytest.mark.parametrize("case", BODIES)
 def test_a_stream_that_is_cut_anywhere_goes_on(served: Served, case: str) -> None:

@@ -201,6 +201,7 @@ main(["--port", "0", "--step-timeout", "0.5", "--max-num-seqs", "2", "--max-num-
 """
 
 
+@pytest.mark.thorough
 def test_a_server_whose_engine_hangs_exits():
     process = subprocess.Popen(
         [sys.executable, "-c", HANGING], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -19,8 +19,8 @@ from jax_paged.server.app import OpenAIServer
 from jax_paged.server.http.limits import BodyLimits
 from jax_paged.server.launch.cli import make_parser
 from jax_paged.server.launch.options import ServerOptions
+from jax_paged.server.preprocessing import ThrottledLock
 from jax_paged.server.protocol.responses import ApiError
-from jax_paged.server.text_reader import ThrottledLock
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 0.6
@@ -324,7 +324,7 @@ def test_a_long_body_counts_as_buffered_until_its_turn_and_its_client_may_leave(
             sent.append(message)
 
         scope = {"type": "http", "headers": [], "path": "/"}
-        await lane._is_taken.acquire()
+        await lane._lock.acquire()
         waits = asyncio.create_task(limits(scope, client(left), send))
         await asyncio.sleep(0.01)
         await limits(scope, client(asyncio.Event()), send)
@@ -332,7 +332,7 @@ def test_a_long_body_counts_as_buffered_until_its_turn_and_its_client_may_leave(
         left.set()
         await waits
         assert parsed == []
-        lane._is_taken.release()
+        lane._lock.release()
         await limits(scope, client(asyncio.Event()), send)
         assert parsed == [b"a" * 600_000]
 

@@ -140,7 +140,10 @@ def test_what_can_not_be_loaded_is_refused_and_the_server_goes_on(
     ):
         answer = client.post(f"/v1/{path}_lora_adapter", json=body)
         assert answer.status_code == status, answer.text
-        assert part in answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        assert part in error["message"]
+        wrong_path = any(word in part for word in ("read", "rank", "lora_path"))
+        assert error["param"] == ("lora_path" if wrong_path else "lora_name")
     for i, status in ((2, 200), (3, 400)):
         body = {"lora_name": f"adapter {i}", "lora_path": str(folders[i])}
         answer = client.post("/v1/load_lora_adapter", json=body)

@@ -177,6 +177,13 @@ def test_a_file_of_pooling_requests(by_name: dict[str, Served], tmp_path: Path) 
         ("qwen3_embedder", "embeddings", {"input": []}, "input", "at least one text"),
         (
             "qwen3_embedder",
+            "score",
+            {"text_1": ["a", "b"], "text_2": ["a"] * 3},
+            "text_1",
+            "the number of texts in `text_1` must be 1 or 3, got 2",
+        ),
+        (
+            "qwen3_embedder",
             "embeddings",
             {"input": 3},
             "input",

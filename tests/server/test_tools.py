@@ -16,7 +16,7 @@ from jax_paged.server.app import OpenAIServer
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.messages import messages_for
 from jax_paged.server.protocol.schemas import ResponsesResponse
-from jax_paged.server.tools.chat_reader import _parameters
+from jax_paged.server.tools.chat_settings import _parameters
 
 WEATHER = {
     "type": "object",
@@ -189,6 +189,7 @@ def test_calls_that_are_up_to_the_model(chats_of, tools):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tools", [*CALLS, None])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_calls_that_are_forced(chats_of, tools, choice):

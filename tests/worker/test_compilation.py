@@ -120,6 +120,7 @@ def test_the_next_larger_bucket_serves_until_the_right_one_is_there():
     compiled.stop()
 
 
+@pytest.mark.thorough
 def test_a_failure_of_the_largest_is_raised_at_once_and_of_another_in_wait():
     def fail_at(num_tokens):
         def lower_or_fail(program):

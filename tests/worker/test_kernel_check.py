@@ -70,6 +70,7 @@ def test_quantised_pools_are_checked_too(tmp_path):
     assert [row["what"] for row in verdict.rows] == ["error"] * 4 + ["us"] * 2
 
 
+@pytest.mark.thorough
 def test_one_element_that_is_wrong(tmp_path):
     verdict = check(SUITE, tmp_path, candidate=STAND_IN + "wrong")
     assert verdict.outcome == "wrong"

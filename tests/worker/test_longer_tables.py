@@ -13,6 +13,7 @@ LENS, QUERY_LENS = [3, 40], [1, 9]
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": jnp.bfloat16}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["auto", "xla", "pallas_interpret"])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("kind", ["decode", "ragged"])

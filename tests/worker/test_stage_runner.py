@@ -3,6 +3,7 @@
 import queue
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax_paged.worker.distributed.follower import Follower
 from jax_paged.worker.distributed.leader import Followers, Leader
 from jax_paged.worker.pipeline.stage_links import RemoteArray, StageLinks
 from jax_paged.worker.pipeline.stage_runner import StageRunner
+from jax_paged.worker.pipeline.stages import ProgramChain
 from jax_paged.worker.traced_step import StepProgram
 
 STEP = StepProgram(Bucket(num_tokens=2, num_seqs=2, is_decode=True))
@@ -150,3 +152,13 @@ def test_what_fails_while_it_is_computed_is_told() -> None:
     array: Any = Broken()
     StageLinks(0, 2, lambda *_: None, failed.put).send(0, [array])
     assert str(failed.get(timeout=60)) == "out of memory"
+
+
+def test_the_memory_of_a_chain_is_that_of_its_largest_part() -> None:
+    def part(num_bytes: int | None) -> Any:
+        memory = None if num_bytes is None else SimpleNamespace(temp_size_in_bytes=num_bytes)
+        return SimpleNamespace(memory_analysis=lambda: memory)
+
+    assert ProgramChain([part(3), part(5)], print).memory_analysis().temp_size_in_bytes == 5
+    assert ProgramChain([part(3), part(None)], print).memory_analysis() is None
+    assert ProgramChain([], print).memory_analysis() is None

@@ -19,10 +19,10 @@ class AdapterSlots:
 
     A request whose adapter cannot get a slot is set aside. Requests after it may overtake it if they do not
     need a free slot: requests without an adapter, and requests whose adapter is already running. To prevent
-    starvation, one of the running adapters is closed: requests that come after the first request that waits
-    for a slot have to wait too, even if they use this adapter. It is the adapter with the fewest running
-    requests, because its slot becomes free soonest. If a slot becomes free while a step is being scheduled,
-    only the first request that was set aside may take it.
+    starvation, one of the running adapters is closed: requests with this adapter wait if they come after the
+    first request that waits for a slot. The closed adapter is the one with the fewest running requests,
+    because its slot becomes free soonest. If a slot becomes free while a step is being scheduled, only the
+    first request that was set aside may take it.
 
     Requests that were set aside are tried again when the conditions under which they were refused have
     changed.

@@ -107,7 +107,7 @@ def kept_blocks(scheduler: Scheduler) -> tuple[list[int], list[int]]:
 def _sequence_to_json(seq: Sequence, manager: BlockManager) -> dict[str, Any]:
     return {name: getattr(seq, name) for name in _SEQUENCE_FIELDS} | {
         "status": seq.status.name,
-        "block_places": seq.kept_block_indices,
+        "block_places": seq.kept_block_indices,  # the name of the field in this format
         "tables": manager.block_tables.get(seq),
         "swapped_tables": manager.swapped_tables.get(seq),
     }

@@ -21,11 +21,11 @@ class StateSlots:
             recurrent states; then all methods do nothing.
         num_swap_slots: Number of slots in host memory for sequences that are swapped out.
         block_size: Tokens per block. Checkpoints are made only at multiples of it.
-        keeps_checkpoints: Whether checkpoints are made.
+        makes_checkpoints: Whether checkpoints are made.
     """
 
     def __init__(
-        self, num_slots: int, num_swap_slots: int, block_size: int, *, keeps_checkpoints: bool
+        self, num_slots: int, num_swap_slots: int, block_size: int, *, makes_checkpoints: bool
     ) -> None:
         self.has_states = num_slots > 0
         self.pool = BlockPool(max(1, num_slots))
@@ -33,7 +33,7 @@ class StateSlots:
         # Each table contains one slot, so that the functions for block tables can be used.
         self.tables: dict[Sequence, BlockTables] = {}
         self.swapped_tables: dict[Sequence, BlockTables] = {}
-        self._block_size, self._keeps_checkpoints = block_size, keeps_checkpoints
+        self._block_size, self._makes_checkpoints = block_size, makes_checkpoints
         # Number of tokens that the state in a sequence's slot covers after all scheduled steps have run.
         self._positions: dict[Sequence, int] = {}
         # Checkpoints that steps in flight make: (number of tokens before the checkpoint, slot).
@@ -125,7 +125,7 @@ class StateSlots:
             The checkpoint, with its number of tokens counted from `start`; NO_CHECKPOINT if none is made.
         """
         position = (stop - (stop - start > 1)) // self._block_size * self._block_size
-        if not self.has_states or not self._keeps_checkpoints or position <= start:
+        if not self.has_states or not self._makes_checkpoints or position <= start:
             return NO_CHECKPOINT
         slot, pool = 0, self.pool
         last = self._last.pop(seq, None)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from jax_paged.errors import check, check_int
 
-# Default of max_lag: 4 waiting requests or 16 running requests.
+# Default of max_lag, a difference between loads: 4 waiting requests or 16 running requests.
 MAX_LAG = 16
 _WAITING_LOAD = 4
 # A Mersenne prime. Products modulo a prime are distributed evenly.

@@ -101,8 +101,8 @@ class Worker:
 class WorkerTeam:
     """The workers that one or several engines share.
 
-    All calls go to the first worker, which forwards programs to the others. If one worker is lost, all of
-    them are ended, and all engines receive the reason.
+    All calls go to the first worker, which tells the others which programs to run. If one worker is lost,
+    all of them are ended, and all engines receive the reason.
 
     Args:
         num_engines: Number of engines. Their indices are 0, 1, ...
@@ -174,8 +174,8 @@ class WorkerTeam:
             worker.stop()
         for worker in self.workers:
             worker.close(until=until)
-        for note in [note for noters in self._callbacks for note in noters]:
-            note(reason)
+        for callback in [callback for callbacks in self._callbacks for callback in callbacks]:
+            callback(reason)
 
     def remove_engine(self, engine: int) -> None:
         """Removes an engine. Ends the workers if no engine is left."""

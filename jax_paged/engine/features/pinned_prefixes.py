@@ -79,7 +79,7 @@ class PinnedPrefixes(EngineFeature):
         """Drops all cached prefixes, and recomputes the pinned ones with the current weights.
 
         Args:
-            kept_salt: See EngineFeature.
+            kept_salt: See EngineFeature._forget_prefixes.
 
         Raises:
             ValueError: If a pinned prefix can't be recomputed. Such a prefix is no longer pinned.

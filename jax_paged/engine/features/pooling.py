@@ -1,7 +1,7 @@
 """Pooling requests (embeddings, classification, scores): their checks, parameters and results."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -65,13 +65,13 @@ class PoolingRequests:
         check(wanted in tasks, "task", wanted, allowed)
         check(params.task in (None, wanted), "pooling_params.task", params.task, f"None or {wanted!r}")
         if params.dimensions is not None:
-            known = spec.dimensions
-            sizes = " or ".join(map(str, known or ())) or "None"
-            most = f"at most {spec.embedding_size}" if known is None else sizes
-            ok = not spec.labels and (known is None or params.dimensions in known)
-            if known == ():
-                most += " because the model does not declare support for it (is_matryoshka)"
-            check(ok and params.dimensions <= spec.embedding_size, "dimensions", params.dimensions, most)
+            sizes = spec.dimensions
+            listed = " or ".join(map(str, sizes or ())) or "None"
+            allowed = f"at most {spec.embedding_size}" if sizes is None else listed
+            ok = not spec.labels and (sizes is None or params.dimensions in sizes)
+            if sizes == ():
+                allowed += " because the model does not declare support for it (is_matryoshka)"
+            check(ok and params.dimensions <= spec.embedding_size, "dimensions", params.dimensions, allowed)
         return dataclasses.replace(params, task=wanted)
 
     def prepare(self, prompt: Any, params: PoolingParams) -> tuple[Any, bool]:
@@ -113,6 +113,10 @@ class PoolingRequests:
 
     def truncate(self, token_ids: list[int], num_tokens: int | None) -> None:
         """Truncates a prompt in place.
+
+        If texts are truncated to max_seq_length (`_has_text_limit`), None and -1 apply this limit, and the
+        checkpoint's settings determine which end is cut off. Otherwise None keeps the whole prompt and -1
+        means max_model_len. Encoder-only models then keep the first tokens, and other models the last ones.
 
         Args:
             token_ids: The prompt.
@@ -242,19 +246,25 @@ _SCORES: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
-def pairs_of(data_1: Any, data_2: Any) -> list[tuple[Any, Any]]:
+def pairs_of(data_1: Any, data_2: Any, names: Iterable[str] = ("data_1", "data_2")) -> list[tuple[Any, Any]]:
     """Returns pairs of texts from two arguments, each a text or a list of texts.
 
     A single first text is paired with every second text. Otherwise the lists are paired item by item.
+
+    Args:
+        data_1: The first argument.
+        data_2: The second argument.
+        names: Names of the two arguments, for error messages.
 
     Raises:
         ValueError: If an argument has no texts, or the lengths of the lists do not match.
     """
     first, second = as_prompts(data_1), as_prompts(data_2)
-    check(bool(first), "data_1", data_1, "at least one text")
-    check(bool(second), "data_2", data_2, "at least one text")
+    name, name_2 = names
+    check(bool(first), name, data_1, "at least one text")
+    check(bool(second), name_2, data_2, "at least one text")
     if len(first) == 1:
         first *= len(second)
     aspect = "the number of texts in"
-    check(len(first) == len(second), "data_1", len(first), f"1 or {len(second)}", aspect=aspect)
+    check(len(first) == len(second), name, len(first), f"1 or {len(second)}", aspect=aspect)
     return list(zip(first, second, strict=True))

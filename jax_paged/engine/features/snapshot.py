@@ -151,7 +151,7 @@ class Snapshots(EngineFeature):
         values = state.values
         check_format("state", values.get("format"))
         check_not_recorded(core)
-        if core.has_unfinished or core.scheduler.block_manager.pinned:
+        if core.has_work or core.scheduler.block_manager.pinned:
             raise RuntimeError("requests are running or prefixes are pinned; end and unpin all of them first")
         scheduler = core.make_scheduler()
         ours = _settings(core, scheduler)
@@ -216,7 +216,16 @@ def _settings(core: EngineCore, scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _check_weights(kept: dict[str, Any], fingerprint: str, packing: str) -> None:
-    """Raises ValueError if a state has other weights than this engine and they can't be loaded into it."""
+    """Checks that this engine serves the weights of a state, or can load them.
+
+    Args:
+        kept: The entry "weights" of the state.
+        fingerprint: Hash of the weights that this engine serves.
+        packing: Identifier of the memory format of these weights; see Executor.fingerprint.
+
+    Raises:
+        ValueError: If the engine serves other weights and can't load the state's.
+    """
     if kept["packing"] != packing and (kept["by_value"] or kept["fingerprint"] != fingerprint):
         raise ValueError(
             "the weights in `state` are packed for another processor. Take the state on this machine, or "

@@ -83,7 +83,7 @@ class ReplicatedEngine(RequestMethods):
         return min((time for time in began if time is not None), default=None)
 
     def start(self, request: CheckedRequest, request_id: str, *, final_only: bool) -> RequestStream:
-        """Starts a request that has been checked on one of the engines; see `submit`."""
+        """Starts a checked request on one of the engines; see `submit`."""
         if (stopped := self.stopped_error) is not None:
             raise stopped
         with self._placing:

@@ -1,9 +1,9 @@
 """The tokenizer of a GGUF file, made for the tokenizers library.
 
 A file has the vocabulary and the name of an algorithm: "gpt2" for byte-level BPE, or "llama" for
-A file has the vocabulary and the name of an algorithm: "gpt2" for byte-level BPE, or "llama" for
 SentencePiece's BPE, which has scores in place of merges. For byte-level BPE, tokenizer.ggml.pre names a
 regular expression.
+
 Source: llama.cpp's llama-vocab.cpp for the meaning of the metadata; the regular expressions are those of the
 models' tokenizer.json.
 """

@@ -1,7 +1,7 @@
 """HTTP layer of the server: protocol, limits, authentication and event streams.
 
 `listening.uvicorn_config` configures uvicorn with the connection protocol in `http_protocol`, which enforces
-limits on headers and timeouts. `middleware.with_middleware` wraps the application with request ids, CORS and
+timeouts and limits on headers. `middleware.with_middleware` wraps the application with request ids, CORS and
 API keys (`api_keys`). `limits` bounds the body and the fields of a request, and `event_stream` sends
-server-sent events. Nothing here depends on what the routes do.
+server-sent events. Only `api_keys.OPEN_PATHS` and `limits.check_sizes` depend on particular routes or fields.
 """

@@ -14,7 +14,7 @@ from jax_paged.server.http.http_protocol import BODY_WRITER, BodyWriter
 
 async def response_unless_disconnected(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
     """Awaits a response, and cancels it when the client disconnects."""
-    # The client has disconnected and does not read it.
+    # The response with status 499 is not read, because the client has disconnected.
     return await result_unless_disconnected(request.receive, answer) or Response(status_code=499)
 
 

@@ -94,12 +94,14 @@ class _RejectedRequestError(Exception):
 
 
 class _LimitedProtocol(HttpToolsProtocol):
-    def __init__(self, options: ServerOptions, writes: _WriteBatch, **uvicorns: Any) -> None:
-        super().__init__(**uvicorns)
+    def __init__(self, options: ServerOptions, writes: _WriteBatch, **settings: Any) -> None:
+        super().__init__(**settings)
         self._options = options
         self._writes = writes
         self._body_writer: BodyWriter | None = None
         self._is_rejected = False
+        # Whether the next request or its headers are expected. False from the end of the headers until the
+        # response is complete, which may be before the end of the body.
         self._in_head = True
         self._num_head_bytes = 0  # bytes of complete headers, trailers and the first line
         # Bytes received since the start of the headers or since the parser last reported a part of the body.
@@ -206,9 +208,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         """Ends the body of the request."""
         if not self._in_head:
             super().on_message_complete()
-        elif (
-            not self.parser.should_upgrade()
-        ):  # The response was sent before the body ended, so the connection is idle from now on.
+        elif not self.parser.should_upgrade():
+            # The response was complete before this end of the body, so the connection is idle from now on.
             self.cycle.more_body = False
             self._num_head_bytes = self._num_unreported_bytes = 0
             self._stop_head_timer()
@@ -273,7 +274,8 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def _on_late_head(self) -> None:
         self._head_timer = None
-        # The response may be complete before the body.
+        # The timer also runs while the rest of a body is read after its response was complete. The client
+        # then gets no second response.
         is_answered = self.cycle is not None and self.cycle.more_body
         if self._has_received and not is_answered:
             self._send_error(f"the headers were not complete after {self._options.head_timeout:g} s", 408)

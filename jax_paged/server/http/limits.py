@@ -16,8 +16,8 @@ from jax_paged.arguments.shown_values import one_of
 from jax_paged.errors import ArgumentError, check_int
 from jax_paged.server.http.http_protocol import LINGER_S
 from jax_paged.server.launch.options import ServerOptions
+from jax_paged.server.preprocessing import LONG_BODY, ThrottledLock
 from jax_paged.server.protocol.responses import ApiError
-from jax_paged.server.text_reader import LONG_BODY, ThrottledLock
 
 # Change of the nesting depth at each structural byte of JSON, as an int8. 0 marks a quotation mark, which
 # starts or ends a string.

@@ -38,8 +38,9 @@ def set_root_path(scope: Scope, root_path: str) -> None:
     """Sets the root path of a scope and makes its path start with it, as Starlette's router expects.
 
     The scope already has a root path if another application mounts this one, or if uvicorn has one
-    configured. The path of the request may start with the whole root path, with only the mount's part of it
-    (if the proxy has removed its own prefix), or with neither.
+    configured. A proxy may forward the path of the request with or without its own prefix. For example, if a
+    proxy serves an application under /llm that mounts this one at /api, the root path is /llm/api, and the
+    path of a request is /llm/api/v1/models, /api/v1/models or /v1/models.
 
     Args:
         scope: Scope of an HTTP request. Its "path" and "root_path" are replaced.

@@ -90,7 +90,7 @@ def make_batch_parser() -> Parser:
     group = parser.add_argument_group("batch")
     text = "file with one request per line"
     group.add_argument("-i", "--input-file", type=Path, required=True, metavar="FILE", help=text)
-    text = "file to which one result per line is appended; requests whose result it has are skipped"
+    text = "file to which one result per line is appended; requests with a result in it are skipped"
     group.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help=text)
     add_options(group, BatchOptions)
     add_options(parser.add_argument_group("engine"), EngineArgs)
@@ -117,7 +117,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if model is None:
         return args
     if not has_command:
-        parser.error(f"the command must be serve, or omitted if --model MODEL is given, got {model!r}")
+        parser.error(f"the first argument must be serve, run-batch, check-kernels or health, got {model!r}")
     if getattr(args, "model", model) != model:
         parser.error(f"MODEL must be omitted or equal to --model ({args.model!r}), got {model!r}")
     args.model = model

@@ -68,8 +68,8 @@ class ServerOptions:
             as reasoning, separate from the content.
         strict: Whether requests with unknown fields are rejected. Otherwise, unknown fields are ignored and
             listed in the response header X-Ignored-Fields.
-        lora_modules: LoRA adapters to load at start-up, each as name=path. Requests select an adapter with
-            its name in the field model. Needs --enable-lora.
+        lora_modules: LoRA adapters to load at start-up, each as name=path or as a JSON object with the keys
+            name and path. Requests select an adapter with its name in the field model. Needs --enable-lora.
         allow_runtime_lora_updating: Whether clients may load and unload LoRA adapters. They can then make the
             server read any folder that it has permission to read.
         max_num_waiting: Maximum number of requests that wait for the engine. Further requests receive status

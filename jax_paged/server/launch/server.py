@@ -44,8 +44,9 @@ def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
         options: Options of the server.
 
     Raises:
-        SystemExit: If the address cannot be bound, or the model or an option is invalid. Also if this process
-            follows another process of an external launcher, and that process has ended.
+        SystemExit: If the address cannot be bound, or the model or an option is invalid. With an external
+            launcher, processes with a rank above 0 have no HTTP server. They exit when the process of rank 0
+            has ended.
         KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
     """
     configure(options.log_level, options.log_format)
@@ -170,7 +171,7 @@ class Server(uvicorn.Server):
         # stream for 50 ms.
         gc.collect()
         gc.freeze()
-        # Requests create almost no reference cycles. With Python's default threshold of 700 objects,
+        # Requests create almost no reference cycles. With the default threshold of Python 3.12 (700 objects),
         # collections would take a tenth of the time spent on requests.
         gc.set_threshold(_OBJECTS_PER_COLLECTION, *gc.get_threshold()[1:])
         self._statistics = asyncio.create_task(

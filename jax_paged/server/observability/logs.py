@@ -18,24 +18,24 @@ from jax_paged.server.launch.options import LogFormat, LogLevel
 
 _LOGGER = logging.getLogger(__name__)
 _STATISTICS_INTERVAL_S = 10.0
-# Control characters are replaced, so that text from a client can neither start a line nor move the cursor of
-# a terminal.
+# Control characters are replaced, so that text from a client cannot move the cursor of a terminal. Tracebacks
+# need line breaks and tabs, so only `printable` replaces those.
 _UNPRINTABLE = {c: "?" for c in (*range(32), *range(127, 160), 0x2028, 0x2029) if chr(c) not in "\n\t"}
 
 
-def configure(level: LogLevel, form: LogFormat, stream: TextIO | None = None) -> logging.Handler:
+def configure(level: LogLevel, log_format: LogFormat, stream: TextIO | None = None) -> logging.Handler:
     """Sets up the log output of this package and of uvicorn.
 
     Args:
         level: Minimum level for this package. For uvicorn it is always "warning".
-        form: One line of text or one JSON object per record.
+        log_format: One line of text or one JSON object per record.
         stream: Stream for the output. None is stderr.
 
     Returns:
         The handler that writes the records.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     # The formats contain neither the source line nor the thread of a record, so logging need not look them
     # up.
     logging._srcfile = None

@@ -281,8 +281,8 @@ class _EngineCollector(Collector):
         num_steps = sum(replica.statistics.num_steps for replica in self._replicas)
         yield CounterMetricFamily("jax_paged_steps", "Number of engine steps.", value=num_steps)
         shared = "Number of KV cache token reads that cascade attention has saved."
-        num_shared = sum(engine.num_shared_tokens for engine in engines)
-        yield CounterMetricFamily("jax_paged_shared_tokens", shared, value=num_shared)
+        num_saved = sum(engine.num_saved_reads for engine in engines)
+        yield CounterMetricFamily("jax_paged_shared_tokens", shared, value=num_saved)
 
     @staticmethod
     def _gauge(name: str, text: str) -> GaugeMetricFamily:

@@ -23,8 +23,8 @@ _MAX_AGE_S = 0.4
 _MAX_REQUESTS = 64
 _MAX_BLOCKS = 16384
 # Values of the "cells" of the "pool". A block that belongs to a listed request has _FIRST_OWNER plus the
-# index of the request in "requests".
-_FREE, _CACHED, _PINNED, _HELD, _FIRST_OWNER = range(5)
+# index of the request in "requests". _USED stands for a block that only other requests hold.
+_FREE, _CACHED, _PINNED, _USED, _FIRST_OWNER = range(5)
 
 
 class State:
@@ -191,7 +191,7 @@ def _pool(
     pool, size = manager.pool, manager.block_size
     contents, refs = list(pool.contents), np.array(pool.ref_counts)
     is_cached = np.fromiter((content is not None for content in contents), bool, len(contents))
-    cells = np.where(refs > 0, _HELD, np.where(is_cached, _CACHED, _FREE))
+    cells = np.where(refs > 0, _USED, np.where(is_cached, _CACHED, _FREE))
     for prefix in list(manager.pinned.values()):
         for table in prefix.tables:
             cells[list(table)] = _PINNED
@@ -200,7 +200,7 @@ def _pool(
         for seq in list(group.sequences):
             for g, table in enumerate(manager.block_tables.get(seq, ())):
                 blocks = list(table)
-                cells[blocks] = np.where(cells[blocks] == _HELD, _FIRST_OWNER + i, cells[blocks])
+                cells[blocks] = np.where(cells[blocks] == _USED, _FIRST_OWNER + i, cells[blocks])
                 is_cross = manager.groups[g].is_cross
                 n = len(group.request.encoder_token_ids) if is_cross else seq.num_computed_tokens
                 for position in range(n // size, len(blocks)):

@@ -28,8 +28,9 @@ class TokenBytes:
             return text.encode()
         if not tokenizer.adds_text(token_id, skip_special_tokens=self.skip_special_tokens):
             return b""
-        # The decoded text is used unless it has incomplete characters: at the start of a text, a tokenizer
-        # may have omitted the leading space that is part of the token's bytes.
+        # The token's bytes are used only if the decoded text has incomplete characters. Otherwise the text is
+        # better, because the bytes may include a leading space that the tokenizer omits at the start of an
+        # output.
         return tokenizer.token_bytes(token_id) if "\ufffd" in text else text.encode()
 
     def sizes(self, token_ids: Sequence[int]) -> list[int]:
@@ -125,7 +126,7 @@ def completion_logprobs(
     """Returns the log-probabilities of a completion, or of a part of it, in the format of /v1/completions.
 
     Args:
-        logprobs: One entry per token.
+        logprobs: One entry per token, whose first item is the sampled token.
         offsets: Positions of the tokens. It is advanced to the end of the last token.
         token_bytes: Bytes of the tokens.
     """

@@ -62,14 +62,14 @@ def _with_objects(name: str, message: dict[str, Any]) -> dict[str, Any]:
     check(isinstance(calls, list), f"{name}.tool_calls", calls, "a list")
     new = []
     for i, call in enumerate(calls):
-        own = f"{name}.tool_calls[{i}]"
-        check(isinstance(call, dict), own, call, "an object")
+        path = f"{name}.tool_calls[{i}]"
+        check(isinstance(call, dict), path, call, "an object")
         function = call.get("function")
         ok = isinstance(function, dict) and isinstance(function.get("name"), str)
-        check(ok, f"{own}.function", function, "an object with the name of the function")
+        check(ok, f"{path}.function", function, "an object with the name of the function")
         arguments = function.get("arguments")
         arguments = {} if arguments is None else arguments
-        check(isinstance(arguments, str | dict), f"{own}.function.arguments", arguments, "a JSON string")
+        check(isinstance(arguments, str | dict), f"{path}.function.arguments", arguments, "a JSON string")
         new.append({**call, "function": {**function, "arguments": _object(arguments)}})
     return {**rest, "tool_calls": new} if new else rest
 

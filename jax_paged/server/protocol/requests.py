@@ -12,11 +12,11 @@ from jax_paged.config.ignored_args import UNSUPPORTED_BY_REQUESTS
 from jax_paged.errors import ArgumentError, check_int
 from jax_paged.sampling_params import IGNORED as SAMPLING_IGNORED
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
-from jax_paged.server.protocol.parts import (
+from jax_paged.server.protocol.nested_objects import (
     Integer,
     Integers,
     NamedTool,
-    Part,
+    NestedObject,
     StreamOptions,
     Tool,
     as_integers,
@@ -33,8 +33,9 @@ _SAMPLING_FIELDS = tuple(
 _BEAM_FIELDS = ("temperature", "ignore_eos", "n", "seed")
 
 
-# Fields of OpenAI's and vLLM's APIs that are not supported and would change the output or its format. They
-# are rejected, not ignored like unknown fields, because the client would receive a wrong response.
+# Fields of OpenAI's and vLLM's APIs that would change the output or its format. A request with one of them is
+# rejected unless the type of its body defines the field. The field is not ignored like an unknown one,
+# because the client would receive a wrong response.
 _UNSUPPORTED = (
     "audio",
     "background",
@@ -119,7 +120,7 @@ class Body(BaseModel):
         # Fields that the engine ignores with any value count as unknown.
         names = [name for name in self.model_extra or () if self.unsupported.get(name, ANY) is ANY]
         for name, value in self:
-            if isinstance(value, Part) or (
+            if isinstance(value, NestedObject) or (
                 isinstance(value, ResponseFormat) and value.type != "structural_tag"
             ):
                 names += [f"{name}.{inner}" for inner in value.model_extra or ()]
@@ -277,7 +278,7 @@ class Generation(Body, abc.ABC):
         return {k: v for k, v in values.items() if v is not None}
 
 
-class _Request(Generation):
+class _CompletionOrChatRequest(Generation):
     """Fields that completion and chat requests have in common."""
 
     max_tokens: Integer | None = ranged_field(0)
@@ -341,7 +342,7 @@ class _Request(Generation):
         return 1 if self.n is None else self.n
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(_CompletionOrChatRequest):
     """Body of POST /v1/completions, with fields of OpenAI's and vLLM's APIs."""
 
     prompt: Prompts = Field(
@@ -384,7 +385,7 @@ class CompletionRequest(_Request):
         return given
 
 
-class ChatRequest(_Request):
+class ChatRequest(_CompletionOrChatRequest):
     """Body of POST /v1/chat/completions, with fields of OpenAI's and vLLM's APIs."""
 
     prompt_field = "messages"

@@ -193,8 +193,8 @@ def completion_choices(num_choices: int, token_bytes: TokenBytes, echo: Echo | N
         if completion.logprobs is not None:
             logprobs = completion_logprobs(completion.logprobs, offsets, token_bytes)
             if front:
-                own = front.logprobs(output)
-                logprobs = own if front.only_prompt else joined(own, logprobs)
+                of_prompt = front.logprobs(output)
+                logprobs = of_prompt if front.only_prompt else joined(of_prompt, logprobs)
         if echo and echo.only_prompt:
             text = ""
         return {"index": index, "text": prompt + text, "logprobs": logprobs, **_finish(completion)}
@@ -202,7 +202,7 @@ def completion_choices(num_choices: int, token_bytes: TokenBytes, echo: Echo | N
     return choice
 
 
-def chat_messages(num_top: int, token_bytes: TokenBytes) -> MakeChoice:
+def chat_choices(num_top: int, token_bytes: TokenBytes) -> MakeChoice:
     """Returns a function that makes the choices of a chat response that is not streamed.
 
     Args:
@@ -218,10 +218,10 @@ def chat_messages(num_top: int, token_bytes: TokenBytes) -> MakeChoice:
     return choice
 
 
-def chat_deltas(num_top: int, token_bytes: TokenBytes) -> MakeChoice:
+def chat_delta_choices(num_top: int, token_bytes: TokenBytes) -> MakeChoice:
     """Returns a function that makes the choices of a streamed chat response.
 
-    The choices from `chat_roles` must be sent first.
+    The choices from `chat_role_choices` must be sent first.
 
     Args:
         num_top: Number of most likely tokens to list for each token, if log-probabilities were requested.
@@ -236,7 +236,7 @@ def chat_deltas(num_top: int, token_bytes: TokenBytes) -> MakeChoice:
     return choice
 
 
-def chat_roles(num_choices: int) -> list[dict[str, Any]]:
+def chat_role_choices(num_choices: int) -> list[dict[str, Any]]:
     """Returns the first choices of a streamed chat response, which contain only the role."""
     role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     return [{"index": index, **role} for index in range(num_choices)]

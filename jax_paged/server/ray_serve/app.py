@@ -40,6 +40,7 @@ _HEALTH_TIMEOUT_S = 5.0
 # Ray Serve does not limit requests. They wait in the replicas, where clients take turns and excess requests
 # are rejected.
 _MAX_ONGOING = 1_000_000
+# Number of requests that an engine is assumed to run at once if max_num_seqs is not set.
 _NUM_SLOTS = 64
 
 
@@ -85,7 +86,7 @@ def application(args: EngineArgs, options: ServerOptions, num_gpus: int = 0) -> 
     options = dataclasses.replace(options, ui=False)
     router: dict[str, Any] = {
         "request_router_class": PrefixRouter,
-        "request_router_kwargs": {"num_slots": args.max_num_seqs or _NUM_SLOTS},
+        "request_router_kwargs": {"num_slots": (args.max_num_seqs or _NUM_SLOTS) * args.num_engines},
     }
     replicas = serve.deployment(
         name="Replica",

@@ -45,7 +45,7 @@ class ResponsePart:
 
     Args:
         body: The bytes. In a stream, complete server-sent events.
-        outputs: Output in the part: the index of a choice, and the delta that the part adds to it.
+        outputs: Pairs of the index of a choice and the output that the part adds to this choice.
         is_last: Whether this is the last part.
     """
 

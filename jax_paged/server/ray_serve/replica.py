@@ -23,7 +23,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Replica:
-    """A server without a port, which attaches the contained output tokens to each event of a stream.
+    """A server without a port. It sends the output tokens of each event of a stream along with the event.
 
     Args:
         server: The server. The caller closes its engine.

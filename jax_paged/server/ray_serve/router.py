@@ -62,8 +62,8 @@ class PrefixRouter(RequestRouter):
                 self._forget(other.metadata.internal_request_id, name)
         # All suitable replicas are offered at once, so Ray Serve should wait before it asks again.
         pending_request.routing_context.should_backoff = True
-        names = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        free = [name for name in names if name not in tried]
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        free = [name for name in replicas if name not in tried]
         if not free:
             return []  # Ray Serve asks again later.
         name = self._router.choose(call.prefix_key)
@@ -73,11 +73,13 @@ class PrefixRouter(RequestRouter):
                 self._router.begin(name)
             self._counted.add((request_id, name))
         else:
+            # The replica has been tried. The request goes to another one and is not counted there, because
+            # ReplicaRouter counts a request only at the replica that it chooses.
             self._router.cancel(name)
             name = min(free, key=self._router.load)
         self._unaccepted.append((pending_request, name))
         tried.append(name)
-        return [[names[name]], [names[other] for other in free if other != name]]
+        return [[replicas[name]], [replicas[other] for other in free if other != name]]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: object

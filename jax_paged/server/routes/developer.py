@@ -94,7 +94,8 @@ class DeveloperRoutes:
     def _check(self, request: Request, names: tuple[str, ...]) -> None:
         """Rejects requests from web pages of other origins, and query parameters with unknown names.
 
-        Browsers send such requests without a CORS preflight, because these routes need no body.
+        Browsers ask the server first (CORS preflight) only for requests with a JSON body, which most of these
+        routes do not need.
 
         Args:
             request: The request.

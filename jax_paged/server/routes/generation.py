@@ -22,15 +22,16 @@ from jax_paged.server.generation_call import GenerationCall
 from jax_paged.server.http.event_stream import EventStream, response_unless_disconnected
 from jax_paged.server.http.limits import check_sizes
 from jax_paged.server.launch.options import ServerOptions
+from jax_paged.server.preprocessing import Preprocessor
 from jax_paged.server.protocol.logprobs import Echo, TokenBytes
 from jax_paged.server.protocol.messages import messages_for
 from jax_paged.server.protocol.requests import Body, ChatRequest, CompletionRequest, Generation
 from jax_paged.server.protocol.responses import (
     ApiError,
     MakeChoice,
-    chat_deltas,
-    chat_messages,
-    chat_roles,
+    chat_choices,
+    chat_delta_choices,
+    chat_role_choices,
     completion_choices,
     json_response,
     too_long,
@@ -39,8 +40,7 @@ from jax_paged.server.protocol.responses import (
 from jax_paged.server.ray_serve.continuation import Journal, Progress
 from jax_paged.server.routes.models import ServedModels
 from jax_paged.server.streaming import RequestRunner
-from jax_paged.server.text_reader import TextReader
-from jax_paged.server.tools.chat_reader import ChatReader, ChatReaders, grammar_errors_as_tool_errors
+from jax_paged.server.tools.chat_settings import ChatSettings, ModelFormats, grammar_errors_as_tool_errors
 
 
 class TextRoutes:
@@ -49,7 +49,7 @@ class TextRoutes:
     Args:
         engine: The engine.
         runner: Runs the requests, and aborts them if the client disconnects.
-        texts: Tokenizes the texts of requests.
+        preprocessor: Tokenizes the texts of requests.
         models: Names of the model and its LoRA adapters.
         options: Options of the server, with the limits on requests.
     """
@@ -58,17 +58,17 @@ class TextRoutes:
         self,
         engine: ServingEngine,
         runner: RequestRunner,
-        texts: TextReader,
+        preprocessor: Preprocessor,
         models: ServedModels,
         options: ServerOptions,
     ) -> None:
         self._engine = engine
         self._config = engine.engine.config
         self._runner = runner
-        self._texts = texts
+        self._preprocessor = preprocessor
         self._models, self._model_name = models, models.model_name
         self._options = options
-        self._readers = ChatReaders(options)
+        self._formats = ModelFormats(options)
 
     def _call(
         self,
@@ -100,7 +100,7 @@ class GenerationRoutes(TextRoutes):
             prompts = as_prompts(body.prompt)
             check(bool(prompts), "prompt", prompts, "at least one prompt")
             _check_no_images(prompts)
-            checked = await self._texts.read(
+            checked = await self._preprocessor.run(
                 list(prompts),
                 lambda: check_all(self._engine, prompts, params, body, adapter),
                 with_grammar=has_grammar(params),
@@ -115,7 +115,7 @@ class GenerationRoutes(TextRoutes):
             num_outputs=n,
             with_prompt_logprobs=body.prompt_logprobs is not None,
             counts_output=not body.only_prompt,
-            token_ids="choice" if body.return_token_ids else None,
+            token_ids_in="choice" if body.return_token_ids else None,
         )
         answer = self._stream(call, body) if body.stream else self._full_response(call)
         return await response_unless_disconnected(request, answer)
@@ -127,25 +127,25 @@ class GenerationRoutes(TextRoutes):
             tokenizer = tokenizer_of(self._engine)
             check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
-            reader = self._readers.reader_of(body)
+            settings = self._formats.settings_of(body)
             chat = extract_images(body.messages, self._config, urls_only=True)
             if chat.has_remote_images:
-                chat = await self._texts.fetch(chat.with_fetched_images)
-            texts = [chat.messages, *filter(None, (reader and reader.tools, body.chat_template_kwargs))]
-            checked = await self._texts.read(
+                chat = await self._preprocessor.fetch(chat.with_fetched_images)
+            texts = [chat.messages, *filter(None, (settings and settings.tools, body.chat_template_kwargs))]
+            checked = await self._preprocessor.run(
                 texts,
-                lambda: self._check_chat(tokenizer, params, body, chat, reader, adapter),
-                with_grammar=has_grammar(params) or bool(reader and reader.forced),
+                lambda: self._check_chat(tokenizer, params, body, chat, settings, adapter),
+                with_grammar=has_grammar(params) or bool(settings and settings.forced),
                 has_images=bool(chat.images),
             )
-        note_warnings(request, checked, reader)
+        note_warnings(request, checked, settings)
         n, num_top, stream = body.num_outputs, body.top_logprobs or 0, bool(body.stream)
         token_bytes = token_bytes_of(self._engine, checked)
-        choice = chat_deltas(num_top, token_bytes) if stream else chat_messages(num_top, token_bytes)
-        if reader is not None:
+        choice = chat_delta_choices(num_top, token_bytes) if stream else chat_choices(num_top, token_bytes)
+        if settings is not None:
             prompt = checked[0].prompt_token_ids
             constrained = checked[0].params.structured_outputs is not None
-            choice = reader.choices(choice, n, tokenizer, prompt, stream=stream, has_grammar=constrained)
+            choice = settings.choices(choice, n, tokenizer, prompt, stream=stream, has_grammar=constrained)
         kind = "chat.completion.chunk" if stream else "chat.completion"
         call = self._call(
             request,
@@ -154,9 +154,9 @@ class GenerationRoutes(TextRoutes):
             choice,
             num_outputs=n,
             with_prompt_logprobs=body.prompt_logprobs is not None,
-            token_ids="answer" if body.return_token_ids else None,
+            token_ids_in="answer" if body.return_token_ids else None,
         )
-        answer = self._stream(call, body, chat_roles(n)) if stream else self._full_response(call)
+        answer = self._stream(call, body, chat_role_choices(n)) if stream else self._full_response(call)
         return await response_unless_disconnected(request, answer)
 
     async def _full_response(self, call: GenerationCall) -> Response:
@@ -189,19 +189,19 @@ class GenerationRoutes(TextRoutes):
         params: SamplingParams | BeamSearchParams,
         body: ChatRequest,
         chat: Conversation,
-        reader: ChatReader | None,
+        settings: ChatSettings | None,
         adapter: LoRARequest | None,
     ) -> list[CheckedRequest]:
         messages = messages_for(tokenizer, list(chat.messages))
-        tools, variables = reader.tools if reader else None, body.chat_template_kwargs
+        tools, variables = settings.tools if settings else None, body.chat_template_kwargs
         max_len = max_prompt_len(self._engine, body)
         token_ids = tokenizer.encode_chat(
             messages, tools=tools, template_kwargs=variables, max_model_len=max_len
         )
         prompt = chat.prompt(token_ids)
-        with grammar_errors_as_tool_errors(reader):
-            if reader is not None:
-                params = reader.params(params, tokenizer)
+        with grammar_errors_as_tool_errors(settings):
+            if settings is not None:
+                params = settings.params(params, tokenizer)
             return check_all(self._engine, [prompt], params, body, adapter)
 
     def _head(self, prefix: str, kind: str, adapter: LoRARequest | None, request: Request) -> dict[str, Any]:
@@ -266,10 +266,10 @@ def has_grammar(params: SamplingParams | BeamSearchParams) -> bool:
 
 
 def note_warnings(
-    request: Request, checked: Sequence[CheckedRequest], reader: ChatReader | None = None
+    request: Request, checked: Sequence[CheckedRequest], settings: ChatSettings | None = None
 ) -> None:
     """Stores warnings about unenforced constraints. `with_known_fields` adds them to the response."""
-    found = [*(reader.warnings if reader else ())]
+    found = [*(settings.warnings if settings else ())]
     found += [warning for one in checked[:1] if one.grammar is not None for warning in one.grammar.warnings]
     request.state.warnings = found
 

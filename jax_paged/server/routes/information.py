@@ -14,13 +14,13 @@ from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.server.http.limits import check_sizes
 from jax_paged.server.launch.options import ServerOptions
+from jax_paged.server.preprocessing import Preprocessor
 from jax_paged.server.protocol.messages import messages_for
-from jax_paged.server.protocol.parts import Integers
+from jax_paged.server.protocol.nested_objects import Integers
 from jax_paged.server.protocol.requests import Body, Messages
 from jax_paged.server.protocol.responses import json_response, unknown_model
 from jax_paged.server.routes.generation import tokenizer_of, value_errors_as_400
 from jax_paged.server.routes.models import ServedModels
-from jax_paged.server.text_reader import TextReader
 
 
 class TokenizeRequest(Body):
@@ -59,16 +59,16 @@ class InformationRoutes:
 
     Args:
         engine: The engine, for its configuration and tokenizer.
-        texts: Tokenizes the texts of requests.
+        preprocessor: Tokenizes the texts of requests.
         models: Names of the model and its LoRA adapters.
         options: Options of the server, with the limits on requests.
     """
 
     def __init__(
-        self, engine: ServingEngine, texts: TextReader, models: ServedModels, options: ServerOptions
+        self, engine: ServingEngine, preprocessor: Preprocessor, models: ServedModels, options: ServerOptions
     ) -> None:
         self._engine = engine
-        self._texts = texts
+        self._preprocessor = preprocessor
         self._options = options
         self._max_model_len = engine.engine.config.max_model_len
         self._models = models
@@ -96,7 +96,7 @@ class InformationRoutes:
             tokenizer = tokenizer_of(self._engine)
             check_sizes(body, self._options)
             texts = [body.prompt, body.messages]
-            token_ids = await self._texts.read(texts, lambda: _token_ids(tokenizer, body))
+            token_ids = await self._preprocessor.run(texts, lambda: _token_ids(tokenizer, body))
         strings = tokenizer.tokens(token_ids) if body.return_token_strs else None
         return json_response(
             {
@@ -132,10 +132,10 @@ def _token_ids(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
         not body.add_special_tokens, "add_special_tokens", True, "False because the chat template adds them"
     )
     continues = bool(body.continue_final_message)
-    prompts = (not continues) if body.add_generation_prompt is None else body.add_generation_prompt
-    check(not (continues and prompts), "continue_final_message", True, "False with add_generation_prompt")
+    adds_prompt = (not continues) if body.add_generation_prompt is None else body.add_generation_prompt
+    check(not (continues and adds_prompt), "continue_final_message", True, "False with add_generation_prompt")
     return tokenizer.encode_chat(
         messages_for(tokenizer, body.messages),
-        add_generation_prompt=prompts,
+        add_generation_prompt=adds_prompt,
         continue_final_message=continues,
     )

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from jax_paged.arguments.shown_values import shortened
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
-from jax_paged.errors import ArgumentError
+from jax_paged.errors import ArgumentError, first_argument_error
 from jax_paged.lora_request import LoRARequest
 from jax_paged.server.protocol.requests import Body
 from jax_paged.server.protocol.responses import ApiError, unknown_model
@@ -90,7 +90,10 @@ class ServedModels:
                 new = LoRARequest(body.lora_name, next(self._ids), body.lora_path)
                 await self._engine.add_lora(new)
             except ValueError as error:
-                raise ApiError(shortened(str(error), 2000), param="lora_name") from error
+                # Errors about the files of the adapter do not name an argument.
+                cause = first_argument_error(error)
+                param = "lora_path" if cause is None else cause.name if body.has_field(cause.name) else None
+                raise ApiError(shortened(str(error), 2000), param=param) from error
             self._keep(new)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 

@@ -21,7 +21,7 @@ from jax_paged.inputs import Prompt
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.pooling_params import PoolingParams, PoolingTask
 from jax_paged.server.http.event_stream import result_unless_disconnected
-from jax_paged.server.protocol.parts import Integer
+from jax_paged.server.protocol.nested_objects import Integer
 from jax_paged.server.protocol.requests import Body, Prompts, ranged_field
 from jax_paged.server.protocol.responses import ApiError, json_response, usage
 from jax_paged.server.routes.generation import TextRoutes, check_model, value_errors_as_400
@@ -184,9 +184,11 @@ class PoolingRoutes(TextRoutes):
                 each = texts if isinstance(texts, list) else [texts]
                 ok = bool(each) and all(isinstance(text, str) and text for text in each)
                 check(ok, name, texts, "a non-empty string or a list of non-empty strings")
-            pairs = pooling.pairs_of(*given.values())
+            pairs = pooling.pairs_of(*given.values(), names=given)
             check_int(body.prompt_field, len(pairs), 1, _MAX_TEXTS, aspect="the number of texts in")
         spec = self._config.pooling
+        # A model with labels scores each pair itself. For an embedding model, the score is the similarity of
+        # the embeddings, and each distinct text is embedded once.
         if spec is None or spec.labels:
             results = await self._pooled("score", body, pairs, request)
             return [float(pooled.data[0]) for pooled in results], results
@@ -212,7 +214,7 @@ class PoolingRoutes(TextRoutes):
             check(bool(prompts), body.prompt_field, prompts, "at least one text")
             check_int(body.prompt_field, len(prompts), 1, most, aspect="the number of prompts in")
             texts = [list(p) if isinstance(p, tuple) else p for p in prompts]
-            checked = await self._texts.read(
+            checked = await self._preprocessor.run(
                 texts, lambda: self._check_all(prompts, params, body.priority or 0)
             )
         results = await result_unless_disconnected(request.receive, self._run(checked, params, request))

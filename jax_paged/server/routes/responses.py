@@ -22,7 +22,7 @@ from jax_paged.server.http.event_stream import EventStream, response_unless_disc
 from jax_paged.server.http.limits import check_sizes
 from jax_paged.server.protocol.logprobs import TokenBytes, chat_logprobs
 from jax_paged.server.protocol.messages import messages_for, messages_of_input
-from jax_paged.server.protocol.parts import Integer, Part
+from jax_paged.server.protocol.nested_objects import Integer, NestedObject
 from jax_paged.server.protocol.requests import Generation, ranged_field
 from jax_paged.server.protocol.response_format import TextFormat
 from jax_paged.server.protocol.responses import ApiError, json_response, usage
@@ -38,7 +38,7 @@ from jax_paged.server.routes.generation import (
     tokenizer_of,
     value_errors_as_400,
 )
-from jax_paged.server.tools.chat_reader import ChatReader
+from jax_paged.server.tools.chat_settings import ChatSettings
 from jax_paged.server.tools.formats import CONTENT, REASONING
 from jax_paged.server.tools.parsed_chat import OutputParser
 
@@ -59,7 +59,7 @@ def _refuse_tools(value: Any) -> Any:
 _Stored = Annotated[None, BeforeValidator(_refuse_stored)]
 
 
-class TextOptions(Part):
+class TextOptions(NestedObject):
     """Options of the output text."""
 
     format: TextFormat | None = None
@@ -137,16 +137,16 @@ class ResponsesRoute(TextRoutes):
             if isinstance(body.input, list):
                 check_int("input", len(body.input), 0, self._options.max_messages, aspect="the length of")
             params = body.sampling_params(self._config.sampling_defaults)
-            reasoning = self._readers.reasoning
-            reader = None if reasoning is None else ChatReader(None, None, (), True, reasoning)
-            checked = await self._texts.read(
+            reasoning = self._formats.reasoning
+            settings = None if reasoning is None else ChatSettings(None, None, (), True, reasoning)
+            checked = await self._preprocessor.run(
                 [body.instructions, body.input],
-                lambda: self._check(tokenizer, params, body, reader, adapter),
+                lambda: self._check(tokenizer, params, body, settings, adapter),
                 with_grammar=has_grammar(params),
             )
         note_warnings(request, checked)
         constrained = checked[0].params.structured_outputs is not None
-        parser = reader and reader.parser(tokenizer, checked[0].prompt_token_ids, has_grammar=constrained)
+        parser = settings and settings.parser(tokenizer, checked[0].prompt_token_ids, has_grammar=constrained)
         name = adapter.lora_name if adapter else self._model_name
         token_bytes = token_bytes_of(self._engine, checked)
         builder = _ResponseBuilder(body, token_bytes, checked[0].params, name, parser, progress_of(request))
@@ -159,15 +159,15 @@ class ResponsesRoute(TextRoutes):
         tokenizer: Tokenizer,
         params: SamplingParams,
         body: ResponsesRequest,
-        reader: ChatReader | None,
+        settings: ChatSettings | None,
         adapter: LoRARequest | None,
     ) -> list[CheckedRequest]:
         messages = messages_of_input(body.input, body.instructions)
         prompt = tokenizer.encode_chat(
             messages_for(tokenizer, messages), max_model_len=max_prompt_len(self._engine, body)
         )
-        own = reader.params(params, tokenizer) if reader else params
-        return check_all(self._engine, [prompt], own, body, adapter)
+        adapted = settings.params(params, tokenizer) if settings else params
+        return check_all(self._engine, [prompt], adapted, body, adapter)
 
     async def _full_response(self, builder: "_ResponseBuilder", call: GenerationCall) -> Response:
         output = [part async for part in self._runner.parts(call, whole=True)][-1]
@@ -343,6 +343,8 @@ class _ResponseBuilder:
                 events.append(self._reasoning_event("response.output_item.added", item=item))
             delta = {"content_index": 0, "delta": reasoning}
             events.append(self._reasoning_event("response.reasoning_text.delta", **delta))
+        # Without a parser, a token without text (an end token) gets an event for its log-probabilities. With
+        # one, such a token may belong to a tag.
         if text or (logprobs and not self._parser):
             delta = {**self._position, "delta": text, "logprobs": logprobs}
             events += [*self._opening(), {"type": "response.output_text.delta", **delta}]

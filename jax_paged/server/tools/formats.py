@@ -25,7 +25,7 @@ BEFORE_ARGUMENTS = ('"arguments"', '"parameters"', "[TOOL_CALLS]", "｜>", "<|me
 
 # White space, with a bound so that an output with nothing else does not slow down the search for tags.
 _WS = r"\s{0,16}"
-_QUOTED = r'[^"\\<\[]{1,256}'  # excludes characters of tags, which may end the region
+_QUOTED = r'[^"\\<\[]{1,256}'  # excludes "<" and "[", the first characters of tags
 _STRING = r'"(?:[^"\\]|\\.)*+"'
 _KEY = rf'{_WS}\{{{_WS}"name"{_WS}:{_WS}"'
 _VALUE = rf'"{_WS},{_WS}"(?:arguments|parameters)"{_WS}:{_WS}'
@@ -80,15 +80,15 @@ class ToolFormat:
         texts: Variants of the text for forced calls. The first one whose control token the tokenizer has is
             used.
         tags: Tags that may be control tokens of the tokenizer.
-        whole: Pattern of a complete call with its arguments before its name, with the groups "arguments" and
-            "name"; None if there is no such form.
+        arguments_first: Pattern of a complete call with its arguments before its name, with the groups
+            "arguments" and "name"; None if there is no such form.
         dropped: Pattern of tags that belong neither to a call nor to the content; None if there are none.
     """
 
     calls: tuple[CallPattern, ...]
     texts: tuple[CallText, ...]
     tags: tuple[str, ...]
-    whole: str | None = None
+    arguments_first: str | None = None
     dropped: str | None = None
 
 
@@ -99,7 +99,7 @@ class ReasoningFormat:
     Args:
         begin: Tag before the reasoning.
         end: Tag after the reasoning.
-        always: Whether an output starts inside the reasoning unless the prompt ends with `end`.
+        begin_is_implied: Whether an output starts inside the reasoning unless the prompt ends with `end`.
         answer: Tag before the answer, if the format has one.
         header: Common prefix of `begin` and `answer`.
         tags: Tags that may be control tokens of the tokenizer; empty for `begin` and `end`.
@@ -111,7 +111,7 @@ class ReasoningFormat:
 
     begin: str
     end: str
-    always: bool = False
+    begin_is_implied: bool = False
     answer: str = ""
     header: str = ""
     tags: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ class ReasoningFormat:
             prompt: Text of the end of the prompt, including control tokens.
         """
         text = prompt.rstrip()
-        return text.endswith(self.begin) or (self.always and not text.endswith(self.end))
+        return text.endswith(self.begin) or (self.begin_is_implied and not text.endswith(self.end))
 
 
 def _partial_tag_pattern(tag: str) -> str:
@@ -141,7 +141,7 @@ _HERMES = ToolFormat(
     calls=(CallPattern(rf"{_WS}<tool_call>{_KEY}", rf"</tool_call>{_WS}"),),
     texts=(CallText('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n"),),
     tags=("<tool_call>", "</tool_call>"),
-    whole=rf'{_WS}<tool_call>{_WS}\{{{_WS}"arguments"{_WS}:{_WS}(?P<arguments>(?:{_STRING}|(?!</tool_call>)[^"])*?){_WS},'
+    arguments_first=rf'{_WS}<tool_call>{_WS}\{{{_WS}"arguments"{_WS}:{_WS}(?P<arguments>(?:{_STRING}|(?!</tool_call>)[^"])*?){_WS},'
     rf'{_WS}"name"{_WS}:{_WS}"(?P<name>{_QUOTED})"{_WS}\}}{_WS}(?:</tool_call>{_WS}|{_partial_tag_pattern("</tool_call>")}\Z)',
 )
 
@@ -243,7 +243,7 @@ TOOL_FORMATS = {
     "openai": _HARMONY,
 }
 REASONING_FORMATS = {
-    "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
+    "deepseek_r1": ReasoningFormat("<think>", "</think>", begin_is_implied=True),
     "qwen3": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "openai_gptoss": ReasoningFormat(
@@ -298,12 +298,13 @@ def response_template(tools: ToolFormat | None, reasoning: ReasoningFormat | Non
     for field in fields.values():
         field["content_args"] = {"strip": False}
     at_once = {"close_pattern": r"(?=.)|\Z"}
-    if tools and tools.whole:
+    if tools and tools.arguments_first:
         groups = {name: f"{{{name}}}" for name in (NAME, ARGUMENTS)}
-        fields[CALL] = {"open_pattern": tools.whole, "transform": groups, **at_once}
+        fields[CALL] = {"open_pattern": tools.arguments_first, "transform": groups, **at_once}
     if dropped := (tools and tools.dropped) or (reasoning and reasoning.dropped):
         fields[TAG] = {"open_pattern": dropped, **at_once}
-    # The parser gets no prompt, so there is no anchor to look for in it.
+    # The anchor marks the place in a prompt from which the parser starts. The parser gets no prompt here, so
+    # the anchor is a character that does not occur.
     return load_response_template({"start_anchor": "\0", "fields": fields})
 
 

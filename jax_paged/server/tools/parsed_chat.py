@@ -19,6 +19,7 @@ from jax_paged.server.tools.formats import (
 
 # Characters that may follow the arguments and close the objects around them.
 _CLOSING = "}] \t\r\n"
+# Maximum number of brackets after the arguments that close the objects around them.
 _MAX_CLOSING = 2
 # Maximum number of characters between a marker in BEFORE_ARGUMENTS and the arguments: a name, an id and white
 # space.
@@ -36,9 +37,10 @@ class OutputParser:
         template: Template from `formats.response_template`.
         parallel: Whether calls after the first one are kept. Otherwise they are dropped.
         reasoning: Format of the reasoning; None if reasoning is not separated from the content.
-        fallback_template: Template for an output that starts inside the reasoning according to the prompt,
-            but that a grammar allows to consist of the answer alone. If such an output ends without the end
-            tag of the reasoning, all of it is parsed again with this template. None if this cannot happen.
+        fallback_template: Template without reasoning at the start of the output; None if it is not needed. It
+            is needed if the prompt ends inside the reasoning, but a grammar allows an output that consists of
+            the answer alone. If such an output ends without the end tag of the reasoning, all of it is parsed
+            again with this template.
     """
 
     def __init__(

@@ -177,7 +177,8 @@ class Leader:
     def _assign_ids[T](self, result: T) -> T:
         for value in arrays_with_ids(result):
             array = value[0] if isinstance(value, list) else value
-            # Only other stages change this array, so this stage has returned the same object again.
+            # A stage returns the arrays that only other stages change, such as token counts, as the same
+            # objects. The old id of such an array is dropped.
             if id(array) in self._ids:
                 self._dropped.append(self._ids[id(array)][0])
             self._ids[id(array)] = self._next, weakref.ref(array, self._forget(id(array)))

@@ -62,8 +62,8 @@ class InspectProgram(Program):
                     if view is not None:
                         pages = view.pages(pages, layout.num_devices)[view.part :: view.num_parts]
                     keys = dequantize(rows_of(pages[:, 0]), q.dtype)
-                    last = metadata.context_lens[group, 0] - metadata.query_start_loc[1]
-                    query_slots = last + jnp.arange(self.num_tokens)
+                    first_slot = metadata.context_lens[group, 0] - metadata.query_start_loc[1]
+                    query_slots = first_slot + jnp.arange(self.num_tokens)
                     found[layer] = probabilities(specs[layer], q, keys, query_slots, **options)
                 return out
 

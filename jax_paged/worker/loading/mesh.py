@@ -1,5 +1,6 @@
 """The devices of an engine, and the backend that computes matrix products on them."""
 
+import dataclasses
 import logging
 
 import jax
@@ -10,9 +11,22 @@ from jax.sharding import Mesh
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.errors import check
 from jax_paged.models.parallel.sharding import TENSOR, DeviceGrid
-from jax_paged.pallas_kernels.native import products
+from jax_paged.pallas_kernels.native import products, quantized_products
 
 _LOGGER = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Which weight matrices are rearranged once, when a model is loaded, for products on a CPU.
+
+    Args:
+        floats: Whether float matrices are packed for oneDNN.
+        quantized: Whether quantized matrices are packed for the native backend.
+    """
+
+    floats: bool
+    quantized: bool
 
 
 def device_grids(args: EngineArgs, first_device: int, num_stages: int) -> tuple[DeviceGrid, ...]:
@@ -61,3 +75,20 @@ def choose_matmul_backend(args: EngineArgs, dtype: jnp.dtype) -> products.Matmul
         problem = products.problem(dtype)
         _LOGGER.warning("XLA packs the weights in every step; oneDNN packs them once, but %s", problem)
     return backend
+
+
+def choose_packing(args: EngineArgs, matmul_backend: str, *, is_quantized: bool) -> Packing:
+    """Returns which weights are packed.
+
+    Args:
+        args: Arguments of the engine. matmul_backend="xla" disables packing.
+        matmul_backend: The backend that `choose_matmul_backend` has returned.
+        is_quantized: Whether the model has quantized weights.
+    """
+    may_pack = args.matmul_backend != "xla" and args.tensor_parallel_size == 1
+    problem = quantized_products.problem()
+    if is_quantized and may_pack and problem is not None and jax.default_backend() == "cpu":
+        _LOGGER.warning(
+            "XLA decodes quantized weights in every product; packed ones are faster, but %s", problem
+        )
+    return Packing(matmul_backend == "onednn", may_pack and problem is None)

@@ -4,7 +4,7 @@ Programs receive the weights as a flat list of arrays and rebuild the model from
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,14 @@ from jax_paged.models.forward_context import Module
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.models.loading.new_weights import NewWeights, with_weights
 from jax_paged.models.loading.pretrained import PRETRAINED
+from jax_paged.models.moe import Experts
 from jax_paged.models.parallel.sharding import DeviceGrid, Split, take_columns, whole_shape
 from jax_paged.models.parallel.stages import num_bytes, split_model
+from jax_paged.models.quantization import packed_weight
 from jax_paged.models.quantization.quantize import choose_online_dtype, quantize_model, quantize_outline
 from jax_paged.models.quantization.quantized_linear import ONLINE_DTYPES, OnlineDtype, QuantizedWeight
 from jax_paged.models.weights import LoadedModel, as_loaded_model, load_stages, outline
+from jax_paged.worker.loading.mesh import Packing
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -151,18 +154,80 @@ def packed[M: nnx.Module](model: M, *, in_place: bool) -> M:
     if not in_place:
         model = nnx.merge(*nnx.split(model))
     modules = [module for _, module in nnx.iter_modules(model)]
-    linear = {m: None for m in modules if isinstance(m, Linear) and not isinstance(m.kernel, QuantizedWeight)}
+    for maps in _same_input(modules, lambda m: isinstance(m.kernel, nnx.Param)):
+        Linear.pack(maps)
+    head = model.head if isinstance(model, LanguageModel) and model.is_last_stage else None
+    if isinstance(head, Embedding) and isinstance(head.embedding, nnx.Param):
+        head.pack()
+    return model
+
+
+def packed_quantized[M: nnx.Module](model: M, *, in_place: bool) -> M:
+    """Returns a model whose quantized weights are packed for the native backend.
+
+    Linear modules with the same input share one packed weight if their weights are quantized in the same way.
+    Weights that cannot be packed remain as they are.
+
+    Args:
+        model: A model on one device.
+        in_place: Whether each weight is freed once it is packed. Otherwise a copy of the model is packed,
+            which shares all other weights.
+    """
+    if not in_place:
+        model = nnx.merge(*nnx.split(model))
+    modules = [module for _, module in nnx.iter_modules(model)]
+    for maps in _same_input(modules, lambda m: isinstance(m.kernel, QuantizedWeight)):
+        kernels = [m.kernel for m in maps]
+        Linear.pack_quantized(maps)
+        if in_place:
+            _free(kernel for m, kernel in zip(maps, kernels, strict=True) if m.kernel is not kernel)
+    for module in modules:
+        is_table = isinstance(module, Embedding)
+        names = module.kernel_names if isinstance(module, Experts) else ("embedding",) if is_table else ()
+        for name in names:
+            kernel = getattr(module, name)
+            if isinstance(kernel, QuantizedWeight) and (found := packed_weight.pack([kernel])):
+                setattr(module, name, found[0][0])
+                if in_place:
+                    _free([kernel])
+    return model
+
+
+def _free(weights: Iterable[Any]) -> None:
+    """Deletes the arrays of quantized weights."""
+    for array in jax.tree.leaves([weight.arrays for weight in weights]):
+        array.delete()
+
+
+def _same_input(
+    modules: Sequence[nnx.Module], is_chosen: Callable[[Linear], bool]
+) -> Iterator[Sequence[Linear]]:
+    """Yields the chosen linear maps; maps that have the same input are yielded together.
+
+    Args:
+        modules: All modules of a model.
+        is_chosen: Returns whether a linear map is yielded.
+    """
+    linear = {m: None for m in modules if isinstance(m, Linear) and is_chosen(m)}
     for module in modules:
         names = module.same_input if isinstance(module, Module) else ()
         if same_input := [m for name in names if (m := getattr(module, name)) in linear]:
-            Linear.pack(same_input)
+            yield same_input
         for m in same_input:
             del linear[m]
-    for module in linear:
-        Linear.pack([module])
-    if isinstance(model, LanguageModel) and isinstance(model.head, Embedding) and model.is_last_stage:
-        model.head.pack()
-    return model
+    yield from ([m] for m in linear)
+
+
+def apply_packing[M: nnx.Module](model: M, packing: Packing, *, in_place: bool) -> M:
+    """Returns a model with packed weights; see `packed` and `packed_quantized`.
+
+    Args:
+        model: The model.
+        packing: The weights that are packed.
+        in_place: Whether each weight may be freed once it is packed.
+    """
+    model = packed_quantized(model, in_place=in_place) if packing.quantized else model
+    return packed(model, in_place=in_place) if packing.floats else model
 
 
 def flatten[M: nnx.Module](model: M) -> tuple[FlatModel[M], list[Any], list[Split]]:
@@ -209,7 +274,7 @@ class ServedWeights:
         model: The model.
         owns_weights: Whether the engine owns the weights, so that it may pack them in place and free them.
             Otherwise they remain the caller's, who may continue to train the model.
-        uses_onednn: Whether oneDNN computes the matrix products.
+        packing: The weights that are packed.
         quantized_dtype: The type to which float weights are quantized; None for no quantization.
         grid: The devices that divide the weights. Weights that the engine owns are on these devices already.
         extra: Further arrays for programs, which follow the weights in the list. They are copied to every
@@ -228,14 +293,14 @@ class ServedWeights:
         model: LanguageModel,
         *,
         owns_weights: bool,
-        uses_onednn: bool,
+        packing: Packing,
         quantized_dtype: OnlineDtype | None,
         grid: DeviceGrid,
         extra: list[Any],
     ) -> None:
         given = jax.tree.leaves(nnx.state(model))
         self._outline = quantize_outline(outline_of(model), quantized_dtype)
-        self._grid, self._uses_onednn = grid, uses_onednn
+        self._grid, self._packing = grid, packing
         self._quantized_dtype: OnlineDtype | None = quantized_dtype
         self.arrays: list[Any] = []
         self.owns_weights, self._watched = owns_weights, _watch(None if owns_weights else model)
@@ -359,7 +424,8 @@ class ServedWeights:
         """
         before = jax.tree.leaves(nnx.state(model))
         model = quantize_model(model, self._quantized_dtype)
-        model = packed(model, in_place=self.owns_weights) if self._uses_onednn else model
+        before += jax.tree.leaves(nnx.state(model))
+        model = apply_packing(model, self._packing, in_place=self.owns_weights)
         flat, weights, splits = flatten(model)
         callers_ids, served_ids = {id(array) for array in callers_arrays}, {id(array) for array in weights}
         self._is_shared = [id(array) in callers_ids for array in weights]
@@ -372,21 +438,21 @@ class ServedWeights:
 def _watch(model: LanguageModel | None) -> list[Callable[[], bool]]:
     """Returns functions that tell whether a module or a weight of a model in memory has been replaced."""
 
-    def watch(names: dict[str, Any], name: str, item: nnx.Variable | nnx.Module) -> Callable[[], bool]:
+    def watch(attributes: dict[str, Any], name: str, item: nnx.Variable | nnx.Module) -> Callable[[], bool]:
         if isinstance(item, nnx.Module):
-            return lambda: names.get(name) is not item
+            return lambda: attributes.get(name) is not item
         array = item.get_raw_value()
 
         def was_replaced() -> bool:
             nonlocal array
             current = item.get_raw_value()
-            if names.get(name) is item and current is not array and not array.is_deleted():
+            if attributes.get(name) is item and current is not array and not array.is_deleted():
                 # nnx.jit returns weights that a function has only read as new arrays with the same values.
                 # These do not count as replaced.
                 if current.dtype != array.dtype or not bool(jnp.array_equal(current, array)):
                     return True
                 array = current
-            return names.get(name) is not item or current is not array
+            return attributes.get(name) is not item or current is not array
 
         return was_replaced
 

@@ -100,8 +100,9 @@ class ProgramChain:
     def memory_analysis(self) -> Any:
         """Returns the memory analysis of the part with the largest temporary memory; None if unknown."""
         found = [part.memory_analysis() for part in self.parts]
-        by_size = max(found, key=lambda memory: memory.temp_size_in_bytes, default=None)
-        return None if None in found else by_size
+        if None in found:
+            return None
+        return max(found, key=lambda memory: memory.temp_size_in_bytes, default=None)
 
     def __call__(self, *args: Any) -> Any:
         """Calls the program with the arguments of the whole program."""

@@ -121,7 +121,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         ValueError: If the architecture is not supported, or if values are missing or contradict the tensors.
     """
     architecture = header.metadata.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
         choices = one_of(_ARCHITECTURES)
         raise ValueError(
             f"`general.architecture` of {header.file} must be {choices}, got {shown(architecture)}"
@@ -343,7 +343,7 @@ def _gpt_oss(fields: _Fields) -> dict[str, Any]:
 
 
 # The class of each architecture, and the function that returns the values that only this class has.
-_ARCHITECTURES: dict[Any, tuple[str, Callable[[_Fields], dict[str, Any]]]] = {
+_ARCHITECTURES: dict[str, tuple[str, Callable[[_Fields], dict[str, Any]]]] = {
     "llama": ("LlamaForCausalLM", _llama),
     "qwen2": ("Qwen2ForCausalLM", _qwen),
     "qwen3": ("Qwen3ForCausalLM", _qwen),

@@ -129,7 +129,7 @@ SCHEDULING = [
     ),
     Mutation(
         "core/request_queues.py",
-        "+= group.num_reserved_slots - self._batch_slots[group.request_id]\n",
+        "+= group.num_reserved_slots - self._reserved_slots[group.request_id]\n",
         "+= 0\n",
         "samples that ended keep their seats",
     ),

@@ -33,9 +33,9 @@ class DraftPlanner:
     """Planner of steps that verify draft tokens.
 
     Draft tokens are computed together with the last token of their sequence, in one step. A token is sampled
-    after each of them, with the random number of its own seed and position. The updater accepts sampled
-    tokens up to the first one that differs from its draft token. Outputs are therefore the same as without
-    drafts. Only the number of tokens per step changes.
+    after each of them, with the random number for the seed of the sequence and the position of the token.
+    Sampled tokens are accepted up to and including the first one that differs from its draft token. Outputs
+    are therefore the same as without drafts. Only the number of tokens per step changes.
 
     Args:
         block_manager: Owner of the blocks.
@@ -181,12 +181,12 @@ class DraftPlanner:
         Returns:
             The best acceptance rate among the sequences that were examined; -1 if none was.
         """
-        best_rate, num_turns = -1.0, self._probing.num_turns(len(new_tokens))
+        best_rate, num_parts = -1.0, self._probing.num_parts(len(new_tokens))
         is_eager = self._probing.verifies_next or can_examine_all(len(new_tokens))
         for group, seq, token_ids, _ in new_tokens:
             if drafts := verified.get(seq.seq_id):
                 self._count(seq, drafts, token_ids)
-            elif not self._is_ngram or not has_turn(seq, num_turns):
+            elif not self._is_ngram or not has_turn(seq, num_parts):
                 continue
             elif group.allows_drafts and not seq.status.is_finished:
                 state = self._states.get(seq) or self._state_of(seq)

@@ -11,10 +11,9 @@ from jax_paged.core.request import Sequence
 _FIRST_TOKENS = 32
 # Later, sequences are divided into parts that take turns. One turn lasts this number of tokens.
 _SPAN = 16
-# Number of parts if up to _TURNS * _FEW sequences decode.
-_TURNS = 4
-# Number of sequences per part if more sequences decode.
-_FEW = 4
+_MIN_PARTS = 4
+# Maximum number of sequences in a part. If no more sequences than this decode, all of them may be examined.
+_PART_SIZE = 4
 # Number of results between two decisions, with few sequences and with many.
 _DECISION_INTERVAL, _DECISION_INTERVAL_MANY = 2, 8
 # A probe is a step with draft tokens if other steps have none, or without them if other steps have some.
@@ -47,11 +46,11 @@ class ProbingPolicy:
         self._num_results = 0
         self._num_doublings = 0
 
-    def num_turns(self, num_seqs: int) -> int:
+    def num_parts(self, num_seqs: int) -> int:
         """Returns the number of parts of the decoding sequences. One part is examined at a time."""
         if self.verifies_next or self.is_probe or not self._is_adaptive:
             return 1
-        return max(_TURNS, -(-num_seqs // _FEW))
+        return max(_MIN_PARTS, -(-num_seqs // _PART_SIZE))
 
     def record_planned(self, has_drafts: bool) -> None:
         """Records whether the step that was planned verifies draft tokens."""
@@ -90,13 +89,13 @@ class ProbingPolicy:
 
 def can_examine_all(num_seqs: int) -> bool:
     """Returns whether the number of decoding sequences is small enough to examine all of them at once."""
-    return num_seqs <= _FEW
+    return num_seqs <= _PART_SIZE
 
 
-def has_turn(seq: Sequence, num_turns: int) -> bool:
-    """Returns whether a sequence is examined now, if sequences are divided into `num_turns` parts."""
+def has_turn(seq: Sequence, num_parts: int) -> bool:
+    """Returns whether a sequence is examined now, if sequences are divided into `num_parts` parts."""
     is_new = len(seq.output_token_ids) <= _FIRST_TOKENS
-    return is_new or (len(seq) // _SPAN + seq.seq_id) % num_turns == 0
+    return is_new or (len(seq) // _SPAN + seq.seq_id) % num_parts == 0
 
 
 def begins_span(seq: Sequence, num_new_tokens: int) -> bool:

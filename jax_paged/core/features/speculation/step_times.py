@@ -85,6 +85,7 @@ class StepTimes:
 
 
 def _size(num_seqs: int) -> int:
+    """Returns the index of the group with this number of sequences: 1, 2, 3 to 4, 5 to 8, and so on."""
     return (num_seqs - 1).bit_length()
 
 

@@ -30,7 +30,7 @@ class Inspection:
         logits: float32 [vocab_size], the logits that follow the last token, before penalties and other
             sampling parameters are applied.
         attention: Attention probabilities of the last tokens by layer, float32 [heads, queries, keys]. Each
-            row sums to 1.
+            row sums to 1, or to less than 1 in layers with attention sinks.
         positions: int64 [keys], positions of the keys in the sequence. The queries are the last of these
             tokens.
     """
@@ -153,7 +153,7 @@ class KVAccess(EngineFeature):
         Positions and rotary embeddings of the remaining tokens do not change. (StreamingLLM, in contrast,
         uses positions within the cache.) Later blocks of the request are not added to the prefix cache. The
         request can't be recomputed, so it is swapped out if it has to be preempted. If host memory has no
-        room for it, it ends with an error.
+        room for it, it ends, with finish_reason "length".
 
         Args:
             request_id: A request whose prompt is computed. Every layer of the model must use full attention.

@@ -176,7 +176,7 @@ class RequestEdits(EngineFeature):
         (entries,), (scores,) = result.logprobs, result.prompt_logprobs
         pairs = zip(drawn, drafted, strict=False)
         num_accepted = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drawn), len(drafted)))
-        # `scores` are the log-probabilities of all draft tokens. Accepted tokens keep the ones that the
-        # request reports.
+        # `scores` are the log-probabilities of all draft tokens. For accepted tokens, the result contains the
+        # log-probabilities that the request reports instead.
         own = [entry.logprob for entry in entries[:num_accepted]]
         return Verification(num_accepted, drawn, own + [entry.logprob for entry in scores[num_accepted:]])

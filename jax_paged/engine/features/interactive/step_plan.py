@@ -14,7 +14,8 @@ from jax_paged.engine.output_processor import step_outputs
 from jax_paged.errors import ArgumentError, check
 from jax_paged.outputs import RequestOutput
 
-_ROW, _BAR_LEFT, _BAR_WIDTH, _TEXT_LEFT, _WIDTH = 24, 150, 260, 422, 760
+# Height of a line of the picture, positions and widths of its columns, and width of the picture (SVG units).
+_ROW_HEIGHT, _BAR_LEFT, _BAR_WIDTH, _TEXT_LEFT, _WIDTH = 24, 150, 260, 422, 760
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +146,7 @@ class StepPlan:
         rows, step = self._rows(), self.output
         longest = max((row.start + n for row, _, n in rows), default=1)
         drawn = "".join(_row_svg(i, *row, _BAR_WIDTH / longest) for i, row in enumerate(rows))
-        height = _ROW * len(rows) + 2
+        height = _ROW_HEIGHT * len(rows) + 2
         picture = (
             f'<svg viewBox="0 0 {_WIDTH} {height}" style="display:block;width:100%;max-width:{_WIDTH}px" '
             f'font-size="12" fill="currentColor">{drawn}</svg>'
@@ -212,8 +213,8 @@ def _row_svg(i: int, row: ScheduledSequence, owner: RowOwner, num_tokens: int, s
     start, width = row.start * scale, max(num_tokens * scale, 3.0)
     bars = _bar(_BAR_LEFT, start, "cached") + _bar(_BAR_LEFT + min(start, _BAR_WIDTH - 3), width, "new")
     return (
-        f'<g transform="translate(0 {i * _ROW + 2})"><text x="0" y="14">{html.escape(name)}</text>{bars}'
-        f'<text x="{_TEXT_LEFT}" y="14">{html.escape(_description(row, owner, num_tokens))}</text></g>'
+        f'<g transform="translate(0 {i * _ROW_HEIGHT + 2})"><text x="0" y="14">{html.escape(name)}</text>'
+        f'{bars}<text x="{_TEXT_LEFT}" y="14">{html.escape(_description(row, owner, num_tokens))}</text></g>'
     )
 
 

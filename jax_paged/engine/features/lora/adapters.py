@@ -104,7 +104,7 @@ class Adapters:
                 allowed = f"the folder of an adapter ({error})"
                 raise ArgumentError("lora_path", request.lora_path, allowed) from error
         with self._lock:
-            self._get_cached(request)
+            self._get_cached(request)  # raises an error if the id now belongs to another adapter
             number = request.lora_int_id
             self._requests[number] = request
             self._kept[number] = adapter

@@ -208,19 +208,23 @@ class Matcher:
                 fits = self._could_be_structured and self._state.validate_tokens([token_ids[n]]) == 1
                 self._phase = _Phase.GRAMMAR if fits else _Phase.REASONING
             if self._phase is not _Phase.GRAMMAR:
-                self._follow_both(token_ids, n)
+                self._follow_before_grammar(token_ids, n)
             elif self._num_when_complete is None and self._state.consume_token(token_ids[n]):
                 self._num_when_complete = n + 1 if self._state.is_stopped() else None
         self._num_tokens = len(token_ids)
         return self._num_when_complete
 
-    def _follow_both(self, token_ids: list[int], n: int) -> None:
-        """Follows token `n` in the phase OPEN or REASONING. It may be part of the structured output."""
+    def _follow_before_grammar(self, token_ids: list[int], n: int) -> None:
+        """Follows token `n` in the phase OPEN or REASONING.
+
+        If possible, the token is also followed as a part of structured output that began with the first
+        token. Whitespace at the start of the output is ignored for that.
+        """
         token_id = token_ids[n]
         if self._could_be_structured and self._state.validate_tokens([token_id]):
             self._state.consume_token(token_id)
         elif self._could_be_structured and not all(map(self.grammar.is_space, token_ids[: n + 1])):
-            self._could_be_structured = False  # leading whitespace is ignored
+            self._could_be_structured = False
         if self._phase is _Phase.OPEN:
             if n + 1 == len(self.grammar.tag_ids):
                 self._phase = _Phase.REASONING

@@ -21,7 +21,7 @@ from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import read_config, resolve_model_dir
 from jax_paged.models.families.encoder import EncoderModel
 from jax_paged.models.features.pooling import PoolingSpec
-from jax_paged.models.quantization.quantize import choose_online_dtype
+from jax_paged.models.quantization.quantize import choose_online_dtype, has_quantized
 from jax_paged.models.registry import POOLING_MODELS, get_architecture
 from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.compilation.compiler import CompiledPrograms, trim_heap
@@ -31,7 +31,7 @@ from jax_paged.worker.compilation.programs import Program, TraceContext
 from jax_paged.worker.features.pooling.pooler import HIDDEN, POOLED, pooling_of
 from jax_paged.worker.kv_cache import KVCacheLayout
 from jax_paged.worker.loading.caller_parts import CustomComponents
-from jax_paged.worker.loading.mesh import choose_matmul_backend, device_grids
+from jax_paged.worker.loading.mesh import choose_matmul_backend, choose_packing, device_grids
 from jax_paged.worker.loading.resolve_config import ModelProperties, resolve_config
 from jax_paged.worker.loading.weights import ServedWeights, load
 from jax_paged.worker.sampling.sampler import SamplerOptions
@@ -129,11 +129,14 @@ class EncoderRunner:
         check(not args.batch_invariant, "batch_invariant", True, allowed)
         self._replicated = NamedSharding(grid.mesh, PartitionSpec())
         matmul_backend = choose_matmul_backend(args, loaded.dtype)
+        quantized = choose_online_dtype([loaded.model], args.quantization)
         self.served = ServedWeights(
             loaded.model,
             owns_weights=owns_weights,
-            uses_onednn=matmul_backend == "onednn",
-            quantized_dtype=choose_online_dtype([loaded.model], args.quantization),
+            packing=choose_packing(
+                args, matmul_backend, is_quantized=has_quantized([loaded.model], quantized)
+            ),
+            quantized_dtype=quantized,
             grid=grid,
             extra=[],
         )

@@ -41,7 +41,7 @@ class LastRows(NamedTuple):
 
     Args:
         batch_slots: int32 [n], batch slots, each at most once; out of range for padding.
-        rows: int32 [n], token row of this token.
+        rows: int32 [n], the token row of each of these tokens.
     """
 
     batch_slots: Int[Array, " n"]
@@ -85,7 +85,7 @@ class Drafter(Protocol):
                 draft tokens.
             kv_cache: All KV cache arrays.
             states: The drafter's arrays by batch slot.
-            batch: Sampling parameters of the logits rows; without effect for padding.
+            batch: Sampling parameters of the logits rows. Rows of padding have parameters without effect.
             options: Options of the sampler.
 
         Returns:

@@ -17,7 +17,8 @@ from jax_paged.worker.features.speculation.draft_model import DraftModel, check_
 from jax_paged.worker.features.speculation.drafter import Drafter
 from jax_paged.worker.features.speculation.eagle_drafter import EagleDrafter
 from jax_paged.worker.kv_cache import KVCacheLayout, plan_layout
-from jax_paged.worker.loading.weights import flatten, packed, placed
+from jax_paged.worker.loading.mesh import Packing
+from jax_paged.worker.loading.weights import apply_packing, flatten, placed
 
 
 def load_drafter(
@@ -27,7 +28,7 @@ def load_drafter(
     layout: KVCacheLayout,
     grid: DeviceGrid,
     *,
-    uses_onednn: bool,
+    packing: Packing,
 ) -> tuple[Drafter, list[Array]]:
     """Loads a draft model or an EAGLE-3 head, in the dtype of the served model.
 
@@ -37,7 +38,7 @@ def load_drafter(
         loaded: The served model.
         layout: Cache layout of the served model.
         grid: The devices that share the weights.
-        uses_onednn: Whether weights are packed for oneDNN.
+        packing: The weights that are packed.
 
     Returns:
         The drafter and its weights.
@@ -58,7 +59,7 @@ def load_drafter(
             head_layout, groups=layout.groups, locations=(KVLocation(0, group),)
         )
         paths = head.config.feature_paths(loaded.config.num_hidden_layers)
-        flat, weights, splits = flatten(packed(head, in_place=True) if uses_onednn else head)
+        flat, weights, splits = flatten(apply_packing(head, packing, in_place=True))
         weights = placed(weights, splits, grid, are_in_order=True)
         return EagleDrafter(flat, head_layout, paths, head.config.hidden_size, loaded.dtype, window), weights
     dtype = "float32" if loaded.dtype == jnp.float32 else "bfloat16"
@@ -68,7 +69,7 @@ def load_drafter(
     allowed = "a model without recurrent layers, whose states keep rejected draft tokens"
     check(not draft_layout.states, "speculative_config['model']", name, allowed)
     check_groups(draft_layout, layout, name)
-    flat, weights, splits = flatten(packed(draft.model, in_place=True) if uses_onednn else draft.model)
+    flat, weights, splits = flatten(apply_packing(draft.model, packing, in_place=True))
     weights = placed(weights, splits, grid, are_in_order=True)
     return DraftModel(flat, draft_layout), weights
 

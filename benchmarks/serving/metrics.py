@@ -12,7 +12,7 @@ QUIET_CORES = 0.15
 
 
 @dataclass(frozen=True)
-class Figures:
+class Metrics:
     """Metrics of one engine in one round of a scenario.
 
     Args:
@@ -46,22 +46,22 @@ class Figures:
         )
 
 
-def figures_of(
+def metrics_of(
     requests: Sequence[Request],
     answers: Sequence[Answer],
     *,
     cores: float,
     other_cores: float,
     peak_mib: float,
-) -> Figures:
+) -> Metrics:
     """Returns the metrics of a run.
 
     Args:
         requests: The requests.
         answers: Their answers.
-        cores: See Figures.
-        other_cores: See Figures.
-        peak_mib: See Figures.
+        cores: See Metrics.
+        other_cores: See Metrics.
+        peak_mib: See Metrics.
 
     Raises:
         ValueError: If a request does not have the expected number of tokens.
@@ -75,7 +75,7 @@ def figures_of(
     first = [a.times[0] - r.arrival_s for r, a in zip(requests, answers, strict=True)]
     per_token = [(a.times[-1] - a.times[0]) / (a.num_tokens - 1) for a in answers]
     gaps = [later - earlier for a in answers for earlier, later in zip(a.times, a.times[1:], strict=False)]
-    return Figures(
+    return Metrics(
         output_tokens_per_s=num_output / wall_s,
         all_tokens_per_s=(num_output + num_prompt) / wall_s,
         first_token_p50_s=statistics.median(first),

@@ -12,7 +12,7 @@ from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.errors import ArgumentError, check, first_argument_error
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.server.launch.options import ServerOptions
-from jax_paged.server.protocol.parts import NamedTool, Tool
+from jax_paged.server.protocol.nested_objects import NamedTool, Tool
 from jax_paged.server.protocol.requests import ChatRequest
 from jax_paged.server.protocol.responses import MakeChoice
 from jax_paged.server.tools.formats import (
@@ -42,7 +42,7 @@ _OBJECTS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "pr
 
 
 @dataclasses.dataclass(frozen=True)
-class ChatReader:
+class ChatSettings:
     """Tool-call and reasoning settings of one chat request.
 
     Args:
@@ -91,9 +91,9 @@ class ChatReader:
             check(
                 form is None, "tool_choice", Text("a forced call"), "'none' or 'auto' with structured outputs"
             )
-            behind = self.reasoning.end if self.reasoning else None
-            tag = self.reasoning.begin if self.reasoning and not self.reasoning.always else None
-            form = StructuredOutputsParams(grammar=self._grammar(ids), starts_after=behind, reasoning_tag=tag)
+            end = self.reasoning.end if self.reasoning else None
+            tag = self.reasoning.begin if self.reasoning and not self.reasoning.begin_is_implied else None
+            form = StructuredOutputsParams(grammar=self._grammar(ids), starts_after=end, reasoning_tag=tag)
             params = dataclasses.replace(params, structured_outputs=form)
         return constrain_after_reasoning(params, self.reasoning)
 
@@ -150,14 +150,14 @@ class ChatReader:
             has_grammar: Whether the output is constrained by a grammar.
         """
         in_reasoning = self._starts_in_reasoning(tokenizer, prompt)
-        without = (
+        fallback = (
             response_template(self.format, self.reasoning, False) if in_reasoning and has_grammar else None
         )
         return OutputParser(
             response_template(self.format, self.reasoning, in_reasoning),
             parallel=self.parallel,
             reasoning=self.reasoning,
-            fallback_template=without,
+            fallback_template=fallback,
         )
 
     def _starts_in_reasoning(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
@@ -168,33 +168,33 @@ class ChatReader:
 
 
 @contextlib.contextmanager
-def grammar_errors_as_tool_errors(reader: ChatReader | None) -> Iterator[None]:
+def grammar_errors_as_tool_errors(settings: ChatSettings | None) -> Iterator[None]:
     """Converts a ValueError about the grammar of forced calls to a ValueError about the tools."""
     try:
         yield
     except ValueError as error:
         cause = first_argument_error(error)
-        if reader is None or not reader.forced or cause is None or not cause.name.endswith("grammar"):
+        if settings is None or not settings.forced or cause is None or not cause.name.endswith("grammar"):
             raise
-        names = [tool["name"] for tool in reader.forced]
+        names = [tool["name"] for tool in settings.forced]
         raise ArgumentError("tools", names, f"functions whose grammar is {cause.allowed}") from error
 
 
 def constrain_after_reasoning(params: SamplingParams, reasoning: ReasoningFormat | None) -> SamplingParams:
     """Returns parameters whose grammar, if there is one, applies only after the reasoning."""
-    form = params.structured_outputs
-    if form is None or form.starts_after is not None or reasoning is None:
+    constraint = params.structured_outputs
+    if constraint is None or constraint.starts_after is not None or reasoning is None:
         return params
-    form = dataclasses.replace(
-        form,
+    constraint = dataclasses.replace(
+        constraint,
         starts_after=reasoning.answer or reasoning.end,
-        reasoning_tag=None if reasoning.always else reasoning.header or reasoning.begin,
+        reasoning_tag=None if reasoning.begin_is_implied else reasoning.header or reasoning.begin,
     )
-    return dataclasses.replace(params, structured_outputs=form)
+    return dataclasses.replace(params, structured_outputs=constraint)
 
 
-class ChatReaders:
-    """Factory of the ChatReader of each chat request.
+class ModelFormats:
+    """Formats of the served model's tool calls and reasoning; makes the ChatSettings of each request.
 
     Args:
         options: Options of the server, for the formats of the model.
@@ -213,8 +213,8 @@ class ChatReaders:
                 if format or self.reasoning:
                     response_template(format, self.reasoning, in_reasoning)
 
-    def reader_of(self, body: ChatRequest) -> ChatReader | None:
-        """Returns the ChatReader of a request; None if its outputs are not parsed.
+    def settings_of(self, body: ChatRequest) -> ChatSettings | None:
+        """Returns the ChatSettings of a request; None if its outputs are not parsed.
 
         Raises:
             ValueError: If the fields tools or tool_choice are invalid.
@@ -226,13 +226,13 @@ class ChatReaders:
             check(ok, "tool_choice", given, "'none' or 'auto' because there are no tools")
             if self.reasoning is None:
                 return None
-            return ChatReader(None, None, (), True, self.reasoning)
+            return ChatSettings(None, None, (), True, self.reasoning)
         chosen = _chosen(body.tools, choice)
         schemas = RelaxedSchema([tool.function.model_dump(exclude_unset=True) for tool in chosen])
         if choice in (None, "auto") and self._tools is None:
             allowed = "'none', 'required' or a function because the server runs without --tool-call-parser"
             raise ArgumentError("tool_choice", "auto", allowed)
-        return ChatReader(
+        return ChatSettings(
             [tool.model_dump(exclude_unset=True) for tool in body.tools],
             # Without a format for the model, forced calls are written as plain JSON in Llama's format.
             None if choice == "none" else self._tools or TOOL_FORMATS["llama3"],

@@ -21,13 +21,13 @@ Integer = Annotated[int, BeforeValidator(_as_integer)]
 Integers = Annotated[list[int], BeforeValidator(as_integers)]
 
 
-class Part(BaseModel):
+class NestedObject(BaseModel):
     """Base class of objects inside request bodies."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class StreamOptions(Part):
+class StreamOptions(NestedObject):
     """Options of a streamed response."""
 
     include_usage: bool | None = None
@@ -40,7 +40,7 @@ class StreamOptions(Part):
         return bool(self.include_usage or self.continuous_usage_stats or self.include_obfuscation)
 
 
-class Function(Part):
+class Function(NestedObject):
     """A function that the model may call."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
@@ -49,20 +49,20 @@ class Function(Part):
     strict: bool | None = None
 
 
-class Tool(Part):
+class Tool(NestedObject):
     """A tool that the model may call. Only functions are supported."""
 
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(Part):
+class FunctionName(NestedObject):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(Part):
+class NamedTool(NestedObject):
     """The function that the model must call."""
 
     type: Literal["function"]

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from jax_paged.engine.text.control_tokens import ControlTokens
-from jax_paged.server.text_reader import TextReader, ThrottledLock, _num_characters
+from jax_paged.server.preprocessing import Preprocessor, ThrottledLock, _num_characters
 
 
 def test_a_text_of_too_many_characters_is_refused_unread(served, monkeypatch):
@@ -72,10 +72,10 @@ def test_short_texts_do_not_wait_for_long_ones(served):
         running.pop()
 
     async def check():
-        reader = TextReader(ThrottledLock())
-        long = [asyncio.create_task(reader.read(["a" * 20_000], read_long)) for _ in range(8)]
-        assert await reader.read(["a"], lambda: 1) == 1
-        assert await reader.read([[1] * 100_000], lambda: 2) == 2
+        preprocessor = Preprocessor(ThrottledLock())
+        long = [asyncio.create_task(preprocessor.run(["a" * 20_000], read_long)) for _ in range(8)]
+        assert await preprocessor.run(["a"], lambda: 1) == 1
+        assert await preprocessor.run([[1] * 100_000], lambda: 2) == 2
         let_go.set()
         await asyncio.gather(*long)
 
@@ -102,7 +102,7 @@ def test_long_bodies_are_parsed_one_by_one():
 def test_a_function_that_ends_an_iterator_too_early_is_an_error_and_no_endless_wait():
     async def check():
         with pytest.raises(RuntimeError, match="StopIteration was raised"):
-            await asyncio.wait_for(TextReader(ThrottledLock()).read([], lambda: next(iter(()))), 10)
+            await asyncio.wait_for(Preprocessor(ThrottledLock()).run([], lambda: next(iter(()))), 10)
 
     asyncio.run(check())
 
@@ -116,3 +116,18 @@ def test_a_long_text_has_the_tokens_of_a_short_one(served):
     for _ in range(20):
         text = "".join(rng.choice(["block ", "table\n", "é", "<|end|>", "17", " "]) for _ in range(2000))
         assert tokenizer.encode(text) == tokenizer._backend.encode(text).ids
+
+
+@pytest.mark.parametrize("text", ["a" * 1024, [1] * 1024, ["a" * 1023]])
+def test_short_texts_are_tokenized_in_the_event_loop(text):
+    preprocessor = Preprocessor(ThrottledLock())
+    longer = text + text[-1:]
+
+    def is_own_thread():
+        return threading.current_thread() is threading.main_thread()
+
+    async def runs_here(text):
+        return await preprocessor.run([text], is_own_thread)
+
+    assert asyncio.run(runs_here(text))
+    assert not asyncio.run(runs_here(longer))
