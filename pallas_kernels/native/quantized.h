@@ -313,6 +313,9 @@ static void multiply_numbers(const QuantizedKernel& kernel, const PreparedRows& 
     for (; p + TOGETHER <= panels; p += TOGETHER) {
       multiply_few<TYPE, n, TOGETHER>(kernel, tile, first_panel + p, products + p * PANEL, stride);
     }
+    if constexpr (TOGETHER > 2) {
+      for (; p + 2 <= panels; p += 2) multiply_few<TYPE, n, 2>(kernel, tile, first_panel + p, products + p * PANEL, stride);
+    }
     for (; p < panels; p++) multiply_few<TYPE, n, 1>(kernel, tile, first_panel + p, products + p * PANEL, stride);
   });
 }

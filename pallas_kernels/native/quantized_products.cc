@@ -227,13 +227,21 @@ void Prepare(ffi::ThreadPool pool, const QuantizedKernels& variant, const Kernel
   }
 }
 
-std::vector<Item> MakeItems(const std::vector<Part>& parts, int64_t panels, int64_t tile_rows) {
+// Divides the results among threads: MAX_PANELS panels at a time, and what is left then in equal parts, of all rows of a
+// part that one call can take, or fewer if the columns are too few for the threads.
+std::vector<Item> MakeItems(const std::vector<Part>& parts, int64_t panels, int64_t tile_rows, int64_t threads) {
+  constexpr int64_t kFewTiles = 4;  // for which decoding a kernel takes little of the time
+  const int64_t full = panels - panels % (MAX_PANELS * threads), rest = (panels - full + threads - 1) / threads;
+  const int64_t columns = full / MAX_PANELS + std::min(threads, panels - full);
   std::vector<Item> items;
-  const int64_t tiles = MAX_ROWS / tile_rows;
   for (const Part& part : parts) {
+    const int64_t share = (part.rows.tiles * columns + 2 * threads - 1) / (2 * threads);
+    const int64_t tiles = std::clamp(share, kFewTiles, MAX_ROWS / tile_rows);
     for (int64_t first = 0; first < part.rows.tiles; first += tiles) {
-      for (int64_t panel = 0; panel < panels; panel += MAX_PANELS) {
-        items.push_back({&part, panel, std::min(MAX_PANELS, panels - panel), first, std::min(first + tiles, part.rows.tiles)});
+      for (int64_t panel = 0; panel < panels;) {
+        const int64_t count = std::min(panel < full ? MAX_PANELS : rest, panels - panel);
+        items.push_back({&part, panel, count, first, std::min(first + tiles, part.rows.tiles)});
+        panel += count;
       }
     }
   }
@@ -251,8 +259,8 @@ void MultiplyParts(ffi::ThreadPool pool, const QuantizedKernels& variant, const 
   float* const x = prepared.Get(numbers + (needs_sums ? rows * kernels.first.groups : 0));
   Prepare(pool, variant, kernels, source, parts, x, needs_sums ? x + numbers : nullptr);
 
-  const int64_t columns = kernels.first.columns;
-  const std::vector<Item> items = MakeItems(parts, kernels.first.panels(), variant.tile_rows);
+  const int64_t columns = kernels.first.columns, threads = std::max<int64_t>(pool.num_threads(), 1);
+  const std::vector<Item> items = MakeItems(parts, kernels.first.panels(), variant.tile_rows, threads);
   ForEach(pool, items.size(), [&](int64_t i) {
     static thread_local Scratch mine;
     const Item& item = items[i];
