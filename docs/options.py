@@ -19,7 +19,8 @@ _HEADER = """\
 
 `jax-paged serve --help` prints the complete descriptions, and [server.md](server.md) explains how to use the
 options. A switch with the default `True` is turned off by `--no-...`, such as `--no-ui`. The default `None`
-means that the option is not set; *empty* stands for an empty list or text.
+means that the option is not set; *empty* stands for an empty list or text. A dict is written as JSON, such as
+`--speculative-config '{"method": "ngram"}'`.
 """
 _TEXTS = {
     "server": "These options control the HTTP server.",

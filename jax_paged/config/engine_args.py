@@ -62,8 +62,7 @@ class EngineArgs:
             jnp.bfloat16. "auto" uses the checkpoint's dtype. For a checkpoint in float16 or in several
             dtypes, it uses bfloat16 and logs a warning.
         quantization: "int4", "int8" or "fp8" quantizes the floating-point weights of linear layers while they
-            are loaded (docs/quantization.md). For a quantized checkpoint, None or the method of the
-            checkpoint.
+            are loaded; a quantized checkpoint is loaded with None or its own method (docs/quantization.md).
         max_model_len: Maximum number of tokens of a prompt and its output together, at least 2; None uses the
             model's limit. Block tables are padded to this length, so a small limit makes steps faster.
         block_size: Tokens per block: a power of two, at most 128.
