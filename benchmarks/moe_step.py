@@ -8,6 +8,7 @@ number. "ragged_dot" is the same layer with jax.lax.ragged_dot, which multiplies
 every expert on a CPU. Times are the best of several runs, in float32.
 """
 
+import argparse
 import functools
 import os
 import time
@@ -84,6 +85,10 @@ def milliseconds(num_experts: int, active: int, num_tokens: int, grouped: Any) -
 
 def main() -> None:
     """Measures all combinations and prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     ours = functools.partial(grouped_matmul, backend="xla")
     print(f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores, jax {jax.__version__}")
     print(f"{'experts':>8} {'active':>7} {'tokens':>7} {'ms':>8} {'ragged_dot ms':>14}")

@@ -8,6 +8,7 @@ row draws its tokens at random from all tokens that its schema allows. Two times
 to copy the masks into the input array of the step. The first NUM_COLD steps are reported separately.
 """
 
+import argparse
 import json
 import random
 import string
@@ -69,6 +70,10 @@ def schema(i: int) -> dict:
 
 def main() -> None:
     """Runs the steps and prints medians and 95th percentiles."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     grammars = Grammars(MadeUpTokenizer(), VOCAB_SIZE, frozenset({EOS}))  # pyright: ignore[reportArgumentType]
     start = time.perf_counter()
     forms = [grammars.compile(StructuredOutputsParams(json=json.dumps(schema(i)))) for i in range(NUM_ROWS)]

@@ -64,7 +64,9 @@ outputs[0]
 # %% [markdown]
 # ## Sample
 #
-# A seed makes random choices repeatable: the same seed gives the same text, whatever else is running.
+# A seed makes random choices repeatable: the same seed gives the same text. Other running requests can only
+# change the rounding of probabilities, which rarely changes a token; see
+# [batch invariance](11_batch_invariance.ipynb).
 
 # %%
 for seed in (1, 2, 1):
@@ -84,7 +86,7 @@ except ValueError as error:
 # %% [markdown]
 # ## Look at probabilities
 #
-# `logprobs=3` reports, for each token, its own log-probability and the three most likely ones.
+# `logprobs=3` reports the log-probabilities of each generated token and of the three most likely tokens.
 
 # %%
 params = SamplingParams(temperature=0, max_tokens=6, logprobs=3)
@@ -97,8 +99,8 @@ for token_id, entry in zip(output.outputs[0].token_ids, output.outputs[0].logpro
 # %% [markdown]
 # ## Watch the text grow
 #
-# `LLM` uses an `LLMEngine`. Each `step` of it runs one batch on the device and returns the requests that got
-# a token. Requests may be added and aborted between any two steps.
+# `LLM` uses an `LLMEngine`. Its method `step` runs one batch on the device and returns an output for each
+# request that got tokens. Requests may be added and aborted between any two steps.
 
 # %%
 engine = llm.llm_engine

@@ -28,6 +28,7 @@ from jax_paged.lab.latency import latencies
 from jax_paged.lab.simulator import Request, StepTimeModel, simulate
 from jax_paged.lab.timeline import Timeline
 
+# The lengths are similar to those of ShareGPT's conversations, and the step times to those of an A100.
 rng = np.random.default_rng(0)
 arrivals = np.cumsum(rng.exponential(1 / 2, 200)).tolist()
 prompts = np.clip(rng.lognormal(4.4, 1.2, 200), 1, 1024).astype(int).tolist()
@@ -70,12 +71,12 @@ _ = below.set_xlabel("seconds")
 # %%
 rates = {}
 for rate in (1, 2, 3):
-    faster = [Request(r.arrival_s * 2 / rate, r.prompt, r.output_len) for r in trace]
-    rates[f"{rate} per second"] = simulate(faster, make_scheduler(), step_time)
+    scaled = [Request(r.arrival_s * 2 / rate, r.prompt, r.output_len) for r in trace]
+    rates[f"{rate} per second"] = simulate(scaled, make_scheduler(), step_time)
 latencies(rates)
 
 # %% [markdown]
-# And what the steps did meanwhile, at the highest of these rates:
+# The timeline shows the steps at the highest of these rates.
 
 # %%
 Timeline(rates["3 per second"].steps)

@@ -122,8 +122,8 @@ for name in prompts:
     print(f"{name:4} got the same tokens as alone: {outputs[name].text!r}")
 
 # %% [markdown]
-# `record` records the steps, and `timeline_of` draws them: the first picture is of the engine's own
-# scheduler, the second of this one. The engine's scheduler runs all three requests in each step. This one
+# `record` records the steps, and `timeline_of` draws them. The first picture shows the engine's scheduler,
+# which puts as many requests into each step as the 16 tokens allow. The second shows `shortest_alone`, which
 # runs one request per step: first the three prompts one after another, then the three requests in turn.
 
 # %%
@@ -166,9 +166,8 @@ for file in sorted(folder.iterdir()):
     print(f"{file.suffix:12} {file.stat().st_size / 1024:7.1f} KiB")
 
 # %% [markdown]
-# The engine here finishes its requests. Then a second engine is restored from the folder, which could also
-# happen in another process and at another time. It generates the same tokens with exactly the same
-# log-probabilities.
+# This engine finishes its requests. Then a second engine is restored from the folder, which could also happen
+# later or in another process. It generates the same tokens with exactly the same log-probabilities.
 
 # %%
 here = finish(engine)

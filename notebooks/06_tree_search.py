@@ -178,7 +178,11 @@ print(f"best of 8: {right['best of 8']} of {len(questions)} right")
 
 # %%
 def search(question, width=3, num_children=3, num_tokens=2):
-    """Returns the best text, and the tree: a row for each branch at each level."""
+    """Returns the best text, and the tree: a row for each branch at each level.
+
+    A row has the level, the names of the branch and its parent, the text, its score, whether the branch
+    continues, and the number of sequences that use each of its blocks.
+    """
     engine.add_request("0", prompt(question), bold)
     names, parents, done, seen, level = ["0"], {"0": "0"}, [], [], 0
     while names:
@@ -194,9 +198,9 @@ def search(question, width=3, num_children=3, num_tokens=2):
         distinct = list({texts[name]: name for name in reversed(ranked)}.values())[::-1]
         kept = sorted(distinct, key=lambda name: score(question, texts[name]), reverse=True)[:width]
         for name in names:
-            blocks = [] if outputs[name].finished else engine.page_table(name).entries["ref_count"].tolist()
+            counts = [] if outputs[name].finished else engine.page_table(name).entries["ref_count"].tolist()
             seen.append(
-                (level, name, parents[name], texts[name], score(question, texts[name]), name in kept, blocks)
+                (level, name, parents[name], texts[name], score(question, texts[name]), name in kept, counts)
             )
         done += [texts[name] for name in kept if outputs[name].finished]
         engine.abort_request([name for name in names if name not in kept])
@@ -222,12 +226,12 @@ plt.show()
 # %% [markdown]
 # ## The tree of one question
 #
-# Each box is a branch at one level, with the end of its text and its score. The squares below are its blocks,
-# filled if another branch shares them. Thin dotted lines lead to branches that were dropped at this level.
+# Each box is a branch at one level, with the end of its text and its score. The squares below it are its
+# blocks; a block that another branch shares is filled. Thin dotted lines lead to branches that were dropped.
 
 # %%
 index = next(
-    (i for i, text in enumerate(questions) if (text in dict(wrong)) and is_right(text, found[i][0])), 0
+    (i for i, asked in enumerate(questions) if (asked in dict(wrong)) and is_right(asked, found[i][0])), 0
 )
 question, (text, seen) = questions[index], found[index]
 levels = max(row[0] for row in seen)
@@ -235,7 +239,7 @@ figure, axes = plt.subplots(figsize=(2.6 * levels, 4.6))
 places = {(0, "0"): (0.0, 4.0)}
 for level in range(1, levels + 1):
     rows = [row for row in seen if row[0] == level]
-    for y, (_, name, parent, so_far, points, is_kept, blocks) in enumerate(rows):
+    for y, (_, name, parent, so_far, points, is_kept, counts) in enumerate(rows):
         x0, y0 = places[level - 1, parent]
         x, y = float(level), 8.0 - y * 8 / max(len(rows) - 1, 1)
         places[level, name] = (x, y)
@@ -251,7 +255,7 @@ for level in range(1, levels + 1):
             zorder=3,
             bbox={"facecolor": "#CCE5F6" if is_kept else "#EEEEEE", "edgecolor": style["color"], "pad": 2},
         )
-        for i, count in enumerate(blocks):
+        for i, count in enumerate(counts):
             axes.plot(
                 x + 0.03 + 0.07 * i,
                 y - 0.38,

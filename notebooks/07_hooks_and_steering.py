@@ -159,8 +159,8 @@ for beginning in ("The", "Each", "In"):
     print()
 
 # %% [markdown]
-# `pagelet` is a very small model, and what it writes means little. But one sees what kind of text it tries to
-# write: words about caches and requests at one end, and calls and brackets at the other.
+# `pagelet` is a very small model, and its texts mean little. But the type of text changes with the strength:
+# words about caches and requests at one end, and calls and brackets at the other.
 #
 # For the next picture, eight texts are sampled with each strength. It shows the share of their characters
 # that are signs of code, such as brackets and underscores. The dots are single texts and the line is their

@@ -60,7 +60,7 @@ engine.page_table("b")
 # %% [markdown]
 # ## Keys and values
 #
-# `kv` gathers the keys and values of a layer through the table. The keys and values of the first token differ
+# `kv` returns the keys and values of a request in one layer. The keys and values of the first token differ
 # from all others, because heads attend to this token if no other one is relevant.
 
 # %%
@@ -152,11 +152,11 @@ def heavy_hitters():
         pass
     seen = engine.inspect("r", layers=range(4), num_queries=None)
     engine.abort_request("r")
-    got = sum(attention.sum((0, 1)) for attention in seen.attention.values())
+    received = sum(attention.sum((0, 1)) for attention in seen.attention.values())
     # Early tokens are seen by more queries than late ones.
-    got = got / np.arange(len(got), 0, -1)
-    blocks = np.add.reduceat(got, range(0, len(got), 16))
-    return np.argsort(blocks)[::-1].tolist()
+    received = received / np.arange(len(received), 0, -1)
+    by_block = np.add.reduceat(received, range(0, len(received), 16))
+    return np.argsort(by_block)[::-1].tolist()
 
 
 ranked = heavy_hitters()

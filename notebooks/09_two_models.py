@@ -117,8 +117,8 @@ plt.show()
 # ## Contrastive decoding
 #
 # The next token is the one with the highest log-probability of the expert, plus `beta` times the difference
-# between expert and amateur. Only tokens count that the expert finds at least a tenth as likely as its best
-# one, for otherwise a token that both find absurd could win. The chosen token goes into both texts.
+# between expert and amateur. A token is only considered if the expert finds it at least a tenth as likely as
+# its best one. Otherwise, a token that both find absurd could win. The chosen token goes into both texts.
 
 
 # %%
@@ -225,8 +225,8 @@ for text, tokens in texts.items():
     print(repr(tokenizer.decode(plain)))
 
 # %% [markdown]
-# The assertion in this cell always holds: for any draft, the output equals plain greedy decoding, token for
-# token. A bad draft costs time and nothing else.
+# The assertion in the cell above always holds: for any draft, the output equals plain greedy decoding, token
+# for token. A bad draft costs only time.
 #
 # In the picture, a bar is a step of the expert. Proposed tokens are outlined, accepted ones blue. Orange is
 # the expert's own token, which each step adds in any case.

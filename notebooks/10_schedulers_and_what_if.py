@@ -18,8 +18,8 @@
 # and decisions. The recorded requests can then be served again with other settings or with your own
 # scheduler: they arrive at the same times, but no device is needed, and it takes less time.
 #
-# This works because an output does not depend on the steps in which it was computed. A request that is
-# scheduled differently still generates the recorded tokens.
+# In the replay, a request generates its recorded tokens, however it is scheduled. An engine would generate
+# the same tokens, because an output does not depend (except for rounding) on the steps that compute it.
 
 # %%
 import matplotlib.pyplot as plt
@@ -63,9 +63,9 @@ print(f"{recorded.num_steps} steps, {recorded.summary()['preemptions']} preempti
 
 # %% [markdown]
 # The timeline of a recording has a column per step: how many tokens it computed, how many requests waited,
-# and where one was preempted. Below, the preempted requests and the first of the others have a lane each. A
-# lane is broad where the request computes its prompt, or recomputes all of its tokens after a preemption, and
-# narrow where it decodes.
+# and where one was preempted. Below are lanes of single requests: the preempted ones and, as far as there is
+# room, the earliest others. A lane is broad where the request computes its prompt, or recomputes all of its
+# tokens after a preemption, and narrow where it decodes.
 
 # %%
 timeline_of(lines)
@@ -112,9 +112,9 @@ table(budgets)
 # %% [markdown]
 # ## A scheduler of your own
 #
-# A scheduler is a subclass of Scheduler, or just a function that returns the sort key of a request.
-# `LLM(scheduler=...)` serves with it, and `replay` shows its effect before that. This one serves short
-# prompts first.
+# A scheduler is a subclass of `Scheduler`, or just a function that returns the sort key of a request.
+# `LLM(scheduler=...)` serves with it, and `replay` shows its effect on recorded requests. The scheduler below
+# serves short prompts first.
 
 
 # %%

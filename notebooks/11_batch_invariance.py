@@ -52,9 +52,9 @@ for llm in engines.values():
 # The ordinary engine has a program for each of several shapes of a step, so that a small step costs little.
 # The other engine has one program for each kind of step, and pads every step to it.
 #
-# A program for answers and a program for prompts have to add up in the same order, too. Whether they do
-# depends on the shapes and on the machine, so an engine checks it at its start, and raises an error if the
-# results differ.
+# The programs for prompts and for generated tokens have to add up in the same order, too. Whether they do
+# depends on the shapes and on the machine. So a batch invariant engine checks it at its start, and raises an
+# error if the results differ.
 #
 # ## One request in four situations
 #

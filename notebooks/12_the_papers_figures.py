@@ -43,9 +43,9 @@ hatches = {"token states": "", "reserved": "///", "internal": "xx", "other": "..
 # ## Contents of the memory
 #
 # Two requests per second reach OPT-13B, whose keys and values fill 12 GB: 15,700 tokens. This is the memory
-# after two minutes, from its first slot to its last. Orca (Max) reserves for the longest possible output,
-# Pow2 for the next power of two of the true length, Oracle for the true length. The size of each region is a
-# power of two. vLLM allocates a block of 16 tokens when a request needs it.
+# after two minutes, from its first slot to its last. Orca (Max) reserves memory for the maximum length of the
+# model, Oracle for the true length, and Pow2 for an output length that is rounded up to a power of two. The
+# size of each region is a power of two. vLLM allocates a block of 16 tokens when a request needs it.
 #
 # "Reserved" slots are for tokens that will be computed later. "Internal" slots are beyond the true length and
 # stay empty, and "rounded up" are the slots that the power of two adds.
@@ -151,7 +151,7 @@ for row in every:
 # ## Figure 15: what sharing saves
 #
 # Samples of one request share the blocks of its prompt. Beams share more, because the best beams descend from
-# few parents. "here" is computed now with few requests, "stored" was computed with many.
+# few parents. The column "here" is computed now with few requests; "stored" was computed with many.
 
 # %%
 lines = ["Alpaca            here  stored   paper"]

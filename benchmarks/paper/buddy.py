@@ -40,7 +40,11 @@ class BuddyAllocator:
                 start += 1 << power
 
     def take(self, num_units: int) -> Region | None:
-        """Allocates the smallest free region of at least `num_units` units; None if there is none."""
+        """Allocates a region of at least `num_units` units; None if no free region is large enough.
+
+        The size is rounded up to a power of two. If all free regions of this size are in use, the smallest
+        larger one is split.
+        """
         size = wanted = 1 << (num_units - 1).bit_length()
         while not self.free.get(size):
             size *= 2
@@ -63,7 +67,7 @@ class BuddyAllocator:
 
 
 class Demand(NamedTuple):
-    """Size of a request, which an Orca system knows when the request arrives.
+    """Size of a request. Orca systems know it when the request arrives.
 
     Args:
         output_len: Number of tokens of each output. "oracle" uses it, and "pow2" uses it rounded up.
@@ -159,6 +163,7 @@ class BuddyManager(BlockManager):
             (table,) = self.block_tables[seq]
             if self.pool.ref_counts[table[0]] == 1:
                 continue
+            # The first region of the request that no sequence uses yet; unit i is block i + 1.
             region = next(r for r in self._regions[seq] if not self.pool.ref_counts[r.start + 1])
             num_blocks = self.num_blocks_of(seq.next_position)
             self._set_block_table(seq, region)
@@ -204,7 +209,8 @@ class BuddyManager(BlockManager):
         return Usage(tokens, reserved, internal, num_slots - tokens - reserved - internal)
 
     def _set_block_table(self, seq: Sequence, region: Region) -> None:
-        # Unit i is block i + 1, because block 0 is the null block.
+        # Unit i is block i + 1, because block 0 is the null block. A block table has no more blocks than the
+        # maximum length needs, although the region may be larger.
         first, size = region.start + 1, min(region.size, self.num_blocks_of(self.max_model_len))
         self.block_tables[seq] = [list(range(first, first + size))]
         for block in self.block_tables[seq][0]:

@@ -3,8 +3,7 @@
 import dataclasses
 
 # Time per step that the host and the gaps between kernels add to the roofline (seconds). It is the only
-# fitted number: with it, vLLM's batch size on Alpaca equals the one in figure 13. tests/test_paper.py checks
-# the fit.
+# fitted number: with it, vLLM's batch size on Alpaca equals the one in figure 13.
 HOST_S = 0.0122
 
 
@@ -66,6 +65,7 @@ class Setup:
         return RooflineStepTime(self, block_size)
 
 
+# Table 1 of the paper. OPT-175B has 173e9 weights there (346 GB).
 OPT_13B = Setup("OPT-13B", 13e9, 40, 5120, A100_40, 1, 15_700)
 OPT_66B = Setup("OPT-66B", 66e9, 64, 9216, A100_40, 4, 9_700)
 OPT_175B = Setup("OPT-175B", 173e9, 96, 12288, A100_80, 8, 60_100)
@@ -105,6 +105,7 @@ class RooflineStepTime:
         num_tokens = num_prefill_tokens + num_decode_seqs
         block_bytes = s.bytes_per_token * self.block_size
         bytes_per_s = s.gpu.bytes_per_s * n
+        # Each weight has 2 bytes, and takes 2 operations per token.
         products_s = 2 * s.num_params * max(1 / bytes_per_s, num_tokens / (s.gpu.flop_per_s * n))
         moved = s.bytes_per_token * num_context_tokens + 2 * block_bytes * num_blocks_copied
         seconds = s.host_s + products_s + moved / bytes_per_s

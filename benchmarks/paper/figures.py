@@ -95,7 +95,7 @@ class Figure:
 
 def _batch_point(system: str, workload: str, **settings: Any) -> Point:
     duration_s = {"ShareGPT": 3600, "Alpaca": 600}[workload]  # the paper's traces last an hour
-    if settings:
+    if settings:  # variants are simulated for a shorter time
         duration_s //= 3
     rate = published.BATCH_RATES[workload]
     return Point.of("batch", system=system, workload=workload, rate=rate, duration_s=duration_s, **settings)
@@ -145,7 +145,7 @@ _BAND_POINTS = [
 ]
 # Points of figure 13 under alternative assumptions, for a table in docs/paper.md.
 OTHER_POINTS = {
-    "prompts in the steps of decodes, 19 ms": [
+    "prompts in the steps of decodes, host time 19 ms": [
         _batch_point(system, workload, mixes=True, host_s=0.019)
         for workload in published.BATCHES
         for system in SYSTEMS[1:]
@@ -451,7 +451,7 @@ def _scale_curves(values: Any) -> list[Curve]:
             for rows, n, s in value["bins"]:
                 steps[rows] = steps.get(rows, 0) + n
                 seconds[rows] = seconds.get(rows, 0.0) + s
-        bins = [rows for rows in sorted(steps) if steps[rows] >= 50]
+        bins = [rows for rows in sorted(steps) if steps[rows] >= 50]  # a mean of fewer steps is too noisy
         curves.append(
             Curve(
                 "one schedule() and update()",
@@ -472,7 +472,7 @@ FIGURES: dict[str, Figure] = {
             "% of the memory",
             [point for point in _BAND_POINTS if '"ShareGPT"' in point.key],
             _memory_rows,
-            "For vLLM: percent of the slots in used blocks. `other` includes the buddy allocator's rounding.",
+            "For vLLM: percent of the slots in used blocks. Orca's `other` includes slots added by rounding.",
         ),
         Figure(
             "12",
@@ -549,7 +549,7 @@ FIGURES: dict[str, Figure] = {
             "% slower",
             [_kernel_point(batch, n) for batch in (8, 32) for n in (64, 128, 256)],
             _kernel_rows,
-            "One CPU kernel, blocks of 16 or one block per sequence; the paper compares two GPU kernels.",
+            "One CPU kernel, with blocks of 16 or a block per sequence; the paper compares two GPU kernels.",
         ),
         Figure(
             "18b",
@@ -557,7 +557,7 @@ FIGURES: dict[str, Figure] = {
             "ms per token",
             [_size_point(workload, size) for workload in ("ShareGPT", "Alpaca") for size in BLOCK_SIZES],
             _size_rows,
-            "The paper shows the lowest latency from 16 to 128 for ShareGPT, and at 16 and 32 for Alpaca.",
+            "In the paper, latency is lowest for blocks of 16 to 128 (ShareGPT), and of 16 and 32 (Alpaca).",
             _size_curves,
             ("tokens per block", "ms per output token"),
         ),

@@ -1,8 +1,7 @@
 """Measurements of the engine with the built-in model on a CPU, with paged memory and with Orca's memory.
 
 Scheduler and model are the same in all systems; only the block manager differs. OPT-13B's number of slots and
-maximum length are divided by 4, because the built-in model supports at most 2048 tokens. ShareGPT's lengths
-are divided by 4 as well; the lengths of Alpaca and of translations are not.
+maximum length and ShareGPT's lengths are divided by 4. The lengths of Alpaca and of translations are not.
 """
 
 import dataclasses
@@ -131,16 +130,18 @@ def scheduler_of(
     return SystemScheduler
 
 
-def serve(idle: LLMEngine, system: str, jobs: Items[Job], **settings: Any) -> Run:
+def serve(idle_engine: LLMEngine, system: str, jobs: Items[Job], **settings: Any) -> Run:
     """Serves jobs that all arrive at once, with the block manager of a system.
 
     Args:
-        idle: An engine without requests, whose executor is used.
+        idle_engine: An engine without requests, whose executor is used.
         system: One of SYSTEMS.
         jobs: The jobs.
         settings: Further arguments of `scheduler_of`.
     """
-    engine = LLMEngine(idle.args, idle.executor, scheduler=scheduler_of(system, jobs, **settings))
+    engine = LLMEngine(
+        idle_engine.args, idle_engine.executor, scheduler=scheduler_of(system, jobs, **settings)
+    )
     manager, size = engine.scheduler.block_manager, engine.config.block_size
     if manager.enable_prefix_caching:
         prefix_len = min(len(job.prompt) for job in jobs) // size * size
@@ -211,7 +212,10 @@ def engine_prefix(count: int, rounds: int) -> dict[str, float]:
 
 
 def engine_recovery(block_size: int, count: int, rounds: int) -> dict[str, float]:
-    """Measures figure 19b: time of all jobs with recomputation and with swapping (seconds)."""
+    """Measures figure 19b: time of all jobs with recomputation and with swapping (seconds).
+
+    The result also contains the number of preemptions of one run with swapping.
+    """
     workload = _quarter(SHAREGPT)
     jobs = make_jobs(workload, count)
     modes = {mode: ("vLLM", jobs, {"preemption_mode": mode}) for mode in ("recompute", "swap")}
@@ -262,7 +266,13 @@ def kernel_overhead(batch: int, context: int, rounds: int) -> float:
 def _in_turns(
     engine: LLMEngine, turns: dict[str, tuple[str, Items[Job], Any]], rounds: int
 ) -> dict[str, list[Run]]:
-    """Serves jobs in several ways, which alternate round by round, after a warm-up round."""
+    """Serves jobs in several ways, which alternate round by round, after a warm-up round.
+
+    Args:
+        engine: The engine, without requests.
+        turns: By name: the system, the jobs, and further arguments of `scheduler_of`.
+        rounds: Number of rounds that count.
+    """
     found: dict[str, list[Run]] = {name: [] for name in turns}
     for i in range(rounds + 1):
         for name, (system, jobs, settings) in turns.items():

@@ -51,9 +51,9 @@ def draw(figure: Figure, values: Any, path: Path) -> None:
 def _bars(canvas_class: Any, figure: Figure, rows: list[Row]) -> Any:
     panels = list(dict.fromkeys(row.panel for row in rows))
     num_columns = min(2, len(panels))
-    num_lines = -(-len(panels) // num_columns)
-    canvas = canvas_class(figsize=(10, 0.9 + 2.9 * num_lines), layout="constrained", facecolor=BACKGROUND)
-    axes = list(canvas.subplots(num_lines, num_columns, squeeze=False).flat)
+    num_rows = -(-len(panels) // num_columns)
+    canvas = canvas_class(figsize=(10, 0.9 + 2.9 * num_rows), layout="constrained", facecolor=BACKGROUND)
+    axes = list(canvas.subplots(num_rows, num_columns, squeeze=False).flat)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     for axis, panel in zip(axes, panels, strict=False):
@@ -110,9 +110,9 @@ def _lines(canvas_class: Any, figure: Figure, curves: list[Curve]) -> Any:
     panels = list(dict.fromkeys(curve.panel for curve in curves))
     labels = list(dict.fromkeys(curve.label for curve in curves))
     num_columns = min(3, len(panels))
-    num_lines = -(-len(panels) // num_columns)
-    canvas = canvas_class(figsize=(10, 1.2 + 3.0 * num_lines), layout="constrained", facecolor=BACKGROUND)
-    axes = canvas.subplots(num_lines, num_columns, squeeze=False).flat
+    num_rows = -(-len(panels) // num_columns)
+    canvas = canvas_class(figsize=(10, 1.2 + 3.0 * num_rows), layout="constrained", facecolor=BACKGROUND)
+    axes = canvas.subplots(num_rows, num_columns, squeeze=False).flat
     handles: dict[str, Any] = {}
     for axis, panel in zip(axes, panels, strict=True):
         for curve in curves:

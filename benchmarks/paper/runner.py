@@ -1,4 +1,4 @@
-"""Computation of missing points in several processes, with a progress bar. Ctrl-C keeps finished points."""
+"""Computation of missing points in several processes, with a progress bar."""
 
 import concurrent.futures
 import multiprocessing

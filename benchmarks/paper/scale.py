@@ -46,7 +46,7 @@ class Timed(Scheduler):
 def replicas(num_replicas: int, first: int, last: int, per_replica: int) -> dict[str, Any]:
     """Simulates some of the replicas that share RATE requests per second (Alpaca lengths, OPT-13B).
 
-    A balancer gives each replica an equal share, so each replica has its own Poisson arrivals.
+    Each replica receives an equal share as Poisson arrivals of its own.
 
     Args:
         num_replicas: Number of replicas that share the rate.

@@ -44,7 +44,7 @@ class Policy:
 DEFAULT = Policy()
 
 
-class Watched(Scheduler):
+class UsageRecorder(Scheduler):
     """Scheduler that records the memory use of an Orca system once per simulated second."""
 
     usages: list[Usage]
@@ -59,7 +59,9 @@ class Watched(Scheduler):
         return output
 
 
-def make_scheduler(system: str, num_slots: int, trace: Items[Request], policy: Policy = DEFAULT) -> Watched:
+def make_scheduler(
+    system: str, num_slots: int, trace: Items[Request], policy: Policy = DEFAULT
+) -> UsageRecorder:
     """Returns the scheduler of a system, with an empty pool.
 
     Args:
@@ -80,7 +82,7 @@ def make_scheduler(system: str, num_slots: int, trace: Items[Request], policy: P
     else:
         # The host memory for swapping is as large as the pool, so that it is never full.
         manager = BlockManager(num_blocks, size, policy.shares_prefixes, num_swap_blocks=num_blocks)
-    scheduler = Watched(
+    scheduler = UsageRecorder(
         block_manager=manager,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,

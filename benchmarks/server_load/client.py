@@ -70,6 +70,9 @@ class Client:
             body: Body of a POST request: bytes, or an object that is sent as JSON. None sends a GET request.
             until: Function of the body received so far; if it returns True, the connection is closed.
             timeout_s: Time limit for the whole exchange (seconds).
+
+        Raises:
+            TimeoutError: If the exchange takes longer than `timeout_s` seconds.
         """
         answer, start = Answer(), time.perf_counter()
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -118,14 +121,20 @@ class Server(Client):
     process: subprocess.Popen[str]
     log: Path
 
-    async def storm(self, path: str, body: bytes, num_clients: int, seconds: float) -> dict[int, int]:
-        """Repeats a request from a separate process and returns the number of responses by status.
+    async def storm(
+        self, path: str, body: bytes, num_clients: int, seconds: float
+    ) -> tuple[dict[int, int], float]:
+        """Repeats a request in a separate process.
 
         Args:
             path: Path of the route.
             body: Body of the POST request.
             num_clients: Number of clients, each of which sends one request at a time.
-            seconds: Duration.
+            seconds: Time in which requests are sent.
+
+        Returns:
+            The number of requests by status (0 without a response; see Answer), and the time until the last
+            response (seconds).
         """
         arguments = (str(self.port), path, str(num_clients), str(seconds))
         clients = await asyncio.create_subprocess_exec(
@@ -136,7 +145,8 @@ class Server(Client):
             cwd=ROOT / "benchmarks",
         )
         output, _ = await clients.communicate(body)
-        return {int(status): number for status, number in json.loads(output).items()}
+        statuses, elapsed_s = json.loads(output)
+        return {int(status): number for status, number in statuses.items()}, elapsed_s
 
     async def metric(self, name: str) -> float:
         """Returns the sum of a metric over its labels."""
@@ -162,7 +172,7 @@ class Server(Client):
         return time.perf_counter() - start
 
     async def wait_until_compiled(self) -> None:
-        """Waits until the server has compiled its programs in the background and uses no processor time."""
+        """Waits until the server has compiled its programs: until it uses almost no processor time."""
         process, idle = psutil.Process(self.process.pid), 0
         process.cpu_percent()
         while idle < 2:

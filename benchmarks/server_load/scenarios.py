@@ -1,4 +1,7 @@
-"""Load tests of the server. Each scenario starts its own server and returns measured values with bounds."""
+"""Load tests of the server. Each scenario starts its own server and returns measured values.
+
+Some values have an upper bound.
+"""
 
 import asyncio
 import dataclasses
@@ -58,10 +61,10 @@ def _stream(num_tokens: int, **more) -> dict:
 
 
 async def storm(seconds: float = 15) -> list[Measurement]:
-    """Sends /health and chat requests while 8 clients send very long prompts.
+    """Sends /health and chat requests while 8 clients send prompts that are too long.
 
-    First, the prompts have 2 MB, which the server rejects; later, 51,000 characters, about the longest text
-    that it tokenizes.
+    First, the prompts have 2 MB. The server rejects them without tokenizing them. Later, they have 51,000
+    characters, about the longest text that the server tokenizes before it rejects the request.
     """
     with serving() as server:
         await server.wait_until_compiled()
@@ -85,10 +88,13 @@ async def storm(seconds: float = 15) -> list[Measurement]:
             storming = asyncio.create_task(server.storm(COMPLETIONS, prompt, 8, seconds + 2))
             await asyncio.sleep(1)
             health, chat = await probe(seconds)
-            statuses = await storming
+            statuses, elapsed_s = await storming
+            # 0: the connection ended before the response arrived.
             assert statuses.keys() <= {0, 400, 413, 429}, statuses
+            num_unanswered = statuses.pop(0, 0)
             measurements += [
-                Measurement(f"{name}: answered", sum(statuses.values()) / seconds, "per second"),
+                Measurement(f"{name}: answered", sum(statuses.values()) / elapsed_s, "per second"),
+                Measurement(f"{name}: without an answer", num_unanswered / elapsed_s, "per second"),
                 Measurement(f"{name}: health p99", health, "ms", 100),
                 Measurement(
                     f"{name}: time of a chat request, relative to no load", chat / quiet_chat, "times", 2
@@ -103,7 +109,7 @@ async def overload(seconds: float = 10) -> list[Measurement]:
     with serving("--max-num-waiting", "64") as server:
         await server.wait_until_compiled()
         body = {"prompt": "a", "max_tokens": 512, "ignore_eos": True}
-        await asyncio.gather(*(server.ask(COMPLETIONS, body) for _ in range(64)))
+        await asyncio.gather(*(server.ask(COMPLETIONS, body) for _ in range(64)))  # warm-up
         start = time.perf_counter()
         await asyncio.gather(*(server.ask(COMPLETIONS, body) for _ in range(128)))
         rate = 128 / (time.perf_counter() - start)
@@ -152,7 +158,7 @@ async def drain() -> list[Measurement]:
             Measurement("until the last stream ends", streams_end_s, "s", timeout + 2),
             Measurement("until the process ends", elapsed, "s"),
             # The server ends with status 3 if it aborted requests at the end of the timeout.
-            Measurement("exit status is not 3 (1 means true)", float(code != 3), "", 0),
+            Measurement("exit status other than 3 (0: no, 1: yes)", float(code != 3), "", 0),
         ]
 
 
@@ -169,10 +175,11 @@ async def disconnects() -> list[Measurement]:
 
 
 async def silent() -> list[Measurement]:
-    """Requests 50 long streams and never reads them."""
+    """Requests 50 long streams and never reads them; measures how much memory the server needs for them."""
     with serving("--kv-cache-memory-bytes", str(2**30)) as server:
         await server.wait_until_compiled()
         body = _stream(1900, n=4, logprobs=5)
+        # The memory that the server needs for the same streams with clients that read them is not counted.
         await asyncio.gather(*(server.ask(COMPLETIONS, body) for _ in range(50)))
         before = server.memory_mib()
         most = before
@@ -198,7 +205,7 @@ async def soak(num_requests: int = 10_000) -> list[Measurement]:
     rng = random.Random(1)
     with serving() as server:
         await server.wait_until_compiled()
-        points: list[tuple[int, float]] = []
+        points: list[tuple[int, float]] = []  # number of finished requests, memory (MiB)
         limit = asyncio.Semaphore(32)
         done = 0
 

@@ -10,25 +10,28 @@ from server_load.client import Client
 
 
 async def main(port: int, path: str, num_clients: int, seconds: float, body: bytes) -> None:
-    """Sends requests for `seconds` seconds and prints the number of responses by status as JSON.
+    """Sends requests for `seconds` seconds, waits for the last responses, and prints the result as JSON.
+
+    The result is a pair: the number of requests by status (0 without a response; see Answer), and the time
+    until the last response (seconds).
 
     Args:
         port: Port of the server.
         path: Path of the route.
         num_clients: Number of clients, each of which sends one request at a time.
-        seconds: Duration.
+        seconds: Time in which requests are sent.
         body: Body of the POST request.
     """
-    server = Client(port)
+    client = Client(port)
     statuses = collections.Counter[int]()
-    end = time.monotonic() + seconds
+    start = time.monotonic()
 
-    async def client() -> None:
-        while time.monotonic() < end:
-            statuses[(await server.ask(path, body)).status] += 1
+    async def repeat() -> None:
+        while time.monotonic() < start + seconds:
+            statuses[(await client.ask(path, body)).status] += 1
 
-    await asyncio.gather(*(client() for _ in range(num_clients)))
-    print(json.dumps(statuses))
+    await asyncio.gather(*(repeat() for _ in range(num_clients)))
+    print(json.dumps((statuses, time.monotonic() - start)))
 
 
 if __name__ == "__main__":
