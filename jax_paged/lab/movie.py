@@ -153,7 +153,7 @@ def watch(engine: Observed, *, max_frames: int = 400) -> Iterator[Movie]:
     finally:
         engine.observers.remove(observe)
         if show is not None:
-            show(movie.frames)
+            show(movie.html(movie.frames))
 
 
 def movie_of(lines: Iterable[str], *, max_frames: int = 400) -> Movie:
