@@ -233,7 +233,8 @@ class ServedModel:
         self.stages = [loaded.context(i, self.config, self.config.num_blocks) for i in local_stages]
         check_traced_features(self.stages[-1])
         self.num_users = 0
-        self._args, self._group, self._uses_onednn = args, group, packing.floats
+        self._args, self._group = args, group
+        self._has_packed_weights = packing.floats or all(served.is_packed for served in self.served)
         self._compiled: CompiledPrograms | None = None
 
     def compiled(self, movers: list[Program]) -> CompiledPrograms:
@@ -249,7 +250,7 @@ class ServedModel:
             options = WIDE_VECTORS if is_bfloat16 else ONE_GRAPH if context.backend == "pallas" else None
             pipeline = Pipeline(self.stages)
             self._compiled = CompiledPrograms(
-                plan_steps(self.config, on_cpu=on_cpu, uses_onednn=self._uses_onednn),
+                plan_steps(self.config, on_cpu=on_cpu, has_packed_weights=self._has_packed_weights),
                 [
                     *encoder_programs(context),
                     *movers,

@@ -2,8 +2,8 @@
 
 The C++ sources in this folder are compiled into one shared library when jax-paged is installed, if a C++
 compiler is available. `target` registers a handler of the library with XLA. `attention.py` wraps the
-operations on the KV cache, and `products.py` the matrix products of oneDNN. `is_built` and `problem` tell
-callers whether the library can be used.
+operations on the KV cache, `products.py` the matrix products of oneDNN, and `quantized_products.py` those
+with quantized weights. `is_built` and `problem` tell callers whether the library can be used.
 """
 
 import ctypes

@@ -173,7 +173,9 @@ INLINE void add_group(const QuantizedKernel& kernel, int64_t panel, int64_t grou
 // Multiplies a tile of ROWS rows by PANELS panels, decoding them on the way.
 template <NumberType TYPE, int ROWS, int PANELS>
 static void multiply_few(const QuantizedKernel& kernel, const Tile& tile, int64_t panel, float* products, int64_t stride) {
+  // Bytes that memory is asked for in advance. Behind the end of a panel, they are those of the panel that follows the others.
   constexpr int64_t AHEAD = 1024;
+  const int64_t others = (PANELS - 1) * kernel.panel_bytes(), row_bytes = TYPE == NumberType::kInt4 ? PANEL / 2 : PANEL;
   const uint8_t* const first = kernel.values + panel * kernel.panel_bytes();
   const int64_t panel_bytes = kernel.panel_bytes();
   const uint8_t* at[PANELS];
@@ -183,6 +185,7 @@ static void multiply_few(const QuantizedKernel& kernel, const Tile& tile, int64_
     const int64_t end = end_of_group(kernel, group);
     for (int64_t k = group * kernel.group; k < end; k += ROWS_PER_WORD) {
       const float* const x = tile.x + k * ROWS;
+      const int64_t next = k * row_bytes + AHEAD, ahead = next < panel_bytes ? next : next + others;
 #pragma GCC unroll 8
       for (int j = 0; j < ROWS_PER_WORD; j++) {
         Vec factor[ROWS];
@@ -192,12 +195,12 @@ static void multiply_few(const QuantizedKernel& kernel, const Tile& tile, int64_
           Vec number;
           if constexpr (TYPE == NumberType::kInt4) {
             const uint8_t* const from = at[c / PARTS];
-            if (j == 0 && part == 0) __builtin_prefetch(from + k * (PANEL / 2) + AHEAD);
+            if (j == 0 && part == 0) __builtin_prefetch(from + ahead);
             number = number_in(words_at(from, k, part, j), j);
           } else {
             using Number = std::conditional_t<TYPE == NumberType::kInt8, Int8, Float8>;
             const uint8_t* const from = at[c / PARTS] + (k + j) * PANEL;
-            if (j % 4 == 0 && part == 0) __builtin_prefetch(from + AHEAD);
+            if (j % 4 == 0 && part == 0) __builtin_prefetch(at[c / PARTS] + ahead + j * PANEL);
             number = number_at(reinterpret_cast<const Number*>(from + part * WIDTH));
           }
           for (int r = 0; r < ROWS; r++) sum[r][c] = add_product(sum[r][c], factor[r], number);

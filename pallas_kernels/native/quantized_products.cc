@@ -227,19 +227,22 @@ void Prepare(ffi::ThreadPool pool, const QuantizedKernels& variant, const Kernel
   }
 }
 
-// Divides the results among threads: MAX_PANELS panels at a time, and what is left then in equal parts, of all rows of a
-// part that one call can take, or fewer if the columns are too few for the threads.
-std::vector<Item> MakeItems(const std::vector<Part>& parts, int64_t panels, int64_t tile_rows, int64_t threads) {
+// Divides the results among threads: blocks of MAX_PANELS panels, several together if they are small, and what is left then in
+// equal parts; of all rows of a part that one call can take, or fewer if the columns are too few for the threads.
+std::vector<Item> MakeItems(const std::vector<Part>& parts, const QuantizedKernel& kernel, int64_t tile_rows, int64_t threads) {
   constexpr int64_t kFewTiles = 4;  // for which decoding a kernel takes little of the time
-  const int64_t full = panels - panels % (MAX_PANELS * threads), rest = (panels - full + threads - 1) / threads;
-  const int64_t columns = full / MAX_PANELS + std::min(threads, panels - full);
+  constexpr int64_t kBytes = 1 << 16;
+  const int64_t panels = kernel.panels(), most = panels / (4 * threads * MAX_PANELS);
+  const int64_t blocks = std::clamp<int64_t>(kBytes / (MAX_PANELS * kernel.panel_bytes()), 1, std::max<int64_t>(most, 1));
+  const int64_t width = blocks * MAX_PANELS, full = panels - panels % (width * threads);
+  const int64_t rest = (panels - full + threads - 1) / threads, columns = full / width + std::min(threads, panels - full);
   std::vector<Item> items;
   for (const Part& part : parts) {
     const int64_t share = (part.rows.tiles * columns + 2 * threads - 1) / (2 * threads);
     const int64_t tiles = std::clamp(share, kFewTiles, MAX_ROWS / tile_rows);
     for (int64_t first = 0; first < part.rows.tiles; first += tiles) {
       for (int64_t panel = 0; panel < panels;) {
-        const int64_t count = std::min(panel < full ? MAX_PANELS : rest, panels - panel);
+        const int64_t count = std::min(panel < full ? width : rest, panels - panel);
         items.push_back({&part, panel, count, first, std::min(first + tiles, part.rows.tiles)});
         panel += count;
       }
@@ -260,25 +263,28 @@ void MultiplyParts(ffi::ThreadPool pool, const QuantizedKernels& variant, const 
   Prepare(pool, variant, kernels, source, parts, x, needs_sums ? x + numbers : nullptr);
 
   const int64_t columns = kernels.first.columns, threads = std::max<int64_t>(pool.num_threads(), 1);
-  const std::vector<Item> items = MakeItems(parts, kernels.first.panels(), variant.tile_rows, threads);
+  const std::vector<Item> items = MakeItems(parts, kernels.first, variant.tile_rows, threads);
   ForEach(pool, items.size(), [&](int64_t i) {
     static thread_local Scratch mine;
     const Item& item = items[i];
     const PreparedRows& all = item.part->rows;
     const int64_t first = all.first_row(item.first_tile), count = all.first_row(item.last_tile) - first;
-    const int64_t stride = item.panels * PANEL, products = MAX_ROWS * MAX_PANELS * PANEL;
+    const int64_t products = MAX_ROWS * MAX_PANELS * PANEL, end = item.panel + item.panels;
     float* const scratch = mine.Get(SCRATCH_FLOATS + 2 * products);
     float *const values = scratch + SCRATCH_FLOATS, *const factors = values + products;
-    const auto multiply = [&](const KernelStack& stack, float* to) {
-      variant.multiply(stack[item.part->kernel], all, item.panel, item.panels, item.first_tile, item.last_tile, to, scratch);
-    };
-    multiply(kernels, values);
-    if (up) multiply(*up, factors);
-    const int64_t column = item.panel * PANEL, width = std::min(stride, columns - column);
-    for (int64_t r = 0; r < count; r++) {
-      const int64_t at = (item.part->first_row + first + r) * columns + column;
-      variant.write(activation, values + r * stride, up ? factors + r * stride : nullptr, width, type,
-                    static_cast<char*>(result) + at * BytesOf(type));
+    for (int64_t panel = item.panel; panel < end; panel += MAX_PANELS) {
+      const int64_t panels = std::min(MAX_PANELS, end - panel), stride = panels * PANEL;
+      const auto multiply = [&](const KernelStack& stack, float* to) {
+        variant.multiply(stack[item.part->kernel], all, panel, panels, item.first_tile, item.last_tile, to, scratch);
+      };
+      multiply(kernels, values);
+      if (up) multiply(*up, factors);
+      const int64_t column = panel * PANEL, width = std::min(stride, columns - column);
+      for (int64_t r = 0; r < count; r++) {
+        const int64_t at = (item.part->first_row + first + r) * columns + column;
+        variant.write(activation, values + r * stride, up ? factors + r * stride : nullptr, width, type,
+                      static_cast<char*>(result) + at * BytesOf(type));
+      }
     }
   });
   prepared.Trim();

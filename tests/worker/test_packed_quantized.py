@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_paged import EngineArgs
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.models.quantization.packed_weight import PackedWeight
 from jax_paged.models.quantization.quantize import kernel_places, quantize_model
@@ -15,6 +16,7 @@ from jax_paged.models.quantization.online import quantize
 from jax_paged.models.quantization.quantized_linear import QuantizationScheme, QuantizedWeight
 from jax_paged.models.weights import load_model
 from jax_paged.pallas_kernels import native
+from jax_paged.worker.loading.mesh import Packing, choose_packing
 from jax_paged.worker.loading.weights import packed_quantized
 
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
@@ -82,3 +84,20 @@ def test_groups_that_are_too_small_stay_as_they_are() -> None:
     linear.kernel = QuantizedWeight(scheme, kernel.shape, kernel.split, arrays)
     Linear.pack_quantized([linear])
     assert isinstance(linear.kernel, QuantizedWeight)
+
+
+def test_without_the_library_xla_multiplies(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = EngineArgs(model="pagelet", matmul_backend="auto")
+    assert choose_packing(args, "xla", is_quantized=True) == Packing(floats=False, quantized=True)
+    by_xla = EngineArgs(model="pagelet", matmul_backend="xla")
+    assert choose_packing(by_xla, "xla", is_quantized=True) == Packing(floats=False, quantized=False)
+    assert not caplog.messages
+    monkeypatch.setattr(native, "_load", lambda: "it was not compiled")
+    for is_quantized, num_warnings in ((False, 0), (True, 1)):
+        assert choose_packing(args, "xla", is_quantized=is_quantized) == Packing(
+            floats=False, quantized=False
+        )
+        assert len(caplog.messages) == num_warnings
+    assert "packed ones are faster, but the native backend can't be used: it was not compiled" in caplog.text

@@ -27,7 +27,12 @@ from jax_paged.models.moe import Experts
 from jax_paged.models.parallel.sharding import DeviceGrid, Split, take_columns, whole_shape
 from jax_paged.models.parallel.stages import num_bytes, split_model
 from jax_paged.models.quantization import packed_weight
-from jax_paged.models.quantization.quantize import choose_online_dtype, quantize_model, quantize_outline
+from jax_paged.models.quantization.quantize import (
+    choose_online_dtype,
+    kernel_places,
+    quantize_model,
+    quantize_outline,
+)
 from jax_paged.models.quantization.quantized_linear import ONLINE_DTYPES, OnlineDtype, QuantizedWeight
 from jax_paged.models.weights import LoadedModel, as_loaded_model, load_stages, outline
 from jax_paged.worker.loading.mesh import Packing
@@ -286,6 +291,7 @@ class ServedWeights:
             shape.
         are_dropped: Whether the weights are neither on the device nor in host memory.
         owns_weights: Whether the engine owns the weights. If it does, `check` is not needed.
+        is_packed: Whether all matrix products use packed weights.
     """
 
     def __init__(
@@ -426,6 +432,7 @@ class ServedWeights:
         model = quantize_model(model, self._quantized_dtype)
         before += jax.tree.leaves(nnx.state(model))
         model = apply_packing(model, self._packing, in_place=self.owns_weights)
+        self.is_packed = _is_packed(model)
         flat, weights, splits = flatten(model)
         callers_ids, served_ids = {id(array) for array in callers_arrays}, {id(array) for array in weights}
         self._is_shared = [id(array) in callers_ids for array in weights]
@@ -433,6 +440,14 @@ class ServedWeights:
             if id(array) not in callers_ids | served_ids:
                 array.delete()
         return flat, placed(weights, splits, self._grid, are_in_order=are_in_order)
+
+
+def _is_packed(model: LanguageModel) -> bool:
+    """Returns whether all linear maps, experts and the head of a model have packed weights."""
+    kernels = [place.kernel for place in kernel_places(model)]
+    if isinstance(head := model.head, Embedding) and model.is_last_stage:
+        kernels.append(head.packed_head or head.embedding)
+    return not any(isinstance(kernel, nnx.Param | QuantizedWeight) for kernel in kernels)
 
 
 def _watch(model: LanguageModel | None) -> list[Callable[[], bool]]:
