@@ -18,6 +18,7 @@ from jax_paged.models.parallel.sharding import TENSOR, DeviceGrid
 from jax_paged.models.quantization.quantize import kernel_places
 from jax_paged.models.quantization.quantized_linear import QuantizedWeight
 from jax_paged.models.weights import load_model, random_checkpoint
+from jax_paged.pallas_kernels.native import quantized_products
 
 pytestmark = pytest.mark.thorough
 
@@ -50,6 +51,12 @@ def checkpoint(folder: Path, name: str, **changes: Any) -> Path:
 
 def weights(model: nnx.Module) -> dict[str, np.ndarray]:
     return {".".join(map(str, path)): np.asarray(x[...]) for path, x in nnx.to_flat_state(nnx.state(model))}
+
+
+def table_of(model: Any) -> np.ndarray:
+    """Returns the embeddings. A quantized table is a matrix whose columns are the vectors."""
+    table = model.embed_tokens.embedding
+    return np.asarray(table.dense(np.float32).T if isinstance(table, QuantizedWeight) else table[...])
 
 
 def assert_same_weights(found: nnx.Module, want: nnx.Module, atol: float = 0.0) -> None:
@@ -107,7 +114,7 @@ def test_every_type_keeps_its_values(tmp_path: Path, kind: str) -> None:
     assert load_model(tmp_path / "model.gguf").dtype == "bfloat16"
     want = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
     model = found.model
-    np.testing.assert_array_equal(model.embed_tokens.embedding[...], want["token_embd.weight"])
+    np.testing.assert_array_equal(table_of(model), want["token_embd.weight"])
     layer = model.layers[0]
     for kernel, name in (
         (layer.self_attn.q_proj.kernel, "attn_q"),
@@ -157,10 +164,25 @@ def test_logits_are_those_of_the_dequantized_model(tmp_path: Path) -> None:
     kernels = {place.path: place.kernel for place in kernel_places(found)}
     for place in kernel_places(dense):
         place.kernel[...] = kernels[place.path].dense(np.float32)
-    dense.embed_tokens.embedding[...] = found.embed_tokens.embedding[...]
+    dense.embed_tokens.embedding[...] = table_of(found)
     # Sums of at most 64 products in float32, in another order, through two layers.
     np.testing.assert_allclose(logits, dense(tokens), rtol=1e-4, atol=1e-4)
     assert np.abs(logits - np.asarray(load_model(folder).model(tokens))).max() > 1e-3  # 4 bits are not exact
+
+
+@pytest.mark.parametrize("has_native", [True, False])
+def test_quantized_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_native: bool) -> None:
+    """The table is quantized if the native backend can look up its columns; the vectors are the same."""
+    folder = checkpoint(tmp_path / "hf", "qwen3_tied")
+    write_gguf(tmp_path / "model.gguf", folder, lambda name, value: "Q8_0")
+    problem = None if has_native else "none"
+    monkeypatch.setattr(quantized_products, "problem", lambda: problem)
+    model: Any = load_model(tmp_path / "model.gguf", "float32").model
+    assert isinstance(model.embed_tokens.embedding, QuantizedWeight) == has_native
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    stored = next(t for t in reader.tensors if t.name == "token_embd.weight")
+    want = gguf.quants.dequantize(stored.data, stored.tensor_type)
+    np.testing.assert_array_equal(table_of(model), want)
 
 
 @pytest.mark.quick
