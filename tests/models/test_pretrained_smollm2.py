@@ -19,14 +19,16 @@ def test_it_answers_questions() -> None:
     assert hashlib.sha256(file.read_bytes()).hexdigest() == SMOLLM2.sha256
     answers = {"What is the capital of France?": "Paris", "What color is the sky on a clear day?": "blue"}
     conversations = [[{"role": "user", "content": question}] for question in answers]
-    limits = {
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": 128,
-        "max_model_len": 512,
-        "num_scheduler_steps": 1,
-    }
-    with LLM("smollm2", num_gpu_blocks_override=80, **limits) as llm:
-        outputs = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
+    params = SamplingParams(temperature=0, max_tokens=60)
+    with LLM(
+        "smollm2",
+        max_num_seqs=2,
+        max_num_batched_tokens=128,
+        max_model_len=512,
+        num_gpu_blocks_override=80,
+        num_scheduler_steps=1,
+    ) as llm:
+        outputs = llm.chat(conversations, params, use_tqdm=False)
     for output, word in zip(outputs, answers.values(), strict=True):
         assert word in output.outputs[0].text
         assert output.outputs[0].finish_reason == "stop"
