@@ -19,6 +19,7 @@ from jax_paged.models.quantization.quantize import kernel_places
 from jax_paged.models.quantization.quantized_linear import QuantizedWeight
 from jax_paged.models.weights import load_model, random_checkpoint
 from jax_paged.pallas_kernels.native import quantized_products
+from jax_paged.worker.loading.weights import packed_quantized
 
 pytestmark = pytest.mark.thorough
 
@@ -183,6 +184,19 @@ def test_quantized_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has
     stored = next(t for t in reader.tensors if t.name == "token_embd.weight")
     want = gguf.quants.dequantize(stored.data, stored.tensor_type)
     np.testing.assert_array_equal(table_of(model), want)
+
+
+@pytest.mark.skipif(quantized_products.problem() is not None, reason="needs the native backend")
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1", "Q4_K", "Q6_K"])
+def test_logits_of_packed_weights(tmp_path: Path, kind: str) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    folder = checkpoint(tmp_path / "hf", "qwen3_tied", **sizes)
+    write_gguf(tmp_path / "model.gguf", folder, lambda name, value: kind)
+    plain: Any = load_model(tmp_path / "model.gguf", "float32").model
+    tokens = np.arange(12)[None] * 7 % 256
+    want, found = np.asarray(plain(tokens)), np.asarray(packed_quantized(plain, in_place=False)(tokens))
+    # Sums of 256 products in float32, in another order.
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-4 * np.abs(want).max())
 
 
 @pytest.mark.quick
