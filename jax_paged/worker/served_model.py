@@ -25,6 +25,7 @@ from jax_paged.worker.compilation.compiler import (
     ONE_GRAPH,
     WIDE_VECTORS,
     CompiledPrograms,
+    trim_heap,
 )
 from jax_paged.worker.compilation.feature_set import FeatureSet
 from jax_paged.worker.compilation.persistent_cache import use_persistent_cache
@@ -208,6 +209,7 @@ class ServedModel:
             )
             for i in local_stages
         ]
+        trim_heap()  # the temporary copies of weights
         finalizer.detach()
         weakref.finalize(self, _close_all, self.served).atexit = False
         # With one stage, this is the list of ServedWeights itself, so that it contains replaced weights.

@@ -18,7 +18,13 @@ from helpers.waiting import wait_until
 
 from jax_paged.config import cache_dir, engine_args
 from jax_paged.worker.compilation import compiler, persistent_cache
-from jax_paged.worker.compilation.buckets import Bucket, StepVariant, plan_buckets
+from jax_paged.worker.compilation.buckets import (
+    Bucket,
+    StepVariant,
+    plan_buckets,
+    plan_multi_step,
+    thin_out_decode,
+)
 from jax_paged.worker.compilation.compiler import CompiledPrograms
 from jax_paged.worker.compilation.persistent_cache import use_persistent_cache
 from jax_paged.worker.compilation.programs import Program
@@ -186,6 +192,15 @@ def test_the_largest_steps_come_first_then_the_small_programs_then_the_rest():
     assert len(order) == 7
 
 
+def test_multi_step_decoding_needs_few_single_steps():
+    buckets = plan_buckets(64, 512, minimizes_padding=True)
+    both = [*buckets, *[dataclasses.replace(b, has_adapters=True) for b in buckets]]
+    kept = thin_out_decode(both)
+    assert kept == [b for b in both if not b.is_decode or b.num_seqs in (1, 4, 16, 64)]
+    assert thin_out_decode(plan_buckets(1, 512)) == plan_buckets(1, 512)
+    assert len(plan_multi_step(buckets, 8)) == sum(b.is_decode for b in buckets)
+
+
 def test_one_program_at_a_time_is_traced():
     tracing, most = [], []
 
@@ -278,7 +293,7 @@ def test_the_heap_is_trimmed_after_compilation_where_the_c_library_can(monkeypat
     compiled.wait()
     for thread in compiled._threads:
         thread.join()
-    assert trimmed == [0] * len(compiled._threads)
+    assert trimmed == [0] * (len(BUCKETS) + len(compiled._threads))
     for absent in (AttributeError, TypeError, OSError):  # musl, Windows, a static program
 
         def fail(_, error=absent):

@@ -133,13 +133,14 @@ class CompiledPrograms:
         self._futures: dict[Program, concurrent.futures.Future[CompiledProgram]] = {
             program: concurrent.futures.Future() for program in self.programs
         }
-        # After the largest buckets come the other programs, then the buckets from small to large. Small
-        # buckets make steps with few requests fast.
+        # After the largest buckets come the other programs, then the buckets of all variants from small to
+        # large. Small buckets make steps with few requests fast.
         by_variant = {b.variant: b for b in buckets}
         largest = [StepProgram(by_variant[variant]) for variant in sorted(by_variant)]
         needed = [*largest, *other_programs]
         self._needed = frozenset(needed)
-        rest = (p for p in self.programs if p not in self._needed)
+        by_size = map(StepProgram, sorted(buckets, key=lambda b: b.num_tokens))
+        rest = (p for p in by_size if p not in self._needed)
         self._queue: collections.deque[Program] = collections.deque([*needed, *rest])
         self._lock = threading.Lock()
         # Tracing is Python code, so only one thread does it at a time. A second one would not make tracing
@@ -305,6 +306,7 @@ class CompiledPrograms:
                 self.num_traces += 1
             try:
                 compiled = self._compile(program)
+                trim_heap()  # the heap of one compilation can be larger than the weights of a small model
                 self._count_compiled(program)
                 self._futures[program].set_result(compiled)
             except BaseException as error:
