@@ -108,7 +108,7 @@ $(PEERS)/vllm/.ready:
 $(PEERS)/openvino/.ready:
 	$(PEERS_PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet torch==2.13.0
-	$(@D)/bin/pip install --quiet torch==2.13.0 openvino-genai==2026.4.1.0 openvino==2026.4.1 'optimum-intel[openvino]==2.2.0' gguf
+	$(@D)/bin/pip install --quiet torch==2.13.0 openvino-genai==2026.4.1.0 openvino==2026.4.1 'optimum-intel[openvino]==2.2.0' accelerate gguf
 	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

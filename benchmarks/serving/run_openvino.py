@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import openvino_genai
-from openvino import Tensor
+from openvino import Core, Tensor
 
 from serving import runner
 from serving.runner import Answer, Settings
@@ -39,6 +39,10 @@ class Engine(runner.Engine):
         config.enable_prefix_caching = prefix_caching
         config.dynamic_split_fuse = True
         precision = PRECISION[self._settings.dtype]
+        if precision == "bf16" and "BF16" not in Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+            precision = (
+                "f32"  # OpenVINO rejects a bfloat16 cache if the processor cannot compute in bfloat16.
+            )
         properties = {
             "INFERENCE_PRECISION_HINT": precision,
             "KV_CACHE_PRECISION": precision,
