@@ -10,9 +10,9 @@ from flax import nnx
 
 from jax_paged import EngineArgs
 from jax_paged.models.layers import Embedding, Linear
+from jax_paged.models.quantization.online import quantize
 from jax_paged.models.quantization.packed_weight import PackedWeight
 from jax_paged.models.quantization.quantize import kernel_places, quantize_model
-from jax_paged.models.quantization.online import quantize
 from jax_paged.models.quantization.quantized_linear import QuantizationScheme, QuantizedWeight
 from jax_paged.models.weights import load_model
 from jax_paged.pallas_kernels import native
