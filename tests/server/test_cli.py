@@ -47,7 +47,7 @@ def test_arguments_are_the_fields_of_engine_args():
     text = re.sub(r"\s+", " ", make_parser().format_help())
     for field in (*dataclasses.fields(EngineArgs), *dataclasses.fields(ServerOptions)):
         assert f"--{field.name.replace('_', '-')}" in text
-    assert re.search(r"--block-size BLOCK_SIZE Tokens \w+ block\. \(default: 16\)", text)
+    assert re.search(r"--block-size BLOCK_SIZE Tokens per block: [^.]*\. \(default: 16\)", text)
 
 
 @pytest.mark.parametrize(
