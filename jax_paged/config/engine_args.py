@@ -129,9 +129,9 @@ class EngineArgs:
             engine checks this property when it starts. It replaces "auto" backends that fail the check, and
             raises an error if no backend passes.
         disable_cascade_attn: Whether to disable cascade attention, in which decoding sequences that start
-            with the same blocks (samples, beams, cached prefixes) attend to these blocks together. It adds sums
-            in another order. It is only used if it is faster, on a CPU, without batch_invariant, and not in
-            layers with a sliding window.
+            with the same blocks (samples, beams, cached prefixes) attend to these blocks together. Sums are
+            then added in another order. It is only used if it is faster, on a CPU, without batch_invariant,
+            and not in layers with a sliding window.
         max_compile_s: Time after which no further step shapes are compiled (seconds); steps are then padded
             to a compiled shape; None compiles all shapes.
         seed: Seed from which the engine derives seeds for requests without a seed.
