@@ -59,7 +59,7 @@ class EngineArgs:
         skip_tokenizer_init: Whether to load no tokenizer. Prompts are then token ids only, and outputs have
             no text.
         dtype: Data type of weights and activations: "float32", "bfloat16", or a dtype object such as
-            jnp.bfloat16. "auto" uses the checkpoint's dtype. For a checkpoint in float16 or in several
+            jnp.bfloat16. "auto" uses the checkpoint's dtype; for a checkpoint in float16 or in several
             dtypes, it uses bfloat16 and logs a warning.
         quantization: "int4", "int8" or "fp8" quantizes the floating-point weights of linear layers while they
             are loaded; a quantized checkpoint is loaded with None or its own method (docs/quantization.md).
@@ -98,9 +98,8 @@ class EngineArgs:
         preemption_mode: What happens to a request that is preempted because no KV cache block is free:
             "recompute" computes its tokens again later, "swap" moves its blocks to host memory; None swaps
             requests with several sequences and recomputes the others.
-        scheduler_delay_factor: Maximum time for which new requests are held back while other requests run,
-            so that more prompts are computed together, as a multiple of the duration of the last step with a
-            prompt; 0 holds none back.
+        scheduler_delay_factor: Maximum time for which new requests wait while others run, so that more
+            prompts are computed together; a multiple of the duration of the last step with a prompt.
         tensor_parallel_size: Number of devices that the model is split across. Each device has a part of the
             attention heads, of the columns of other weights, and of the KV cache.
         pipeline_parallel_size: Number of pipeline stages. Each stage has some of the model's layers and its
@@ -129,10 +128,10 @@ class EngineArgs:
             to the largest shape of its type, and attention is computed separately for each prompt token. The
             engine checks this property when it starts. It replaces "auto" backends that fail the check, and
             raises an error if no backend passes.
-        disable_cascade_attn: Whether to disable cascade attention. With cascade attention, sequences that
-            decode and start with the same blocks (samples, beams, cached prefixes) attend to these blocks
-            together where that is faster, so sums are added in another order. It is only used on a CPU,
-            without batch_invariant, and not in layers with a sliding window.
+        disable_cascade_attn: Whether to disable cascade attention, in which decoding sequences that start
+            with the same blocks (samples, beams, cached prefixes) attend to these blocks together. Sums are
+            then added in another order. It is only used if it is faster, on a CPU, without batch_invariant,
+            and not in layers with a sliding window.
         max_compile_s: Time after which no further step shapes are compiled (seconds); steps are then padded
             to a compiled shape; None compiles all shapes.
         seed: Seed from which the engine derives seeds for requests without a seed.
