@@ -170,18 +170,18 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, nargs="+", default=[5.0], help="step times of the device")
     parser.add_argument("--steps", type=int, default=200, help="decode steps per round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--burst", type=int, default=1, help="decode steps per dispatch, in addition to 1")
+    parser.add_argument("--burst", type=int, default=1, help="num_scheduler_steps, in addition to 1")
     args = parser.parse_args()
     print(f"{args.num_seqs} running requests; idle share of the device, and steps per second, per round")
     for step_ms in args.step_ms:
-        kinds = [(is_async, size) for size in sorted({1, args.burst}) for is_async in (False, True)]
+        kinds = [(is_async, n) for n in sorted({1, args.burst}) for is_async in (False, True)]
         rows: dict[tuple[bool, int], list[tuple[float, float]]] = {kind: [] for kind in kinds}
         for _ in range(args.rounds):
             for kind, measured in rows.items():
                 measured.append(idle_share(args.num_seqs, step_ms / 1e3, *kind, args.steps))
-        for (is_async, size), measured in rows.items():
+        for (is_async, n), measured in rows.items():
             text = "  ".join(f"{share:6.1%} {rate:6.1f}/s" for share, rate in measured)
-            print(f"steps of {step_ms:g} ms, async_scheduling={is_async!s:<5}  {size} per dispatch  {text}")
+            print(f"steps of {step_ms:g} ms, async_scheduling={is_async!s:<5}  {n} per dispatch  {text}")
 
 
 if __name__ == "__main__":

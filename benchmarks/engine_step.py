@@ -86,7 +86,10 @@ def abstract_context(
 
 
 def lower_for_cuda(context: TraceContext, bucket: Bucket) -> str:
-    """Returns the StableHLO text of a step lowered for CUDA. Call it under the abstract mesh of a GPU."""
+    """Returns the StableHLO text of a step lowered for CUDA.
+
+    Call it in a use_abstract_mesh(...) block whose mesh has a GPU as its abstract device.
+    """
     weights = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in context.weights]
     context = dataclasses.replace(context, weights=weights, mesh=None)
     return StepProgram(bucket).lower(context, platforms=("cuda",)).as_text()

@@ -107,8 +107,8 @@ def run_here(name: str, tiny: bool) -> int:
     """
     sys.path.insert(0, str(ROOT))  # jax-paged need not be installed
     try:
-        for part in SECTIONS[name][0](tiny):
-            print(gpu_kernels.MARK + json.dumps(part), flush=True)
+        for result in SECTIONS[name][0](tiny):
+            print(gpu_kernels.MARK + json.dumps(result), flush=True)
     except Exception as error:
         traceback.print_exc()
         print(gpu_kernels.MARK + json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
@@ -187,7 +187,9 @@ def table(report: Report) -> str:
 def main() -> int:
     """Runs the chosen parts, prints the table and writes the report; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-<device>-<date>.json")
+    parser.add_argument(
+        "--out", type=Path, help="default: benchmarks/results/gpu-<device>[-<part>]-<date>.json"
+    )
     parser.add_argument("--allow-cpu", action="store_true", help="run even if there is no GPU")
     parser.add_argument("--tiny", action="store_true", help="use toy sizes, to test this program")
     parser.add_argument("--part", choices=PARTS, help="run only the sections of this part")

@@ -124,7 +124,7 @@ def _dense_logits(loaded: Any, requests: list[tuple[list[int], int]], states: li
     for row, (prompt, _), state in zip(tokens, requests, states, strict=True):
         text = prompt + output_tokens(state)
         row[: len(text)] = text
-    # The engine sets the precision of its products itself.
+    # As in the engine, float32 products must not be rounded to a lower precision.
     with jax.default_matmul_precision("highest"):
         logits = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(loaded.model, tokens), np.float32)
     for row, (prompt, num_tokens) in zip(logits, requests, strict=True):

@@ -116,7 +116,9 @@ def _speeds(is_tiny: bool) -> Iterator[Report]:
                 need = batch * context * token_bytes()
                 if 2.5 * need > limit:
                     yield {
-                        name: {"skipped": f"{need / 2**30:.1f} GiB of keys and values, twice for JAX's own"}
+                        name: {
+                            "skipped": f"{need / 2**30:.1f} GiB of keys and values, plus JAX's copy of them"
+                        }
                     }
                     continue
                 lens = [context] * batch

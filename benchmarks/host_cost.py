@@ -3,10 +3,10 @@
     python benchmarks/host_cost.py
 
 256 requests run and compute one token each per step. The pool has blocks for all of them, so all steps are
-alike. No model is run. "build" is the worker's part: it updates the batch slots and fills the padded buffer.
-The settings alternate round by round, so that other load on the machine affects all of them. The result of a
-round is the median of its 64 steps. The table shows the best round of each part; its last column is the
-median round of the total.
+alike. No model is run. "schedule" and "update" are the methods of the scheduler. "build" is the worker's
+part: it updates the batch slots and fills the padded buffer. The settings alternate round by round, so that
+other load on the machine affects all of them. The result of a round is the median of its 64 steps. The table
+shows the best round of each part; its last column is the median round of the total.
 """
 
 import argparse

@@ -6,7 +6,8 @@ Two things are measured, each with an unquantized and with quantized caches:
 
 - Texts: conversations about pagelet's topics, of up to 1,900 tokens. The engine's prompt log-probabilities
   give the perplexity and the most likely token at each position.
-- Answers: greedy answers to held-out wordings, known wordings and sums, all requested together.
+- Answers: greedy answers to questions in wordings that pagelet's training data does not contain, to questions
+  from the training data, and to sums. All are requested together.
 
 "same best token" and "same answer" compare with the engine whose cache has the dtype of the model.
 
@@ -58,7 +59,7 @@ def texts(tokenizer: Any) -> list[list[int]]:
 
 
 def questions(tokenizer: Any) -> list[list[int]]:
-    """Returns prompts (token ids): held-out wordings, wordings from the training data, and sums."""
+    """Returns the prompts (token ids) of all questions, in the order of the module docstring."""
     rng = random.Random(1)
     asked = [text for wordings in read_held_out().values() for text in wordings]
     asked += [rng.choice(topic.written) for topic in read_topics()]

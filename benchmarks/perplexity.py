@@ -2,9 +2,9 @@
 
     python benchmarks/perplexity.py --model FOLDER --gguf FILE [--llama-cpp PROGRAM] [--out FILE]
 
-The text is the beginning of the docstrings of MODULES, in the order of their sources. It is
-divided as in llama-perplexity: chunks of 512 tokens without a start token, of which the first 257 do not
-count. PROGRAM is llama-perplexity, which runs with the same text and the GGUF file.
+The text is the beginning of the docstrings of MODULES. It is divided as in llama-perplexity: into chunks of
+512 tokens without a start token. The first 257 tokens of a chunk do not count. PROGRAM is llama-perplexity,
+which runs with the same text and the GGUF file.
 """
 
 import argparse
@@ -72,7 +72,7 @@ CASES = (
 
 
 def docstrings() -> Iterator[str]:
-    """Yields the docstrings of MODULES in the order of the sources."""
+    """Yields the docstrings of MODULES: first of a module, then of classes and functions, then of methods."""
     for name in MODULES:
         spec = importlib.util.find_spec(name)
         assert spec is not None, name
@@ -165,7 +165,7 @@ def main() -> None:
         if args.gguf or not case.from_gguf:
             value = perplexity(args.gguf if case.from_gguf else args.model, tokens, case)
             add(case.weights, case.dtype, value)
-    if args.llama_cpp:
+    if args.llama_cpp and args.gguf:
         value = perplexity_of_llama_cpp(args.llama_cpp, args.gguf, text, len(tokens) // CHUNK)
         add("GGUF, llama.cpp", "8 bits", value)
     if args.out:

@@ -39,7 +39,7 @@ from jax_paged.pallas_kernels.native import products, quantized_products
 from jax_paged.pallas_kernels.native.quantized_products import PackedQuantized
 
 ROOT = Path(__file__).parents[1]
-# Products: K, columns, rows of x, and how many bytes of kernels are more than the caches hold.
+# Products: values of K, number of columns, numbers of rows of x, and bytes of kernels that exceed the caches.
 SIZES, COLUMNS, ROWS, COPIED_BYTES = (576, 2048, 4096), 4096, (1, 2, 4, 8, 16, 64, 256), 96 * 2**20
 NUM_CORES = len(os.sched_getaffinity(0))
 

@@ -229,12 +229,12 @@ def _longest_path(
     """Returns the longest path through one iteration, without polling loops that the path can avoid."""
     inside = set(body)
     for wait, polling in waits.items():
-        if wait in body and _path(head, inside - polling, successors, {wait}):
+        if wait in body and _path(head, inside - polling, successors):
             inside -= polling
-    return _path(head, inside, successors, set(waits))
+    return _path(head, inside, successors)
 
 
-def _path(head: int, inside: set[int], successors: list[list[int]], waits: set[int]) -> list[int]:
+def _path(head: int, inside: set[int], successors: list[list[int]]) -> list[int]:
     """Returns the longest path from `head` back to `head` within `inside`; empty if there is none."""
     state: dict[int, int] = {}
     order: list[int] = []

@@ -2,8 +2,8 @@
 
 Both engines are `LLM` with its default of several decode steps per dispatch. Both run each workload in each
 round. The table has the median rates, the median and the range of the rounds' ratios (with / without), and
-the number of accepted draft tokens. Draft tokens help if a text repeats itself. If it does not, the adaptive
-number of draft tokens has to keep their cost low.
+the number of accepted draft tokens. Draft tokens help if a text repeats itself. Otherwise, the engine
+proposes fewer draft tokens, which should keep their cost low.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def workloads() -> dict[str, tuple[list[str], SamplingParams]]:
     """Returns prompts and sampling parameters, by the name of the workload."""
     greedy = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     drawn = SamplingParams(temperature=1.0, seed=1, max_tokens=200, ignore_eos=True)
-    form = SamplingParams(
+    structured = SamplingParams(
         temperature=0.8, seed=3, max_tokens=60, structured_outputs=StructuredOutputsParams(json=SCHEMA)
     )
     questions = ["A block table is", "What is a page?", "import os\n\ndef ", "The scheduler "]
@@ -42,7 +42,7 @@ def workloads() -> dict[str, tuple[list[str], SamplingParams]]:
         "1 x source code": ([SOURCE[:2000]], greedy),
         "1 x question": (["What is a block table?"], greedy),
         "1 x sampled": (["A block table is"], drawn),
-        "1 x JSON schema": (["A place: "], form),
+        "1 x JSON schema": (["A place: "], structured),
         "8 x repeated lines": ([LINES[10 * i :] for i in range(8)], greedy),
         "8 x question": (questions * 2, greedy),
         "8 x sampled": ([f"{i} {q}" for i in range(2) for q in questions], drawn),

@@ -49,7 +49,13 @@ def environment(tree: Path, cache: Path) -> dict[str, str]:
 
 
 def start_script(way: str, tree: Path, variables: dict[str, str]) -> list[float]:
-    """Runs a script and returns the times at which the phases end (seconds)."""
+    """Runs SCRIPT in a new process and returns the times at which the phases end (seconds).
+
+    Args:
+        way: "generate", "chat", or "everything", which fills the compilation cache with all programs.
+        tree: Folder of the checkout.
+        variables: Environment variables of the process.
+    """
     command = [sys.executable, "-c", SCRIPT, str(time.time()), way, json.dumps(QUESTION)]
     done = subprocess.run(command, cwd=tree, env=variables, check=True, capture_output=True, text=True)
     return json.loads(done.stdout)

@@ -76,10 +76,12 @@ def main() -> None:
     parser.parse_args()
     grammars = Grammars(MadeUpTokenizer(), VOCAB_SIZE, frozenset({EOS}))  # pyright: ignore[reportArgumentType]
     start = time.perf_counter()
-    forms = [grammars.compile(StructuredOutputsParams(json=json.dumps(schema(i)))) for i in range(NUM_ROWS)]
+    compiled = [
+        grammars.compile(StructuredOutputsParams(json=json.dumps(schema(i)))) for i in range(NUM_ROWS)
+    ]
     print(f"compiling the tokenizer and {NUM_ROWS} schemas: {time.perf_counter() - start:.2f} s")
     rng = np.random.default_rng(0)
-    matchers = [form.matcher([], ignores_eos=False) for form in forms]
+    matchers = [grammar.matcher([], ignores_eos=False) for grammar in compiled]
     outputs: list[list[int]] = [[] for _ in matchers]
     rows = tuple(ScheduledSequence(i, 0, [1], [], []) for i in range(NUM_ROWS))
     samples = tuple(Sample(i, i) for i in range(NUM_ROWS))
@@ -100,7 +102,7 @@ def main() -> None:
             outputs[i].append(int(rng.choice(np.flatnonzero(bits))))
             # A row whose output is complete starts a new output.
             if matchers[i].copy().follow(outputs[i]) is not None or outputs[i][-1] == EOS:
-                matchers[i], outputs[i] = forms[i].matcher([], ignores_eos=False), []
+                matchers[i], outputs[i] = compiled[i].matcher([], ignores_eos=False), []
     for name, values in (("matchers", times), ("input", input_times)):
         ms = np.array(values) * 1e3
         for when, part in ("at first", ms[:NUM_COLD]), ("then", ms[NUM_COLD:]):

@@ -63,6 +63,7 @@ def message_times(kib: int) -> list[float]:
     process.start()
     theirs.close()
     channel, array = Channel(ours), np.zeros(kib * 256, np.int32)
+    # The header is as long as that of a step: a program and the ids of its arguments and results.
     header = ["decode 64", ["weights", *range(100_000, 100_070), None], list(range(100_070, 100_140))]
     times = []
     for _ in range(NUM_MESSAGES):

@@ -49,7 +49,7 @@ llm.pool_map()
 # ## Parallel samples
 #
 # `n=4` computes the prompt once. Its blocks are shared by four samples, as the number in each block shows.
-# The height of the colour shows how many slots of a block are filled. Hover over a block to see its owners.
+# The colored part of a block shows how many of its slots are filled. Hover over a block to see its owners.
 
 # %%
 prompt = "class Cache:\n    def __init__(self, size):\n        self.size = size\n\n    def "

@@ -31,9 +31,9 @@ from jax_paged.lab.timeline import Timeline
 # The lengths are similar to those of ShareGPT's conversations, and the step times to those of an A100.
 rng = np.random.default_rng(0)
 arrivals = np.cumsum(rng.exponential(1 / 2, 200)).tolist()
-prompts = np.clip(rng.lognormal(4.4, 1.2, 200), 1, 1024).astype(int).tolist()
-outputs = np.clip(rng.lognormal(5.4, 0.9, 200), 1, 1024).astype(int).tolist()
-trace = [Request(*row) for row in zip(arrivals, prompts, outputs, strict=True)]
+prompt_lens = np.clip(rng.lognormal(4.4, 1.2, 200), 1, 1024).astype(int).tolist()
+output_lens = np.clip(rng.lognormal(5.4, 0.9, 200), 1, 1024).astype(int).tolist()
+trace = [Request(*row) for row in zip(arrivals, prompt_lens, output_lens, strict=True)]
 step_time = StepTimeModel(
     base_s=0.017, s_per_prefill_token=1.7e-4, s_per_decode_seq=1.7e-4, s_per_context_token=5e-7
 )

@@ -95,7 +95,7 @@ stories, right = draw(random.Random(2), 16)
 outputs = ask(stories, n=4, temperature=1, seed=0, logprobs=0)
 samples = [(o.prompt_token_ids, s) for o in outputs for s in o.outputs]
 texts = [prompt + list(sample.token_ids) for prompt, sample in samples]
-lens = [len(prompt) for prompt, _ in samples]
+prompt_lens = [len(prompt) for prompt, _ in samples]
 
 
 def drawn_logprobs(sample):
@@ -113,9 +113,9 @@ def dense_logprobs(model, tokens):
 
 
 drawn = np.concatenate([drawn_logprobs(sample) for _, sample in samples])
-scored = np.concatenate(llm.llm_engine.score(texts, lens))
+scored = np.concatenate(llm.llm_engine.score(texts, prompt_lens))
 dense = np.asarray(dense_logprobs(model, jnp.asarray(pad(texts))))
-spans = [slice(n - 1, len(text) - 1) for n, text in zip(lens, texts, strict=True)]
+spans = [slice(n - 1, len(text) - 1) for n, text in zip(prompt_lens, texts, strict=True)]
 dense = np.concatenate([row[span] for row, span in zip(dense, spans, strict=True)])
 print(f"{len(drawn)} tokens; {np.sum(np.exp(scored - drawn) == 1)} ratios are exactly 1 by engine.score")
 print(f"{np.sum(np.exp(dense - drawn) == 1)} are by the trainer's own forward pass")

@@ -116,9 +116,9 @@ prompt, first, draft = text[: -num_draft - 1], text[-num_draft - 1], text[-num_d
 
 
 def logprobs_with(choose):
-    """Returns the log-probabilities of the draft and the page table.
+    """Returns the log-probabilities of the draft's tokens, and the page table.
 
-    Only the last block and the blocks choose(num_blocks) are kept.
+    Before that, all blocks are dropped except the last one and those that choose(num_blocks) returns.
     """
     # The first output token is forced, because the draft begins after it.
     params = SamplingParams(temperature=0, max_tokens=100, allowed_token_ids=[first])

@@ -78,7 +78,7 @@ for name, llm in (("expert", expert), ("amateur", amateur)):
 # %% [markdown]
 # ## The next token of each model
 #
-# `inspect` returns the logits of a request's next token. The request must have its first output token. So the
+# `inspect` returns the logits of the next token of a request that has at least one output token. So the
 # prompt is the text without its last token, which is then forced as the first output token. Each text is a
 # new request, but the prefix cache holds the blocks of the previous text, and only new tokens are computed.
 

@@ -63,9 +63,9 @@ print(f"{recorded.num_steps} steps, {recorded.summary()['preemptions']} preempti
 
 # %% [markdown]
 # The timeline of a recording has a column per step: how many tokens it computed, how many requests waited,
-# and where one was preempted. Below are lanes of single requests: the preempted ones and, as far as there is
-# room, the earliest others. A lane is broad where the request computes its prompt, or recomputes all of its
-# tokens after a preemption, and narrow where it decodes.
+# and where one was preempted. Below it, single requests have lanes: all preempted requests, and the earliest
+# others if there is room. A lane is broad where the request computes its prompt (after a preemption, all of
+# its tokens), and narrow where it decodes.
 
 # %%
 timeline_of(lines)

@@ -58,10 +58,9 @@ for llm in engines.values():
 #
 # ## One request in four situations
 #
-# Eight questions are asked of each engine: alone, all of them at once, and at once again in the opposite
-# order with their prompts in the prefix cache. A batch invariant engine with a pool that is too small answers
-# them, too: there, some requests lose their blocks and are computed again. Tokens are drawn with a
-# temperature and a seed.
+# Each engine answers eight questions one by one, then all at once, and then all at once in the opposite order
+# with their prompts in the prefix cache. A batch invariant engine with a small pool answers them, too: it
+# preempts some requests and computes them again. Tokens are drawn with a temperature and a seed.
 
 # %%
 QUESTIONS = (

@@ -42,10 +42,11 @@ hatches = {"token states": "", "reserved": "///", "internal": "xx", "other": "..
 # %% [markdown]
 # ## Contents of the memory
 #
-# Two requests per second reach OPT-13B, whose keys and values fill 12 GB: 15,700 tokens. This is the memory
-# after two minutes, from its first slot to its last. Orca (Max) reserves memory for the maximum length of the
-# model, Oracle for the true length, and Pow2 for an output length that is rounded up to a power of two. The
-# size of each region is a power of two. vLLM allocates a block of 16 tokens when a request needs it.
+# OPT-13B receives two requests per second. Its GPU has 12 GB for keys and values, which is room for 15,700
+# tokens. The picture shows this memory after two minutes, from its first slot to its last. Orca (Max)
+# reserves memory for the maximum length of the model, Oracle for the true length, and Pow2 for an output
+# length that is rounded up to a power of two. The size of each region is a power of two. vLLM allocates a
+# block of 16 tokens when a request needs it.
 #
 # "Reserved" slots are for tokens that will be computed later. "Internal" slots are beyond the true length and
 # stay empty, and "rounded up" are the slots that the power of two adds.
@@ -87,9 +88,10 @@ _ = figure.legend(handles, kinds, loc="outside lower center", ncols=5)
 # %% [markdown]
 # ## Figure 2: where the memory goes
 #
-# Five minutes and an hour of traffic, averaged; the last bar of each group has the paper's values. Nothing
-# here was fitted to them. "Other" slots of Orca are free or added by the rounding to powers of two. Those of
-# vLLM are the empty slots of blocks in use.
+# The bars are averages over five minutes and over an hour of traffic, and the paper's values. No number was
+# fitted to them, but the spreads of the lengths were chosen when the first results were known. "Other" slots
+# of Orca are free or added by the rounding to powers of two. Those of vLLM are the empty slots of blocks in
+# use.
 
 # %%
 short = {system: points.batch(system, "ShareGPT", 2.0, 300) for system in SYSTEMS}

@@ -105,7 +105,7 @@ def test_ratios_are_of_the_first_engine_round_by_round(scenario: str) -> None:
 
 def test_pairs_are_the_speeds_of_every_engine_of_a_tree_relative_to_every_peer() -> None:
     def run(engine: str, *speeds: float, commit: str = "") -> Run:
-        return Run(engine, "crowd", "float32", [figures_at(speed) for speed in speeds], commit=commit)
+        return Run(engine, "crowd", "float32", [metrics_at(speed) for speed in speeds], commit=commit)
 
     ours = [run("ours", 100, 300, commit="abc"), run("ours:quantization=int4", 400, 400, commit="abc")]
     peers = [run("openvino", 200, 200), run("llama.cpp", 400)]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paper import published, runner
-from paper.points import STATIC, Point
+from paper.points import FASTER_TRANSFORMER, Point
 from paper.scale import BIN
 from paper.store import Store
 from paper.systems import ORCAS, SYSTEMS
@@ -175,7 +175,7 @@ def _rate_point(system: str, setup: str, workload: str, **settings: Any) -> Poin
 
 
 _MODELS = ("OPT-13B", "OPT-66B", "OPT-175B")
-_CURVE_SYSTEMS = (STATIC, *SYSTEMS)
+_CURVE_SYSTEMS = (FASTER_TRANSFORMER, *SYSTEMS)
 
 
 def _rate_rows(values: Any) -> list[Row]:
@@ -183,7 +183,7 @@ def _rate_rows(values: Any) -> list[Row]:
     for workload in ("ShareGPT", "Alpaca"):
         for setup in _MODELS:
             ours = values[_rate_point("vLLM", setup, workload)]["rate"]
-            for system in (*reversed(ORCAS), STATIC):
+            for system in (*reversed(ORCAS), FASTER_TRANSFORMER):
                 ratio = ours / values[_rate_point(system, setup, workload)]["rate"]
                 paper = published.RATES.get(system) if workload == "ShareGPT" else None
                 rows.append(Row(f"{setup}, {workload}", f"vLLM over {system}", ratio, paper))
@@ -200,14 +200,14 @@ def _rate_curves(values: Any) -> list[Curve]:
     return curves
 
 
-_SEVERAL: dict[str, dict[str, int]] = {"1 sample": {}} | {
+_OUTPUT_COUNTS: dict[str, dict[str, int]] = {"1 sample": {}} | {
     f"{k} {what}": {name: k} for what, name in (("samples", "n"), ("beams", "beam_width")) for k in (2, 4, 6)
 }
 
 
 def _several_rows(values: Any) -> list[Row]:
     rows = []
-    for label, settings in _SEVERAL.items():
+    for label, settings in _OUTPUT_COUNTS.items():
         ours, orca = (
             values[_rate_point(system, "OPT-13B", "Alpaca", **settings)]["rate"]
             for system in ("vLLM", "Orca (Oracle)")
@@ -226,7 +226,7 @@ def _sharing_point(workload: str, **settings: int) -> Point:
 def _sharing_rows(values: Any) -> list[Row]:
     rows = []
     for workload, paper in published.SHARING.items():
-        for label, settings in list(_SEVERAL.items())[1:]:
+        for label, settings in list(_OUTPUT_COUNTS.items())[1:]:
             kind = label.split()[1]
             ours = values[_sharing_point(workload, **settings)]
             rows.append(Row(f"{workload}, {kind}", label, ours, paper.get(label, paper.get(kind))))
@@ -500,7 +500,7 @@ FIGURES: dict[str, Figure] = {
             "ratio",
             [
                 _rate_point(system, "OPT-13B", "Alpaca", **settings)
-                for settings in _SEVERAL.values()
+                for settings in _OUTPUT_COUNTS.values()
                 for system in ("vLLM", "Orca (Oracle)")
             ],
             _several_rows,
@@ -514,7 +514,7 @@ FIGURES: dict[str, Figure] = {
             [
                 _sharing_point(workload, **settings)
                 for workload in published.SHARING
-                for settings in list(_SEVERAL.values())[1:]
+                for settings in list(_OUTPUT_COUNTS.values())[1:]
             ],
             _sharing_rows,
             "",

@@ -15,7 +15,7 @@ from paper.systems import MAX_NUM_SEQS, ORCAS, Policy, normalized_latency, serve
 # Normalized latency (seconds per output token) at which the request rates of systems are compared. It is in
 # the steep part of figure 12's curves.
 LATENCY_LIMIT_S = 0.25
-STATIC = "FasterTransformer"
+FASTER_TRANSFORMER = "FasterTransformer"
 
 
 def batch(
@@ -85,7 +85,7 @@ def highest_rate(
     """Finds the request rate at which the normalized latency of a system is LATENCY_LIMIT_S.
 
     Args:
-        system: One of SYSTEMS, or STATIC.
+        system: One of SYSTEMS, or FASTER_TRANSFORMER.
         setup: Name of a model.
         workload: Name of a workload.
         duration_s: Time in which requests arrive (seconds). Compared systems need the same time, because in
@@ -103,7 +103,7 @@ def highest_rate(
 
     def latency(rate: float) -> float:
         trace = draw_trace(chosen, rate, duration_s, n=n, beam_width=beam_width)
-        if system == STATIC:
+        if system == FASTER_TRANSFORMER:
             finished = serve_static(model, trace)
         else:
             policy = Policy(shares_prefixes=shares_prefixes)
@@ -165,7 +165,7 @@ def _likely_rate(system: str, setup: Setup, workload: Workload, num_seqs: int) -
     prompts, outputs = draw_lengths(workload, 500)
     prompts = prompts + workload.prefix_len
     mean_context = np.average(prompts + outputs / 2, weights=outputs)
-    if system == STATIC or ORCAS.get(system) == "max":
+    if system == FASTER_TRANSFORMER or ORCAS.get(system) == "max":
         num_slots = MAX_MODEL_LEN
     elif system in ORCAS:
         num_slots = np.average(2.0 ** np.ceil(np.log2(prompts + outputs)), weights=outputs)

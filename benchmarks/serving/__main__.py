@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--peers", type=Path, default=ROOT / ".peers", help="folder with the environments of the peers"
     )
     parser.add_argument(
-        "--under", default="", help="run measurements under this command, such as 'flock FILE'"
+        "--under", default="", help="hold a lock with this command during measurements, such as 'flock FILE'"
     )
     parser.add_argument("--out", type=Path, help="write OUT.json, OUT.md and, for several engines, OUT.svg")
     return parser
