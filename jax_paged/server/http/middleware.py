@@ -23,7 +23,7 @@ def with_middleware(app: ASGIApp, options: ServerOptions) -> ASGIApp:
             allow_origins=options.allowed_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("X-Request-Id", "Retry-After", "Warning"),
+            expose_headers=("X-Request-Id", "X-Ignored-Fields", "Retry-After", "Warning"),
         )
     return _RequestMiddleware(app, options.root_path)
 
