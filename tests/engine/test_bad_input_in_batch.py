@@ -92,11 +92,11 @@ BAD: dict[str, tuple[Callable[[LLMEngine], None], str]] = {
     "repetition_penalty": (_params(repetition_penalty=0.0), "repetition_penalty"),
     "seed": (_params(seed=-2), "seed"),
     "n": (_params(n=0), "`n` must be an integer of at least 1, got 0"),
-    "n over the seats": (_params(n=17), r"`n` must be an integer in \[1, 16\] \(max_num_seqs\), got 17"),
+    "n over the seats": (_params(n=17), r"`n` must be an integer in \[1, 16\] \(the smaller of .*\), got 17"),
     "best_of": (_params(n=3, best_of=2), r"`best_of` must be an integer of at least 3 \(n\), got 2"),
     "best_of over the seats": (
         _params(n=2, best_of=17),
-        r"`best_of` must be an integer in \[1, 16\] \(max_num_seqs\), got 17",
+        r"`best_of` must be an integer in \[1, 16\] \(the smaller of .*\), got 17",
     ),
     "best_of True": (_params(best_of=True), "`best_of` must be .*got True"),
     "beam_width": (_beams(beam_width=0), "`beam_width` must be an integer of at least 1, got 0"),
