@@ -30,7 +30,7 @@ def test_positions_equal_transformers() -> None:
 def test_the_encoder_gets_these_positions() -> None:
     model: Any = MagicMock()
     model.config.vision = SiglipConfig(image_size=38, patch_size=2)
-    model.embed_tokens.embedding.dtype = jnp.float32
+    model.embed_tokens.dtype = jnp.float32
     tiles, zeros = jnp.zeros((2, 3, 38, 38), jnp.uint8), jnp.zeros((2, 3))
     Idefics3ForConditionalGeneration.encode_images(model, tiles, zeros, zeros)
     _, context = model.vision.call_args.args
