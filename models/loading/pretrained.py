@@ -119,7 +119,8 @@ def _locked(file: Path) -> Iterator[None]:
 
 
 def _download(model: PretrainedModel, folder: Path) -> None:
-    for left_behind in folder.glob(f"{_PARTIAL}*"):  # The caller has the lock, so nobody downloads into it.
+    # The caller has the lock, so no other process is writing to these folders.
+    for left_behind in folder.glob(f"{_PARTIAL}*"):
         shutil.rmtree(left_behind, ignore_errors=True)
     sources: dict[str, Callable[[PretrainedModel, Path], Path]] = {
         f"{model.repository} on the Hugging Face hub": _from_hub,
@@ -131,8 +132,8 @@ def _download(model: PretrainedModel, folder: Path) -> None:
             _LOGGER.info("Downloading %s: %s", model.name, name)
             try:
                 file = fetch(model, Path(partial))
-            # The HTTP library depends on the version of huggingface_hub, and its errors have no base class
-            # in common with those of files and archives.
+            # The HTTP library depends on the version of huggingface_hub. Its errors have no base class in
+            # common with errors of files and archives.
             except Exception as e:
                 reason = " ".join(str(e).split()).rstrip(".")
                 problems.append(f"{name}: {type(e).__name__}: {reason}.")

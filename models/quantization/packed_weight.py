@@ -114,7 +114,7 @@ def _pack(arrays: QuantizedArrays, group_size: int) -> PackedQuantized | None:
         in_order = np.take_along_axis(host.groups, order, axis=-1)
         if (in_order != np.arange(rows) // group_size).any():
             return None
-    offsets = getattr(host, "offsets", None) if host.zeros is None else host.zeros
+    offsets = host.offsets if host.zeros is None else host.zeros
     return quantized_products.pack(
         host.values, host.scales, kind=kind, group_size=group_size, offsets=offsets, permutation=order
     )

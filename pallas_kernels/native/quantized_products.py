@@ -6,8 +6,8 @@ A "kernel" in this module is a weight matrix [rows, columns] with 4 or 8 bits pe
     kernel[i, o] = (numbers[i, o] - zeros[g(i), o]) * scales[g(i), o]
 
 The group g(i) of row i is i // group_size. `pack` arranges the numbers in panels of 16 columns (see
-quantized_products.h), once when a model is loaded. For up to four rows, a product takes about as long as
-reading the packed kernel. For more rows, blocks of the kernel are decoded to float32 once for up to 256 rows.
+quantized_products.h), once when a model is loaded. For up to four rows, numbers are
+decoded in registers. For more rows, blocks of the kernel are decoded to float32 once for up to 256 rows.
 
 Activations are not quantized. Sums are float32, and their order does not depend on the number of rows: the
 result for a row is the same, bit for bit, in every batch and for every number of threads.

@@ -22,8 +22,6 @@ from jax_paged.worker.compilation.buckets import (
     Bucket,
     StepVariant,
     plan_buckets,
-    plan_multi_step,
-    thin_out_decode,
 )
 from jax_paged.worker.compilation.compiler import CompiledPrograms
 from jax_paged.worker.compilation.persistent_cache import use_persistent_cache
@@ -190,15 +188,6 @@ def test_the_largest_steps_come_first_then_the_small_programs_then_the_rest():
     others, rest = [Other("a"), Other("b")], [StepProgram(buckets[i]) for i in (0, 1, 3)]
     assert max(position[p] for p in others) <= min(position[p] for p in rest) + 1
     assert len(order) == 7
-
-
-def test_multi_step_decoding_needs_few_single_steps():
-    buckets = plan_buckets(64, 512, minimizes_padding=True)
-    both = [*buckets, *[dataclasses.replace(b, has_adapters=True) for b in buckets]]
-    kept = thin_out_decode(both)
-    assert kept == [b for b in both if not b.is_decode or b.num_seqs in (1, 4, 16, 64)]
-    assert thin_out_decode(plan_buckets(1, 512)) == plan_buckets(1, 512)
-    assert len(plan_multi_step(buckets, 8)) == sum(b.is_decode for b in buckets)
 
 
 def test_one_program_at_a_time_is_traced():

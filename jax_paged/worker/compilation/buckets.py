@@ -135,23 +135,6 @@ def plan_multi_step(buckets: list[Bucket], num_steps: int) -> list[Bucket]:
     return [dataclasses.replace(bucket, num_steps=num_steps) for bucket in decode]
 
 
-def thin_out_decode(buckets: list[Bucket]) -> list[Bucket]:
-    """Returns buckets without most of the decode buckets, for engines with multi-step decoding.
-
-    Such an engine runs single decode steps only while requests wait that cannot be admitted, usually with all
-    batch slots in use. A quarter of the sizes suffices, which saves a fifth of the compilation.
-
-    Args:
-        buckets: The buckets, for each variant in ascending order.
-    """
-    kept: list[Bucket] = []
-    for bucket in reversed(buckets):
-        next_size = next((b.num_seqs for b in reversed(kept) if b.variant == bucket.variant), None)
-        if not bucket.is_decode or next_size is None or 4 * bucket.num_seqs <= next_size:
-            kept.append(bucket)
-    return kept[::-1]
-
-
 def plan_verifying(config: EngineConfig) -> list[Bucket]:
     """Returns the buckets for steps with drafts in ascending order. Their sizes double."""
     speculation = config.speculation

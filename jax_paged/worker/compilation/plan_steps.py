@@ -8,7 +8,6 @@ from jax_paged.worker.compilation.buckets import (
     plan_multi_step,
     plan_variants,
     plan_verifying,
-    thin_out_decode,
 )
 
 
@@ -33,5 +32,4 @@ def plan_steps(config: EngineConfig, *, on_cpu: bool, has_packed_weights: bool) 
     may_have = config.max_loras > 0, config.prompt_embed_size > 0 or config.images is not None
     buckets = [*buckets, *plan_verifying(config)]
     buckets = plan_variants(buckets, *may_have, is_invariant=is_invariant)
-    multi_step = plan_multi_step(buckets, config.num_scheduler_steps)
-    return [*(thin_out_decode(buckets) if multi_step else buckets), *multi_step]
+    return [*buckets, *plan_multi_step(buckets, config.num_scheduler_steps)]
