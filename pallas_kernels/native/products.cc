@@ -24,6 +24,7 @@
 #include <tuple>
 
 #include "attention.h"
+#include "guarded.h"
 #include "onednn.h"
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
@@ -223,22 +224,14 @@ int TypeOf(ffi::DataType type) {
 size_t BytesOf(int type) { return type == kFloat32 ? 4 : 2; }
 
 template <class F>
-ffi::Error Guarded(const F& body) {
-  if (library == nullptr) return ffi::Error::Internal("oneDNN was not loaded");
-  try {
-    body();
-  } catch (const std::invalid_argument& error) {
-    return ffi::Error::InvalidArgument(error.what());
-  } catch (const std::exception& error) {
-    return ffi::Error::Internal(error.what());
-  }
-  return ffi::Error::Success();
+ffi::Error WithLibrary(const F& body) {
+  return library == nullptr ? ffi::Error::Internal("oneDNN was not loaded") : Guarded(body);
 }
 
 // Packs a kernel [in, out], or its transpose.
 ffi::Error PackKernel(ffi::ThreadPool pool, ffi::AnyBuffer kernel, ffi::Result<ffi::Buffer<ffi::U8>> packed,
                       bool transposed) {
-  return Guarded([&] {
+  return WithLibrary([&] {
     const auto shape = kernel.dimensions();
     const int64_t rows = shape[transposed], columns = shape[!transposed];
     const int type = TypeOf(kernel.element_type());
@@ -296,7 +289,7 @@ const char* SlicesOf(ffi::Buffer<ffi::U8> packed, const Slices& slices) {
 // Multiplies x [m, in] by a packed kernel.
 ffi::Error MultiplyPacked(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> packed,
                           ffi::Result<ffi::AnyBuffer> result) {
-  return Guarded([&] {
+  return WithLibrary([&] {
     const int64_t k = x.dimensions()[1];
     const int type = TypeOf(x.element_type()), result_type = TypeOf(result->element_type());
     const Slices slices(k, result->dimensions()[1], type);
@@ -311,7 +304,7 @@ ffi::Error MultiplyPacked(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ff
 ffi::Error MultiplyGated(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> packed_gate,
                          ffi::Buffer<ffi::U8> packed_up, ffi::Result<ffi::AnyBuffer> result,
                          std::string_view activation) {
-  return Guarded([&] {
+  return WithLibrary([&] {
     const int64_t k = x.dimensions()[1];
     const int type = TypeOf(x.element_type()), kind = ActivationOf(activation);
     const Slices slices(k, result->dimensions()[1], type);

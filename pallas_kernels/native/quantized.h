@@ -12,7 +12,7 @@ namespace VARIANT {
 
 #include "vectors.h"
 
-// Vectors of a panel.
+// Number of vectors in a row of a panel.
 constexpr int PARTS = PANEL / WIDTH;
 constexpr int64_t FEW_ROWS = 4;
 // Rows of a tile and panels that are multiplied together: their sums stay in registers.
@@ -31,11 +31,11 @@ template <int... LANE>
 INLINE Vec splat(float x, std::integer_sequence<int, LANE...>) {
   return Vec{(void(LANE), x)...};
 }
-// As broadcast, without adding a zero, which changes a negative one.
+// Returns a vector of equal floats. `broadcast` would add 0, which turns -0 into 0.
 INLINE Vec splat(float x) { return splat(x, std::make_integer_sequence<int, WIDTH>()); }
 
-// Returns sum + a * b, rounded once where the processor can. A compiler would not fuse every such expression, and results
-// would depend on where it does.
+// Returns sum + a * b, rounded once if the processor has such an instruction. Compilers fuse only some of these expressions,
+// so results would depend on the compiler.
 INLINE Vec add_product(Vec sum, Vec a, Vec b) {
 #if defined(PLAIN_VECTORS)
   return sum + a * b;
@@ -50,8 +50,8 @@ INLINE Vec add_product(Vec sum, Vec a, Vec b) {
 #endif
 }
 
-// With instructions for float16 a float8_e4m3fn takes fewer steps: its bits are those of a float16 that is 2^-8 of it, and x
-// is multiplied by that.
+// With float16 instructions, decoding a float8_e4m3fn takes fewer steps: its bits, shifted, are a float16 that is 2^-8 times
+// as large. x is multiplied by 2^8 to correct this.
 #if WIDTH >= 8 && !defined(PLAIN_VECTORS)
 #define HAS_FLOAT16
 constexpr float FLOAT8_UNIT = 256;
@@ -85,7 +85,7 @@ INLINE IntVec signed_bytes(const void* from) {
   return __builtin_convertvector(__builtin_convertvector(bytes, IntHalfVec), IntVec);
 }
 INLINE Vec number_at(const Int8* from) { return __builtin_convertvector(signed_bytes(from), Vec); }
-// A normal number is that of the shifted bits, and a subnormal one is less: twice that minus 2^-6.
+// For a normal number, the shifted bits are the result. A subnormal number is smaller: twice that number minus 2^-6.
 INLINE Vec number_at(const Float8* from) {
   const BitVec bits = bits_as<BitVec>(signed_bytes(from));
   const Vec normal = bits_as<Vec>(((bits & 0x7f) << 20) + (120u << 23)), subnormal = normal * 2.f - 0x1p-6f;
@@ -97,9 +97,9 @@ INLINE Vec scale_at(const Float16* from) { return load(from); }
 INLINE Vec scale_at(const float* from) { return load(from); }
 INLINE Vec scale_at(const BFloat16* from) { return load(from); }
 
-// Nibble `row` of each word, 16^(row % 4) times as large, as it is not shifted to the right; x is divided by that. So a
-// vector of weights takes three instructions: a mask, a conversion and a product. The upper half of a word is read from 2
-// bytes further, again without a shift.
+// Returns nibble `row` of each word, multiplied by 16^(row % 4) because it is not shifted to the right. x is divided by this
+// factor. A vector of weights then takes three instructions: a mask, a conversion and a product. For the upper half of a
+// word, the word is loaded from 2 bytes later, which also avoids a shift.
 INLINE Vec number_in(BitVec words, int row) {
   return __builtin_convertvector(bits_as<IntVec>(words & (0xfu << 4 * (row % 4))), Vec);
 }
@@ -107,7 +107,7 @@ INLINE BitVec words_at(const uint8_t* panel, int64_t row, int part, int of_eight
   return load_bits<BitVec>(panel + row * (PANEL / 2) + part * 4 * WIDTH + (of_eight > 3 ? 2 : 0));
 }
 
-// What belongs to a tile.
+// The rows of x in a tile, and their sums per group.
 struct Tile {
   int64_t rows;
   const float *x, *sums;
@@ -144,7 +144,7 @@ INLINE Vec zero_at(Bytes from, int64_t i) {
   return __builtin_convertvector(__builtin_convertvector(half, IntVec), Vec);
 }
 
-// Adds the sums of a group, which are of numbers and not of weights, to the products.
+// Multiplies the sums of a group, which are sums of x times numbers, by the scales, and adds them to the products.
 template <int ROWS, int PANELS>
 INLINE void add_group(const QuantizedKernel& kernel, int64_t panel, int64_t group, const float* x_sums,
                       Vec (&sum)[ROWS][PANELS * PARTS], float* products, int64_t stride) {
@@ -173,7 +173,7 @@ INLINE void add_group(const QuantizedKernel& kernel, int64_t panel, int64_t grou
 // Multiplies a tile of ROWS rows by PANELS panels, decoding them on the way.
 template <NumberType TYPE, int ROWS, int PANELS>
 static void multiply_few(const QuantizedKernel& kernel, const Tile& tile, int64_t panel, float* products, int64_t stride) {
-  // Bytes that memory is asked for in advance. Behind the end of a panel, they are those of the panel that follows the others.
+  // Distance of prefetching (bytes). Beyond the end of a panel, these are bytes of the next group of panels.
   constexpr int64_t AHEAD = 1024;
   const int64_t others = (PANELS - 1) * kernel.panel_bytes(), row_bytes = TYPE == NumberType::kInt4 ? PANEL / 2 : PANEL;
   const uint8_t* const first = kernel.values + panel * kernel.panel_bytes();
@@ -229,8 +229,8 @@ static void decode(const uint8_t* panel, int64_t k, int64_t n, float* to) {
   }
 }
 
-// Adds the product of a tile and the decoded rows [begin, end) of PANELS panels, KERNEL_BLOCK rows apart. `unfinished` has
-// the sums of a group that has begun before or ends later.
+// Adds the product of a tile and the decoded rows [begin, end) of PANELS panels. The panels are KERNEL_BLOCK rows apart.
+// `unfinished` holds the sums of a group that extends beyond these rows.
 template <int ROWS, int PANELS>
 static void multiply_decoded(const QuantizedKernel& kernel, const Tile& tile, int64_t panel, int64_t begin, int64_t end,
                              const float* decoded, float* products, float* unfinished, int64_t stride) {
@@ -335,7 +335,7 @@ static void multiply_quantized(const QuantizedKernel& kernel, const PreparedRows
   }
 }
 
-// The number of a row of x for each of n rows of the kernel, from row k on, of which the last may be padding.
+// Loads the elements of a row of x for n rows of the kernel, beginning at row k. The last of them may be padding.
 template <class E>
 INLINE void read_numbers(const SourceRows& source, const E* row, int64_t k, int64_t n, float* to) {
   const int64_t real = lesser(n, source.columns - k);

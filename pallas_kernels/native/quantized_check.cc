@@ -1,4 +1,4 @@
-// The check that a processor's variant computes what the baseline does: for small kernels, before it is used.
+// The check of a processor's variant before its first use: it compares products of small kernels with the baseline.
 
 #include <cmath>
 #include <cstdint>
@@ -9,7 +9,7 @@
 namespace jax_paged {
 namespace {
 
-// A kernel with random numbers, and rows to multiply it with. Their sums are far from cancelling.
+// A kernel with random numbers, and rows to multiply by it. Numbers and x are positive, so their sums do not cancel.
 struct Case {
   QuantizedKernel kernel = {};
   int64_t rows;

@@ -14,6 +14,7 @@
 #include <string_view>
 #include <vector>
 
+#include "guarded.h"
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -97,7 +98,7 @@ Activation ActivationOf(std::string_view name) {
   throw std::invalid_argument("unknown activation " + std::string(name));
 }
 
-// Fills in the sizes of a kernel. The numbers of its arrays are checked before.
+// Fills in the sizes of a kernel. The caller has checked the sizes of its arrays.
 QuantizedKernel MakeKernel(NumberType type, int64_t rows, int64_t columns, int64_t group) {
   constexpr int64_t kMost = int64_t(1) << 31;
   Require(0 < rows && rows < kMost && 0 < columns && columns < kMost, "a kernel has at least one row and one column");
@@ -113,7 +114,7 @@ QuantizedKernel MakeKernel(NumberType type, int64_t rows, int64_t columns, int64
 
 int64_t BytesOf(const QuantizedKernel& kernel) { return kernel.panels() * kernel.panel_bytes() + kReadAhead; }
 
-// Kernels of the same shape, one behind the other.
+// Kernels of the same shape, stored consecutively.
 struct KernelStack {
   QuantizedKernel first;
   int64_t count, real_rows;
@@ -200,7 +201,7 @@ std::vector<Part> MakeParts(int64_t rows, int64_t kernels, Indices sizes, int64_
   return parts;
 }
 
-// Fills x and sums of the parts. Kernels that multiply the same rows need the same of them.
+// Prepares x and its sums for all parts. Kernels that multiply the same rows share them.
 void Prepare(ffi::ThreadPool pool, const QuantizedKernels& variant, const KernelStack& stack, SourceRows source,
              std::vector<Part>& parts, float* x, float* sums) {
   struct Step {
@@ -227,10 +228,11 @@ void Prepare(ffi::ThreadPool pool, const QuantizedKernels& variant, const Kernel
   }
 }
 
-// Divides the results among threads: blocks of MAX_PANELS panels, several together if they are small, and what is left then in
-// equal parts; of all rows of a part that one call can take, or fewer if the columns are too few for the threads.
+// Divides the results among threads. An item is a block of MAX_PANELS panels, or several blocks if they are small; the
+// remaining panels are divided equally. An item has as many rows of a part as one call can take, or fewer if there are
+// too few columns for all threads.
 std::vector<Item> MakeItems(const std::vector<Part>& parts, const QuantizedKernel& kernel, int64_t tile_rows, int64_t threads) {
-  constexpr int64_t kFewTiles = 4;  // for which decoding a kernel takes little of the time
+  constexpr int64_t kFewTiles = 4;  // with this many tiles, decoding takes a small part of the time
   constexpr int64_t kBytes = 1 << 16;
   const int64_t panels = kernel.panels(), most = panels / (4 * threads * MAX_PANELS);
   const int64_t blocks = std::clamp<int64_t>(kBytes / (MAX_PANELS * kernel.panel_bytes()), 1, std::max<int64_t>(most, 1));
@@ -290,18 +292,6 @@ void MultiplyParts(ffi::ThreadPool pool, const QuantizedKernels& variant, const 
   prepared.Trim();
 }
 
-template <class F>
-ffi::Error Guarded(const F& body) {
-  try {
-    body();
-  } catch (const std::invalid_argument& error) {
-    return ffi::Error::InvalidArgument(error.what());
-  } catch (const std::exception& error) {
-    return ffi::Error::Internal(error.what());
-  }
-  return ffi::Error::Success();
-}
-
 ffi::Error MultiplyQuantized(ffi::ThreadPool pool, ffi::AnyBuffer x, Indices sizes, Packed values, ffi::AnyBuffer scales,
                              ffi::AnyBuffer offsets, Indices permutation, Packed up_values, ffi::AnyBuffer up_scales,
                              ffi::AnyBuffer up_offsets, ffi::Result<ffi::AnyBuffer> result, std::string_view kind,
@@ -359,7 +349,7 @@ float Float8Of(uint8_t bits) {
   return bits >> 7 ? -magnitude : magnitude;
 }
 
-// The number of a kernel in a row of a column.
+// Returns the number of a kernel at a row and column.
 float NumberAt(const QuantizedKernel& kernel, const uint8_t* panel, int64_t row, int64_t lane) {
   if (kernel.type == NumberType::kInt4) {
     const uint8_t pair = panel[row / 8 * 64 + lane * 4 + row % 8 / 2];
@@ -375,7 +365,8 @@ float NumberAt(const QuantizedKernel& kernel, const uint8_t* panel, int64_t row,
   return table[bits];
 }
 
-// Columns of a kernel as floats: [indices, rows]. An index that is out of bounds gives NaN, as jnp.take does.
+// Returns columns of a kernel as floats, [indices, rows]. For an index that is out of bounds, the result is NaN, as in
+// jnp.take.
 ffi::Error QuantizedColumns(ffi::ThreadPool pool, Indices indices, Packed values, ffi::AnyBuffer scales, ffi::AnyBuffer offsets,
                             Indices permutation, ffi::Result<ffi::AnyBuffer> result, std::string_view kind, int64_t columns,
                             int64_t group_size, int64_t max_width) {

@@ -1,6 +1,6 @@
-// What the products of quantized matrices work on.
+// The layout of quantized matrices, and the arguments of their products.
 //
-// A kernel [rows, columns] is stored in panels of 16 columns, one behind the other. The bytes of a panel, for 4 and 8 bits:
+// A kernel [rows, columns] is stored in consecutive panels of 16 columns. The bytes of a panel, for 4 and 8 bits:
 //
 //     64 bytes hold 8 rows:  | column 0 | column 1 | ... | column 15 |    a word of 32 bits per column; row j of the
 //     64 bytes               |          |          |     |           |    eight is in its bits 4 j to 4 j + 3
@@ -52,8 +52,8 @@ struct QuantizedKernel {
 };
 
 // Rows of x, prepared for a kernel: as tiles of a few rows. The numbers of a tile are in the order [kernel row, row], so that
-// a loop over the kernel's rows reads them one after the other. For 4 bits they are divided by what the numbers of
-// the kernel are multiplied with (see quantized.h), which is exact.
+// a loop over the kernel's rows reads them in order. For 4 bits they are divided by the powers of 16 by which the numbers
+// of the kernel are multiplied (see quantized.h), which is exact.
 struct PreparedRows {
   int64_t count;
   int64_t tiles;
@@ -64,7 +64,7 @@ struct PreparedRows {
   int64_t first_row(int64_t tile) const { return tile * count / tiles; }
 };
 
-// The rows of x as the caller has them.
+// The rows of x in the caller's layout.
 struct SourceRows {
   DType type;
   const void* data;
